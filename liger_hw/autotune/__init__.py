@@ -1,0 +1,1 @@
+"""Finding, storing and sharing launch configurations."""

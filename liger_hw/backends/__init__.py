@@ -1,0 +1,67 @@
+"""The vendors, in order of preference, and the way from a tensor's device to its Target."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from .base import Backend, LaunchConfig, Target
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "LaunchConfig", "Target", "backend", "backends", "known_target", "target_of", "VENDORS"]
+
+VENDORS = ("cuda", "rocm", "xpu", "cpu")
+"""A vendor is the folder of this name; the first one present serves a torch device type."""
+
+_targets: dict["torch.device", Target] = {}
+
+
+@lru_cache(maxsize=None)
+def backend(vendor: str) -> Backend:
+    """The Backend of a vendor name. Raises `ValueError` for a name that is no vendor."""
+    if vendor not in VENDORS:
+        raise ValueError(f"unknown vendor {vendor!r}; known: {', '.join(VENDORS)}")
+    return importlib.import_module(f"{__name__}.{vendor}").BACKEND
+
+
+@lru_cache(maxsize=None)
+def backends() -> tuple[Backend, ...]:
+    """The backends this build of torch can reach; no device is touched."""
+    return tuple(b for b in map(backend, VENDORS) if b.present())
+
+
+def target_of(device: "torch.device") -> Target:
+    """The Target of a torch device, read on first use and kept.
+
+    Raises `ValueError` for a device type no backend serves.
+    """
+    try:
+        return _targets[device]
+    except KeyError:
+        pass
+    for candidate in backends():
+        if candidate.device_type == device.type:
+            index = device.index
+            if index is None and device.type != "cpu":
+                import torch
+
+                index = getattr(torch, device.type).current_device()
+            return _targets.setdefault(device, candidate.describe(index or 0))
+    served = ", ".join(sorted({b.device_type for b in backends()}))
+    raise ValueError(f"liger_hw has no backend for device {str(device)!r}; this build of torch serves {served}")
+
+
+def known_target(name: str) -> Target:
+    """A representative Target for an architecture name such as `sm90`, `gfx942` or `pvc`, without the device.
+
+    Raises `ValueError` that lists the known names.
+    """
+    for vendor in VENDORS:
+        target = backend(vendor).known_target(name)
+        if target is not None:
+            return target
+    names = ", ".join(arch for vendor in VENDORS for arch in backend(vendor).known_archs())
+    raise ValueError(f"unknown architecture {name!r}; known: {names}")

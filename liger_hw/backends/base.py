@@ -1,0 +1,199 @@
+"""The two nouns of hardware: a `Target` is one described device, a `Backend` is one vendor.
+
+A vendor is one folder beside this file. It says how a device is detected and described, what is legal on it, and how
+a vendor-neutral `LaunchConfig` becomes Triton launch options. Nothing else in the package knows a vendor's name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Mapping
+
+if TYPE_CHECKING:
+    import torch
+
+HINTS = ("none", "stream", "keep")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts of one device, as the launch rules need them.
+
+    Sizes are bytes, `bandwidth` is GB/s of device memory (the data sheet's, a class rather than a measurement; 0 when
+    unknown), `multiprocessors` counts SMs, CUs or Xe-cores, `registers` is 32-bit registers of one of them.
+    """
+
+    vendor: str
+    arch: str
+    name: str
+    multiprocessors: int
+    warp_size: int
+    warp_sizes: tuple[int, ...]
+    max_threads: int
+    shared_memory: int
+    registers: int
+    l2: int
+    bandwidth: int = 0
+    family: str = ""
+    max_threads_per_multiprocessor: int = 2048
+
+    @property
+    def max_warps(self) -> int:
+        return self.max_threads // self.warp_size
+
+    def warps(self, elements: int, per_thread: int, most: int = 32) -> int:
+        """Power-of-two warps that give each thread about `per_thread` of `elements`, within this device's limits."""
+        wanted = max(1, elements // (per_thread * self.warp_size))
+        warps = 1 << (wanted.bit_length() - 1)
+        ceiling = min(most * 32 // self.warp_size, self.max_warps)
+        return max(1, min(warps, ceiling))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How to launch one kernel, in words every vendor shares.
+
+    blocks: the kernel's own tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
+    num_warps, num_stages: as in Triton
+    ctas_per_mp: programs per multiprocessor of a persistent grid; 0 for one program per tile
+    hint: how streamed tensors are cached: `stream` (will not be read again), `keep` (will be), or `none`
+    vendor: options of one vendor only (waves_per_eu, grf_mode, maxnreg, ...), refused on any other
+    """
+
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 1
+    ctas_per_mp: int = 0
+    hint: str = "none"
+    vendor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", MappingProxyType(dict(self.blocks)))
+        object.__setattr__(self, "vendor", MappingProxyType(dict(self.vendor)))
+
+    def __hash__(self) -> int:
+        return hash(self.to_text())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LaunchConfig) and self.to_json() == other.to_json()
+
+    def __reduce__(self):
+        return LaunchConfig.from_json, (self.to_json(),)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "blocks": dict(sorted(self.blocks.items())),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "ctas_per_mp": self.ctas_per_mp,
+            "hint": self.hint,
+            "vendor": dict(sorted(self.vendor.items())),
+        }
+
+    def to_text(self) -> str:
+        """Canonical JSON: equal configurations give equal text."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, data: Any) -> "LaunchConfig":
+        """Build from untrusted JSON. Raises `ValueError` that names the bad field."""
+        if not isinstance(data, dict):
+            raise ValueError(f"a launch configuration is a JSON object, got {type(data).__name__}")
+        known = {"blocks", "num_warps", "num_stages", "ctas_per_mp", "hint", "vendor"}
+        if extra := sorted(set(data) - known):
+            raise ValueError(f"unknown field {extra[0]!r}; a launch configuration has {', '.join(sorted(known))}")
+        for name in ("num_warps", "num_stages", "ctas_per_mp"):
+            if name in data and type(data[name]) is not int:
+                raise ValueError(f"{name} must be an integer, got {data[name]!r}")
+        for name in ("blocks", "vendor"):
+            if not isinstance(data.get(name, {}), dict):
+                raise ValueError(f"{name} must be an object, got {data[name]!r}")
+        for name, value in data.get("blocks", {}).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"blocks.{name} must be a positive integer, got {value!r}")
+        if data.get("hint", "none") not in HINTS:
+            raise ValueError(f"hint must be one of {', '.join(HINTS)}, got {data['hint']!r}")
+        return cls(**data)
+
+
+class Backend:
+    """One vendor. Subclasses fill in what differs; the rules every vendor shares are here."""
+
+    vendor: str
+    device_type: str
+    """The type of torch devices it may serve."""
+    options: frozenset[str] = frozenset()
+    """Launch options this vendor knows beyond num_warps and num_stages."""
+    fast_launch = False
+    """Compiled kernels may be launched without Triton's argument binder (only where that was tested on hardware)."""
+
+    def present(self) -> bool:
+        """Whether torch was built for this vendor. MUST NOT create a device context."""
+        raise NotImplementedError
+
+    def describe(self, index: int) -> Target:
+        """The Target of device `index`, read from torch's device properties."""
+        return self.target_from_properties(self.properties(index))
+
+    def properties(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def target_from_properties(self, properties: Any) -> Target:
+        """The Target for torch's device properties (or a recording of them)."""
+        raise NotImplementedError
+
+    def known_target(self, arch: str) -> Target | None:
+        """A representative Target of an architecture that is not in this machine, or None if it is not this vendor's."""
+        raise NotImplementedError
+
+    def known_archs(self) -> tuple[str, ...]:
+        """Architectures `known_target` can describe."""
+        raise NotImplementedError
+
+    def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
+        """Why `config` must not be launched on `target`, or None.
+
+        `shared` is the shared memory of the compiled kernel in bytes, when that is known.
+        """
+        warps, stages = config.num_warps, config.num_stages
+        if type(warps) is not int or warps < 1 or warps & (warps - 1):
+            return f"num_warps={warps!r} is not a power of two"
+        threads = warps * target.warp_size
+        if threads > target.max_threads:
+            return f"{warps} warps of {target.warp_size} are {threads} threads; {target.arch} takes {target.max_threads} a block"
+        if type(stages) is not int or not 1 <= stages <= 8:
+            return f"num_stages={stages!r} is outside 1..8"
+        if type(config.ctas_per_mp) is not int or not 0 <= config.ctas_per_mp <= 32:
+            return f"ctas_per_mp={config.ctas_per_mp!r} is outside 0..32"
+        if config.hint not in HINTS:
+            return f"hint={config.hint!r} is not one of {', '.join(HINTS)}"
+        for name, value in config.blocks.items():
+            if type(value) is not int or value < 1 or value & (value - 1):
+                return f"{name}={value!r} is not a power of two"
+        for name in config.vendor:
+            if name not in self.options:
+                return f"option {name!r} is unknown to {self.vendor}"
+        if shared is not None and shared > target.shared_memory:
+            return f"{shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
+        return self.illegal_here(target, config)
+
+    def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
+        """This vendor's own rules; called after the shared ones passed."""
+        return None
+
+    def load_hint(self, hint: str) -> tuple[str, str]:
+        """(cache_modifier, eviction_policy) of a load with this hint. Never both: that is an error in PTX."""
+        return "", ""
+
+    def lower(self, config: LaunchConfig) -> dict[str, Any]:
+        """The compiler's options as Triton's launch takes them."""
+        return {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.vendor}
+
+    def triton_target(self, target: Target) -> Any:
+        """The `triton.backends.compiler.GPUTarget` that the stock compiler takes, or None if it has no such backend."""
+        return None

@@ -1,0 +1,106 @@
+"""NVIDIA GPUs.
+
+Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, registers
+and shared memory a multiprocessor); shared memory a block is read from the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base import Backend, LaunchConfig, Target
+
+KIB, MIB = 1024, 1024 * 1024
+
+# compute capability -> (representative device, multiprocessors, opt-in shared memory a block, L2, GB/s, threads an SM)
+_ARCHS = {
+    "sm80": ("NVIDIA A100-SXM4-80GB", 108, 163 * KIB, 40 * MIB, 2039, 2048),
+    "sm86": ("NVIDIA RTX A6000", 84, 99 * KIB, 6 * MIB, 768, 1536),
+    "sm89": ("NVIDIA GeForce RTX 4090", 128, 99 * KIB, 72 * MIB, 1008, 1536),
+    "sm90": ("NVIDIA H100 80GB HBM3", 132, 227 * KIB, 50 * MIB, 3350, 2048),
+    "sm100": ("NVIDIA B200", 148, 227 * KIB, 126 * MIB, 8000, 2048),
+    "sm120": ("NVIDIA GeForce RTX 5090", 170, 99 * KIB, 96 * MIB, 1792, 1536),
+}
+_FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell-consumer"}
+_BANDWIDTH = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
+
+
+class CudaBackend(Backend):
+    vendor = "cuda"
+    device_type = "cuda"
+    options = frozenset({"maxnreg", "num_ctas"})
+    fast_launch = True
+
+    def present(self) -> bool:
+        import torch
+
+        return torch.version.cuda is not None
+
+    def properties(self, index: int) -> Any:
+        import torch
+
+        return torch.cuda.get_device_properties(index)
+
+    def target_from_properties(self, properties: Any) -> Target:
+        major, minor = properties.major, properties.minor
+        arch = f"sm{major}{minor}"
+        reference = _ARCHS.get(arch) or _ARCHS.get(f"sm{major}0") or _ARCHS["sm80"]
+        shared = getattr(properties, "shared_memory_per_block_optin", None) or reference[2]
+        bandwidth = next((gbs for word, gbs in _BANDWIDTH.items() if word in properties.name), 0)
+        return Target(
+            vendor=self.vendor,
+            arch=arch,
+            name=properties.name,
+            multiprocessors=properties.multi_processor_count,
+            warp_size=properties.warp_size,
+            warp_sizes=(properties.warp_size,),
+            max_threads=getattr(properties, "max_threads_per_block", 1024),
+            shared_memory=shared,
+            registers=getattr(properties, "regs_per_multiprocessor", 65536),
+            l2=getattr(properties, "L2_cache_size", reference[3]),
+            bandwidth=bandwidth,
+            family=_FAMILIES.get(major, f"sm{major}x"),
+            max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+        )
+
+    def known_archs(self) -> tuple[str, ...]:
+        return tuple(_ARCHS)
+
+    def known_target(self, arch: str) -> Target | None:
+        if arch not in _ARCHS:
+            return None
+        name, multiprocessors, shared, l2, bandwidth, threads = _ARCHS[arch]
+        return Target(
+            vendor=self.vendor,
+            arch=arch,
+            name=name,
+            multiprocessors=multiprocessors,
+            warp_size=32,
+            warp_sizes=(32,),
+            max_threads=1024,
+            shared_memory=shared,
+            registers=65536,
+            l2=l2,
+            bandwidth=bandwidth,
+            family=_FAMILIES[int(arch[2:]) // 10],
+            max_threads_per_multiprocessor=threads,
+        )
+
+    def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
+        if config.vendor.get("num_ctas", 1) != 1:
+            return "num_ctas > 1 does not compile on a row reduction (TritonGPUPlanCTA fails, seen with Triton 3.6 on sm90)"
+        maxnreg = config.vendor.get("maxnreg")
+        if maxnreg is not None and (type(maxnreg) is not int or not 16 <= maxnreg <= 255 or maxnreg % 8):
+            return f"maxnreg={maxnreg!r} is not a multiple of 8 in 16..255"
+        return None
+
+    def load_hint(self, hint: str) -> tuple[str, str]:
+        return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]
+
+    def triton_target(self, target: Target) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", int(target.arch[2:]), 32)
+
+
+BACKEND = CudaBackend()

@@ -1,0 +1,112 @@
+"""AMD GPUs: CDNA (wavefronts of 64) and RDNA (wavefronts of 32).
+
+Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
+and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950).
+torch reaches AMD through its "cuda" device type; the backend is told apart by `torch.version.hip`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base import Backend, LaunchConfig, Target
+
+KIB, MIB = 1024, 1024 * 1024
+
+# arch -> (representative device, CUs of one torch device, wavefront, LDS a block, L2 or last-level cache, GB/s, family)
+_ARCHS = {
+    "gfx90a": ("AMD Instinct MI250X", 110, 64, 64 * KIB, 8 * MIB, 1638, "cdna2"),
+    "gfx942": ("AMD Instinct MI300X", 304, 64, 64 * KIB, 4 * MIB, 5300, "cdna3"),
+    "gfx950": ("AMD Instinct MI355X", 256, 64, 160 * KIB, 4 * MIB, 8000, "cdna4"),
+    "gfx1100": ("AMD Radeon RX 7900 XTX", 48, 32, 64 * KIB, 6 * MIB, 960, "rdna3"),
+    "gfx1151": ("AMD Radeon 8060S", 20, 32, 64 * KIB, 2 * MIB, 256, "rdna3.5"),
+    "gfx1201": ("AMD Radeon RX 9070 XT", 32, 32, 64 * KIB, 8 * MIB, 640, "rdna4"),
+}
+
+
+def arch_of(gcn_arch_name: str) -> str:
+    """`gfx942:sramecc+:xnack-` -> `gfx942`: feature flags do not change a launch."""
+    return gcn_arch_name.split(":", 1)[0]
+
+
+class RocmBackend(Backend):
+    vendor = "rocm"
+    device_type = "cuda"
+    options = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"})
+
+    def present(self) -> bool:
+        import torch
+
+        return torch.version.hip is not None
+
+    def properties(self, index: int) -> Any:
+        import torch
+
+        return torch.cuda.get_device_properties(index)
+
+    def target_from_properties(self, properties: Any) -> Target:
+        arch = arch_of(properties.gcnArchName)
+        reference = _ARCHS.get(arch)
+        wavefront = properties.warp_size
+        return Target(
+            vendor=self.vendor,
+            arch=arch,
+            name=properties.name,
+            multiprocessors=properties.multi_processor_count,
+            warp_size=wavefront,
+            warp_sizes=(wavefront,),
+            max_threads=getattr(properties, "max_threads_per_block", 1024),
+            shared_memory=reference[3] if reference else 64 * KIB,
+            registers=getattr(properties, "regs_per_multiprocessor", 65536),
+            l2=getattr(properties, "L2_cache_size", reference[4] if reference else 4 * MIB),
+            bandwidth=reference[5] if reference else 0,
+            family=reference[6] if reference else f"wave{wavefront}",
+            max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+        )
+
+    def known_archs(self) -> tuple[str, ...]:
+        return tuple(_ARCHS)
+
+    def known_target(self, arch: str) -> Target | None:
+        arch = arch_of(arch)
+        if arch not in _ARCHS:
+            return None
+        name, compute_units, wavefront, lds, l2, bandwidth, family = _ARCHS[arch]
+        return Target(
+            vendor=self.vendor,
+            arch=arch,
+            name=name,
+            multiprocessors=compute_units,
+            warp_size=wavefront,
+            warp_sizes=(wavefront,),
+            max_threads=1024,
+            shared_memory=lds,
+            registers=65536 * 2 if wavefront == 64 else 65536 * 3 // 2,
+            l2=l2,
+            bandwidth=bandwidth,
+            family=family,
+            max_threads_per_multiprocessor=2048,
+        )
+
+    def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
+        waves = config.vendor.get("waves_per_eu")
+        if waves is not None and (type(waves) is not int or not 0 <= waves <= 16):
+            return f"waves_per_eu={waves!r} is not an integer in 0..16 (0.5 aborts the process inside LLVM)"
+        matrix = config.vendor.get("matrix_instr_nonkdim")
+        if matrix is not None and matrix not in (0, 16, 32):
+            return f"matrix_instr_nonkdim={matrix!r} is not one of 0, 16, 32"
+        kpack = config.vendor.get("kpack")
+        if kpack is not None and kpack not in (1, 2):
+            return f"kpack={kpack!r} is not 1 or 2"
+        return None
+
+    def load_hint(self, hint: str) -> tuple[str, str]:
+        return {"none": "", "stream": ".cg", "keep": ".ca"}[hint], ""
+
+    def triton_target(self, target: Target) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("hip", target.arch, target.warp_size)
+
+
+BACKEND = RocmBackend()

@@ -1,0 +1,92 @@
+"""The command `liger-hw`. `main(argv)` is the same thing as a function: it returns the exit code and never exits.
+
+A sub-command is one module (or folder) of its name in here with two functions, imported only when it is asked for:
+
+    add_arguments(parser)      fill an argparse parser
+    run(arguments) -> int      do it; 0 is success, 1 a check that failed
+
+Its line in `COMMANDS` is what `liger-hw --help` prints. A mistake of the user's is raised as `UsageError` with a
+message that says what to do, and becomes exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from typing import Sequence
+
+COMMANDS = {
+    "info": "devices, versions, which package provides Triton, and the state of every op",
+    "explain": "why an op launches as it does at a shape, on this or another device",
+    "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
+}
+
+
+class UsageError(Exception):
+    """Something the user can put right; the message says how. Ends the command with exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `liger-hw` with `argv` (default: the process's arguments) and return its exit code.
+
+    0 success, 1 a check failed, 2 wrong usage, 130 interrupted.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(argv)
+    except SystemExit as stop:  # argparse: --help, --version, a wrong argument
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except UsageError as error:
+        print(f"liger-hw: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("liger-hw: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `liger-hw info | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def version() -> str:
+    """Version of the installed distribution, or `unknown (not installed)` when run from a bare source tree."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("liger-hw")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _dispatch(argv: list[str]) -> int:
+    name = argv[0] if argv else ""
+    if not name or name.startswith("-"):
+        parser = _top_parser()
+        parser.parse_args(argv)  # --help and --version leave here
+        parser.print_help(sys.stderr)
+        return 2
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown sub-command {name!r}; {hint}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(argv[1:]))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    lines = [f"  {name:<9} {text}" for name, text in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="liger-hw",
+        usage="liger-hw [--version] COMMAND [options]",
+        description="Triton kernels for training language models on NVIDIA, AMD and Intel GPUs.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`liger-hw COMMAND --help` shows a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"liger-hw {version()}")
+    return parser

@@ -1,0 +1,64 @@
+"""What sub-commands share: argument types that explain themselves, and a plain text table."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Sequence
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+def dtype_name(text: str) -> str:
+    """argparse type: `bf16`, `float16`, ... -> torch's attribute name, without importing torch."""
+    try:
+        return DTYPES[text.strip().lower().removeprefix("torch.")]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; expected fp32, bf16 or fp16") from None
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    return getattr(torch, name)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """argparse type: `8192x4096` -> (8192, 4096)."""
+    if not re.fullmatch(r"\d+([x,]\d+)*", text.strip().lower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write sizes joined by x, as in 8192x4096")
+    sizes = tuple(int(part) for part in re.split("[x,]", text.strip().lower()))
+    if 0 in sizes:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size of 0; sizes are positive")
+    return sizes
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return value
+
+
+def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
+    """Columns as wide as their widest cell; a rule under the first row when it is a header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    if header:
+        lines.insert(1, indent + "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

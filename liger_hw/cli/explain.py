@@ -1,0 +1,52 @@
+"""`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device gfx942]`: what `registry.explain` says.
+
+Works for a device that is not in this machine: name its architecture instead of a torch device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from . import UsageError
+from ._values import dtype_name, shape, torch_dtype
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", help="name of an op, for example rms_norm")
+    parser.add_argument(
+        "--shape", type=shape, metavar="AxB", help="problem sizes (default: each of the op's own workloads)"
+    )
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    parser.add_argument(
+        "--device", help="cuda:0, xpu, cpu, or an architecture such as sm90, gfx942, pvc (default: the one here)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import registry
+
+    try:
+        op = registry.get_op(arguments.op)
+        shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
+        found = {
+            name: registry.explain(op.name, sizes, torch_dtype(arguments.dtype), arguments.device)
+            for name, sizes in shapes.items()
+        }
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"explain: {error}") from None
+    if arguments.json:
+        items = [
+            {"op": op.name, "workload": name or None, "shape": list(shapes[name]), **one.to_json()}
+            for name, explanations in found.items()
+            for one in explanations
+        ]
+        print(json.dumps(items, indent=2))
+        return 0
+    for name, explanations in found.items():
+        if name:
+            print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
+        for one in explanations:
+            print(one)
+    return 0

@@ -1,0 +1,201 @@
+"""`liger-hw info`: what this machine is and how liger_hw would run on it. Runs without Triton, transformers or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from . import version
+from ._values import dtype_name, table, torch_dtype
+
+# Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
+# at least once; two of them in one environment overwrite each other's files.
+TRITON_DISTRIBUTIONS = (
+    "triton",
+    "pytorch-triton",
+    "pytorch-triton-rocm",
+    "triton-rocm",
+    "pytorch-triton-xpu",
+    "triton-xpu",
+    "triton-windows",
+)
+OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pytorch", "accelerate", "peft", "trl")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype the ops are shown for (default bf16)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    facts = collect(arguments.dtype)
+    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
+    return 0
+
+
+def collect(dtype: str = "bfloat16") -> dict[str, Any]:
+    """Everything `liger-hw info --json` prints."""
+    import torch
+
+    from .. import env
+
+    devices = _devices()
+    return {
+        "liger_hw": version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "xpu": getattr(torch.version, "xpu", None),
+        },
+        "triton": triton_facts(),
+        "packages": {name: _version(name) for name in OTHER_DISTRIBUTIONS},
+        "devices": devices,
+        "dtype": dtype,
+        "ops": _ops(devices, dtype),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
+        "unknown_environment": env.unknown(),
+    }
+
+
+def triton_facts() -> dict[str, Any]:
+    """Which distributions provide `import triton`, whether it imports, and what is wrong with that, if anything."""
+    names = {_canonical(name) for name in metadata.packages_distributions().get("triton", ())}
+    names.update(name for name in TRITON_DISTRIBUTIONS if _version(name) is not None)
+    providers = [{"name": name, "version": _version(name)} for name in sorted(names)]
+    try:
+        imported, error = importlib.import_module("triton").__version__, None
+    except Exception as problem:  # a clobbered install fails in more ways than ImportError
+        imported, error = None, f"{type(problem).__name__}: {problem}"
+    warning = None
+    if len(providers) > 1:
+        both = " and ".join(f"{p['name']} {p['version']}" for p in providers)
+        warning = (
+            f"{both} are installed and overwrite each other's files. Uninstall all of them, "
+            "then install only the one your torch wheel asks for (`pip show torch`)."
+        )
+    elif imported and not providers:
+        warning = "triton imports, but no installed distribution provides it (a source tree on PYTHONPATH?)"
+    elif not imported and providers:
+        warning = f"{providers[0]['name']} is installed, but `import triton` fails. Reinstall it."
+    return {"version": imported, "error": error, "distributions": providers, "warning": warning}
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from ..backends import backends
+
+    found = []
+    for backend in backends():
+        count = 1 if backend.device_type == "cpu" else getattr(torch, backend.device_type).device_count()
+        for index in range(count):
+            name = backend.device_type if backend.device_type == "cpu" else f"{backend.device_type}:{index}"
+            row: dict[str, Any] = {"device": name, "backend": backend.vendor, "target": None, "error": None}
+            try:
+                row["target"] = backend.describe(index).to_json()
+            except Exception as problem:  # one broken device must not hide the others
+                row["error"] = f"{type(problem).__name__}: {problem}"
+            found.append(row)
+    return found
+
+
+def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    from .. import registry
+
+    rows = []
+    for op in registry.ops().values():
+        for device in devices:
+            if device["target"] is None:
+                continue
+            for workload, sizes in op.workloads.items():
+                for one in registry.explain(op.name, sizes, torch_dtype(dtype), device["device"]):
+                    rows.append(
+                        {
+                            "op": op.name,
+                            "tunable": one.tunable,
+                            "device": device["device"],
+                            "runs": "reference" if _uses_reference(device["backend"]) else "kernel",
+                            "workload": workload,
+                            "shape": list(sizes),
+                            "key": list(one.key),
+                            "layer": one.chosen.layer,
+                            "provenance": dict(one.chosen.provenance),
+                            "config": one.chosen.config.to_json(),
+                        }
+                    )
+    return rows
+
+
+def _uses_reference(vendor: str) -> bool:
+    from .. import registry
+
+    return vendor == "cpu" and not registry.interpreting()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The human form of `collect()`: one row an op and device, at the op's first workload."""
+    torch, triton = facts["torch"], facts["triton"]
+    built = ", ".join(f"{k} {torch[k]}" for k in ("cuda", "hip", "xpu") if torch[k]) or "cpu only"
+    provided = ", ".join(f"{d['name']} {d['version']}" for d in triton["distributions"]) or "not installed"
+    lines = [
+        f"liger_hw      {facts['liger_hw']}",
+        f"python        {facts['python']} on {facts['platform']}",
+        f"torch         {torch['version']} ({built})",
+        f"triton        {triton['version'] or 'does not import'} (provided by: {provided})",
+    ]
+    for name, found in facts["packages"].items():
+        if found or name == "transformers":
+            lines.append(f"{name:<13} {found or 'not installed'}")
+    if triton["warning"]:
+        lines.append(f"WARNING       {triton['warning']}")
+    for name in facts["unknown_environment"]:
+        lines.append(f"WARNING       {name} is set, but liger_hw knows no such variable")
+    for name, value in facts["environment"].items():
+        lines.append(f"environment   {name}={value}")
+
+    lines += ["", "devices"]
+    for device in facts["devices"]:
+        target = device["target"]
+        if target is None:
+            lines.append(f"  {device['device']}: backend {device['backend']}, cannot be described: {device['error']}")
+        elif device["backend"] == "cpu":
+            lines.append(f"  {device['device']}: backend cpu, torch's reference path (kernels only in Triton's interpreter)")
+        else:
+            lines.append(
+                f"  {device['device']}: backend {device['backend']}, {target['name']} ({target['arch']}), "
+                f"{target['multiprocessors']} multiprocessors, warp {target['warp_size']}, "
+                f"{target['max_threads']} threads and {target['shared_memory'] // 1024} KiB shared memory a block"
+            )
+
+    rows = [("op", "device", "runs", "at", "config from", "provenance")]
+    seen = set()
+    for row in facts["ops"]:
+        place = row["tunable"], row["device"]
+        if place in seen:
+            continue
+        seen.add(place)
+        provenance = row["provenance"]
+        kind = " ".join(str(provenance[k]) for k in ("kind", "date") if k in provenance)
+        at = f"{row['workload']} {'x'.join(map(str, row['shape']))}"
+        rows.append((row["tunable"], row["device"], row["runs"], at, row["layer"], kind))
+    lines += ["", f"ops at {facts['dtype']}", table(rows, indent="  ") if len(rows) > 1 else "  none"]
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""What every op file uses: operator registration, input checks, row layout, the reference as a backward.
+
+An operator is declared once with `define` (torch.library: opaque to torch.compile, with a fake). On a GPU it runs the
+launcher; on the CPU it runs the reference, or the launcher when kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from .. import registry
+from . import _launch
+from ._launch import LaunchFailed, launch
+from ._triton import INTERPRET
+
+__all__ = ["define", "launch", "check", "check_tensors", "rows_of", "row_major", "reference_grads", "is_interpreted"]
+
+_library = torch.library.Library("liger_hw", "DEF")
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+launchers: dict[str, Callable[..., Any]] = {}
+"""Operator name -> launcher, so that the ahead-of-time compiler can run it without the device."""
+
+
+def define(
+    schema: str,
+    *,
+    launcher: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> Any:
+    """Register an operator `liger_hw::<name>` and return its overload, which is what op files call.
+
+    schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
+    launcher: runs the Triton kernels; reference: the same results in plain torch; fake: empty results of the same
+    shapes. All three take the schema's arguments by position. None may return one of its inputs.
+    """
+    name = schema.split("(", 1)[0].strip()
+    on_gpu = _with_fallback(launcher)
+    launchers[name] = on_gpu
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CUDA", "XPU"):
+        _library.impl(name, on_gpu, key)
+    _library.impl(name, on_gpu if INTERPRET else reference, "CPU")
+    torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
+    return getattr(torch.ops.liger_hw, name).default
+
+
+def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """When a configuration fails to compile or launch, set it aside and let the next layer answer."""
+
+    def run(*args: Any) -> Any:
+        while True:
+            try:
+                return launcher(*args)
+            except LaunchFailed as failure:
+                if not registry.quarantine(failure.plan, failure.cause):
+                    raise failure.cause
+
+    return run
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter in this process."""
+    return _launch.INTERPRET
+
+
+def check(condition: bool, op: str, message: str) -> None:
+    """Raise `ValueError` that starts with the op's name unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{op}: {message}")
+
+
+def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless the given tensors (None is skipped) are floating, on one device, and of a dtype its kernels take.
+
+    `TypeError` for something that is no tensor, `ValueError` otherwise.
+    """
+    first = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+        dtype, device = tensor.dtype, tensor.device
+        if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
+            raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
+        if first is None:
+            first = name, device
+        elif device != first[1]:
+            raise ValueError(f"{op}: {name} is on {device} but {first[0]} is on {first[1]}; move them to one device")
+
+
+def row_major(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself when its rows are evenly spaced with contiguous elements, else a contiguous copy."""
+    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
+        return x
+    return x.contiguous()
+
+
+def rows_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """(n_rows, n_cols, elements from one row to the next) of a `row_major` tensor; n_cols is the last dimension."""
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols if n_cols else 0
+    return n_rows, n_cols, x.stride(0) if x.dim() == 2 else n_cols
+
+
+def reference_grads(
+    function: Callable[..., Any], inputs: tuple[torch.Tensor | None, ...], grads: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `function(*inputs)` with respect to each input, by autograd: a backward for the CPU path.
+
+    `function` returns one tensor or a tuple, matched with `grads` (None for an output without gradient).
+    """
+    with torch.enable_grad():
+        leaves = tuple(None if t is None else t.detach().requires_grad_() for t in inputs)
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None]
+        wanted = [t for t in leaves if t is not None]
+        found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return tuple(None if t is None else next(found) for t in leaves)

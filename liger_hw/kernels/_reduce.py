@@ -1,0 +1,83 @@
+"""Sum of per-program partial results: [n_partials, n_cols] fp32 -> [n_cols] in any dtype, in one kernel.
+
+A persistent backward leaves one fp32 row of weight gradient per program. Summing and casting them with torch takes two
+launches; this takes one. The order of the sum is fixed, so results are reproducible bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
+from ._launch import launch
+from ._triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["n_partials"])
+def _column_sum_kernel(
+    Partial_ptr,
+    Out_ptr,
+    n_partials,
+    n_cols,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, n_partials, BLOCK_M):
+        row = start + rows
+        mask = (row < n_partials)[:, None] & (cols < n_cols)[None, :]
+        total += tl.load(Partial_ptr + row.to(tl.int64)[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(Out_ptr + cols, tl.sum(total, axis=0).to(Out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def column_sum_tunable(op: str, dims: tuple[str, ...] = ("n_rows", "n_cols")) -> Tunable:
+    """The `<op>.dw` tunable of an op whose backward leaves partial rows; `dims` ends with the column count."""
+
+    def key(*sizes_and_itemsize: int) -> Key:
+        return (next_power_of_2(sizes_and_itemsize[-2]),)
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        """Narrow column tiles until there is a program for every multiprocessor; 16 bytes a thread a load."""
+        columns = max(16, min(128, next_power_of_2(key[0] // (2 * target.multiprocessors))))
+        rows = max(8, 2048 // columns)
+        return LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, target.warps(rows * columns, 8, 8))
+
+    def safe(target: Target, key: Key) -> LaunchConfig:
+        return LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1)
+
+    def space(target: Target, key: Key) -> list[LaunchConfig]:
+        return [
+            LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
+            for rows in (8, 16, 32, 64, 128)
+            for columns in (16, 32, 64, 128)
+            for warps in (1, 2, 4, 8)
+            if 4 <= rows * columns // (warps * target.warp_size) <= 64
+        ]
+
+    def valid(config: LaunchConfig, key: Key) -> str | None:
+        expected = {"BLOCK_M", "BLOCK_N"}
+        return None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
+
+    return Tunable(
+        op,
+        "dw",
+        kernels=(_column_sum_kernel,),
+        key=key,
+        dims=dims,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        valid=valid,
+    )
+
+
+def column_sum(tunable: Tunable, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """partial [n_partials, n_cols] fp32 -> [n_cols] of `dtype`, summed over the partials."""
+    n_partials, n_cols = partial.shape
+    out = torch.empty(n_cols, dtype=dtype, device=partial.device)
+    plan = tunable.plan(partial.device, (next_power_of_2(n_cols),))
+    grid = (triton.cdiv(n_cols, plan.config.blocks["BLOCK_N"]),)
+    launch(plan, _column_sum_kernel, grid, (partial, out, n_partials, n_cols))
+    return out

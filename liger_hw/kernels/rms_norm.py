@@ -1,0 +1,446 @@
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * (offset + w), over the last dimension.
+
+Shapes: x [..., n_cols], w [n_cols] or None (no scaling) -> y like x.
+Dtypes: x, w in fp32, fp16 or bf16; w may differ from x. Statistics and sums are fp32. Casting modes, as the models have it:
+    llama   the normalised x is rounded to x's dtype, then multiplied by (offset + w)
+    gemma   everything in fp32, y rounded once to x's dtype
+    none    everything in fp32 with no rounding to x's dtype before the product; y in the promoted dtype of x and w
+Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
+Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),  dw = sum over rows of dy * h.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._op import check, check_tensors, define, launch, row_major, rows_of
+from ._reduce import column_sum, column_sum_tunable
+from ._triton import tl, triton
+
+LLAMA, GEMMA, NONE = 0, 1, 2
+CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def rms_norm_reference(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    x = X.to(wide)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if casting_mode == "llama":
+        y = y.to(X.dtype)
+        return y if W is None else (y.to(wide) * (W.to(wide) + offset)).to(torch.promote_types(X.dtype, W.dtype))
+    if W is not None:
+        y = y * (W.to(wide) + offset)
+    return y.to(X.dtype if W is None or casting_mode == "gemma" else torch.promote_types(X.dtype, W.dtype))
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _rms_norm_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    Y_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+    x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    x = x_raw.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+    y = x * rstd[:, None]
+    if CASTING == 0:
+        y = y.to(x_raw.dtype).to(tl.float32)
+    if W_ptr is not None:
+        w = tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+        y = y * w[None, :]
+    tl.store(Y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _rms_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    RSTD_ptr,
+    DX_ptr,
+    DW_partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    offset,
+    CASTING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program p takes the row tiles p, p + programs, ...; its share of dw stays in registers until the end."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    if W_ptr is not None:
+        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (rows < n_rows)[:, None] & col_mask[None, :]
+        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
+        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        rstd = tl.load(RSTD_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        h = x_raw.to(tl.float32) * rstd
+        m = dy
+        if W_ptr is not None:
+            m = dy * w[None, :]
+            if CASTING == 0:
+                dw += dy * h.to(x_raw.dtype).to(tl.float32)
+            else:
+                dw += dy * h
+        dx = rstd * (m - h * (tl.sum(m * h, axis=1) / n_cols)[:, None])
+        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    if W_ptr is not None:
+        tl.store(DW_partial_ptr + pid.to(tl.int64) * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("n_rows", "n_cols")
+
+
+def _rows_per_program(block: int, elements: int) -> int:
+    return max(1, elements // block)
+
+
+def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """About 2048 elements a program, 16 bytes a thread a load."""
+    block, _, itemsize = key
+    rows = min(_rows_per_program(block, 2048), 16)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16 // itemsize, 16))
+
+
+def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    block = key[0]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, hint=hint)
+        for rows in (1, 2, 4, 8, 16, 32, 64)
+        for warps in (1, 2, 4, 8, 16, 32)
+        for hint in ("none", "stream")
+        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 128
+    ]
+
+
+def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """A persistent grid with enough bytes in flight: two stages, and fewer programs the wider the row."""
+    block = key[0]
+    rows = min(_rows_per_program(block, 2048), 16)
+    warps = target.warps(block * rows, 16, 32)
+    ctas = max(1, min(8, target.max_threads_per_multiprocessor // (2 * warps * target.warp_size)))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 2 if block <= 8192 else 1, ctas)
+
+
+def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    block = key[0]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (2, 4, 8, 16, 32)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6, 8)
+        for hint in ("none", "stream")
+        if rows * block <= max(block, 8192)
+        and 4 <= rows * block // (warps * target.warp_size) <= 64
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+    ]
+
+
+def _safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
+
+
+def _covers_row(config: LaunchConfig, key: registry.Key) -> str | None:
+    if set(config.blocks) != {"BLOCK_SIZE", "ROWS"}:
+        return f"blocks must be BLOCK_SIZE and ROWS, got {dict(config.blocks)}"
+    if config.blocks["BLOCK_SIZE"] < key[0]:
+        return f"BLOCK_SIZE={config.blocks['BLOCK_SIZE']} does not cover {key[0]} columns"
+    return None
+
+
+def _covers_row_persistently(config: LaunchConfig, key: registry.Key) -> str | None:
+    return _covers_row(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+
+
+FWD = Tunable(
+    "rms_norm",
+    "fwd",
+    kernels=(_rms_norm_fwd_kernel,),
+    key=row_key,
+    dims=_DIMS,
+    heuristic=_fwd_heuristic,
+    safe=_safe,
+    space=_fwd_space,
+    valid=_covers_row,
+)
+BWD = Tunable(
+    "rms_norm",
+    "bwd",
+    kernels=(_rms_norm_bwd_kernel,),
+    key=row_key,
+    dims=_DIMS,
+    heuristic=_bwd_heuristic,
+    safe=_safe,
+    space=_bwd_space,
+    valid=_covers_row_persistently,
+)
+DW = column_sum_tunable("rms_norm")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
+    return x.dtype if w is None or casting == GEMMA or w.dtype == x.dtype else torch.promote_types(x.dtype, w.dtype)
+
+
+def _fwd(x, w, eps, offset, casting):
+    x = row_major(x)
+    n_rows, n_cols, stride = rows_of(x)
+    y = torch.empty(x.shape, dtype=_out_dtype(x, w, casting), device=x.device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
+        grid = (triton.cdiv(n_rows, plan.config.blocks["ROWS"]),)
+        launch(plan, _rms_norm_fwd_kernel, grid, (x, w, y, rstd, stride, n_rows, n_cols, eps, offset), (casting,))
+    return y, rstd
+
+
+def _bwd(dy, x, w, rstd, offset, casting):
+    dy, x = row_major(dy), row_major(x)
+    n_rows, n_cols, stride = rows_of(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not n_rows:
+        return dx, _no_weight(x) if w is None else torch.zeros_like(w)
+    plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
+    n_tiles = triton.cdiv(n_rows, plan.config.blocks["ROWS"])
+    programs = min(plan.programs, n_tiles)
+    partial = None if w is None else torch.empty((programs, n_cols), dtype=torch.float32, device=x.device)
+    args = (dy, x, w, rstd, dx, partial, rows_of(dy)[2], stride, n_rows, n_cols, n_tiles, offset)
+    launch(plan, _rms_norm_bwd_kernel, (programs,), args, (casting,))
+    return dx, _no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+_MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
+
+
+def _no_weight(x: torch.Tensor) -> torch.Tensor:
+    """Stands for the gradient of an absent weight: an operator may not return None."""
+    return x.new_empty(0)
+
+
+def _fwd_reference(x, w, eps, offset, casting):
+    y = rms_norm_reference(x, w, eps, offset, _MODE_NAMES[casting])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
+
+
+def _bwd_reference(dy, x, w, rstd, offset, casting):
+    wide, rstd = rstd.dtype, rstd.view(*x.shape[:-1], 1)
+    h, g = x.to(wide) * rstd, dy.to(wide)
+    m = g if w is None else g * (w.to(wide) + offset)
+    dx = (rstd * (m - h * (m * h).mean(-1, keepdim=True))).to(x.dtype).contiguous()
+    if w is None:
+        return dx, _no_weight(x)
+    seen = h.to(x.dtype).to(wide) if casting == LLAMA else h
+    return dx, (g * seen).flatten(0, -2).sum(0).to(w.dtype)
+
+
+def _fwd_fake(x, w, eps, offset, casting):
+    rows = math.prod(x.shape[:-1])
+    stat = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(rows, dtype=stat)
+
+
+def _bwd_fake(dy, x, w, rstd, offset, casting):
+    return x.new_empty(x.shape), _no_weight(x) if w is None else torch.empty_like(w)
+
+
+rms_norm_fwd = define(
+    "rms_norm_fwd(Tensor x, Tensor? w, float eps, float offset, int casting) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+rms_norm_bwd = define(
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting) -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerRMSNormFunction(torch.autograd.Function):
+    """Autograd for RMSNorm: saves x, w and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+        Y, RSTD = rms_norm_fwd(X, W, eps, ctx.offset, ctx.casting)
+        ctx.save_for_backward(X, W, RSTD)
+        return Y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY):
+        X, W, RSTD = ctx.saved_tensors
+        dX, dW = rms_norm_bwd(dY, X, W, RSTD, ctx.offset, ctx.casting)
+        return dX, None if W is None else dW, None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_rms_norm(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """RMSNorm over the last dimension: X / sqrt(mean(X^2) + eps) * (offset + W).
+
+    X: [..., n_cols]; W: [n_cols] or None. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
+    casting_mode: `llama`, `gemma` or `none`, see the top of this file.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
+    """
+    check_tensors("liger_rms_norm", X=X, W=W)
+    if casting_mode not in CASTING_MODES:
+        check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    if W is not None and W.shape != X.shape[-1:]:
+        check(False, "liger_rms_norm", f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
+    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
+
+
+class LigerRMSNorm(torch.nn.Module):
+    """RMSNorm layer: y = x / sqrt(mean(x^2) + eps) * (offset + weight).
+
+    hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight; elementwise_affine=False has no
+    weight. The other arguments are those of `liger_rms_norm`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        check(init_fn in ("ones", "zeros"), "LigerRMSNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
+        check(
+            casting_mode in CASTING_MODES,
+            "LigerRMSNorm",
+            f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}",
+        )
+        self.hidden_size = hidden_size
+        self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
+        self.elementwise_affine = elementwise_affine
+        initial = getattr(torch, init_fn)(hidden_size) if elementwise_affine else None
+        self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}, "
+            f"casting_mode={self.casting_mode}, elementwise_affine={self.elementwise_affine}"
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (16384, 4096),
+    "llama3_8b": (8192, 4096),
+    "llama3_70b": (8192, 8192),
+    "qwen3_8b_qk": (65536, 128),
+    "gemma2_2b": (8192, 2304),
+    "llama3_2_1b": (8192, 2048),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, affine=True) -> Sample:
+    n_rows, n_cols = sizes
+    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    w = torch.randn(n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype) if affine else None
+    x.requires_grad_()
+    if w is not None:
+        w.requires_grad_()
+    return Sample(
+        args=(x, w, 1e-6, offset, casting_mode),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="rms_norm",
+        function=liger_rms_norm,
+        reference=rms_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"casting_mode": "gemma", "offset": 1.0},
+            {"casting_mode": "none"},
+            {"affine": False},
+        ),
+    )
+)

@@ -1,0 +1,517 @@
+"""Which launch configuration an op's kernel uses on the device at hand. Read this file first.
+
+An op (`kernels/<op>.py`) declares one `Tunable` for each kernel it launches ("fwd", "bwd"). A launcher asks
+
+    plan = FWD.plan(x.device, key)          # one dictionary hit, at most 0.5 us
+
+and gets a `Plan`: a `LaunchConfig` already lowered to launch keywords, with the layer it came from. The layers, first
+legal answer wins:
+
+    0 explicit (override(), LIGER_HW_CONFIG_<OP>)   4 shipped table of the architecture
+    1 lock file                                     5 shipped table of the family
+    2 user cache                                    6 the op's heuristic, from Target fields
+    3 shipped table of the exact device             7 the op's always-legal safe configuration
+
+A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is
+recorded in `misses()`. `explain()` shows every candidate and why it was or was not taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import pkgutil
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
+
+from . import env
+from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("liger_hw")
+
+Key = tuple[int, ...]
+LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
+_ALWAYS_TAKEN = ("heuristic", "safe")
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (1 for n <= 1). Triton's own costs 1.8 us a call."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """Key of a row kernel: columns rounded up to a power of two, log2 bucket of the rows, bytes an element."""
+    return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored configuration: where it came from is kept with it and shown by `explain`.
+
+    provenance: at least `{"kind": "measured" | "static" | "modelled"}`; source: file it was read from
+    kernel_hash: hash of the kernels' source it was made for; another hash makes the entry stale
+    """
+
+    config: LaunchConfig
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    kernel_hash: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer the layers offered. `rejected` is empty for the one that was taken."""
+
+    layer: str
+    config: LaunchConfig
+    provenance: Mapping[str, Any]
+    source: str
+    rejected: str = ""
+
+
+class Plan:
+    """A resolved launch: the configuration, lowered, and what the fast launcher compiled for it.
+
+    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT)
+    options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
+    programs: programs of a persistent grid, 0 when the configuration is not persistent
+    compiled: specialisation -> compiled kernel, or None where only Triton's own launcher is used
+    """
+
+    __slots__ = (
+        *("tunable", "target", "device", "key", "layer", "config", "provenance", "source"),
+        *("constexprs", "options", "programs", "compiled"),
+    )
+
+    def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
+        vendor = backend(target.vendor)
+        self.tunable, self.target, self.device, self.key = tunable, target, device, key
+        self.layer, self.config = chosen.layer, chosen.config
+        self.provenance, self.source = chosen.provenance, chosen.source
+        cache, evict = vendor.load_hint(chosen.config.hint)
+        self.constexprs = {
+            **chosen.config.blocks,
+            "STAGES": chosen.config.num_stages,
+            "LOAD_CACHE": cache,
+            "LOAD_EVICT": evict,
+        }
+        self.options = vendor.lower(chosen.config)
+        self.programs = chosen.config.ctas_per_mp * target.multiprocessors
+        fast = vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH") and not interpreting()
+        self.compiled: dict | None = {} if fast else None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.tunable.name} {self.key} on {self.target.arch}: {self.layer} {self.config.to_text()})"
+
+
+class Tunable:
+    """One kernel launch that has a configuration: `op.variant`.
+
+    kernels: the jit functions it launches (their source is what an entry is valid for)
+    key: (problem sizes..., itemsize) -> Key, the same function the launcher calls; `dims` names the sizes
+    heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
+    space: (target, key) -> candidates for the tuner
+    neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
+    valid: (config, key) -> reason it cannot serve this key, or None
+    """
+
+    def __init__(
+        self,
+        op: str,
+        variant: str,
+        *,
+        kernels: tuple[Any, ...],
+        key: Callable[..., Key],
+        dims: tuple[str, ...],
+        heuristic: Callable[[Target, Key], LaunchConfig],
+        safe: Callable[[Target, Key], LaunchConfig],
+        space: Callable[[Target, Key], Iterable[LaunchConfig]],
+        neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
+        valid: Callable[[LaunchConfig, Key], str | None] | None = None,
+    ) -> None:
+        self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
+        self.kernels, self.key, self.dims = kernels, key, dims
+        self.heuristic, self.safe, self.space = heuristic, safe, space
+        self.neutral, self.valid = neutral, valid
+        self._plans: dict[tuple[Any, Key], Plan] = {}
+        self._hash: str | None = None
+
+    def plan(self, device: "torch.device", key: Key) -> Plan:
+        """The resolved launch for a tensor's device and a tuning key."""
+        plan = self._plans.get((device, key))
+        return plan if plan is not None else _resolve(self, device, key)
+
+    def kernel_hash(self) -> str:
+        """Hash of the source of the kernels (and the jit helpers beside them), comments and layout aside."""
+        if self._hash is None:
+            self._hash = _source_hash(self.kernels)
+        return self._hash
+
+    def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
+        """Why `config` cannot be launched for `key` on `target`, or None."""
+        reason = backend(target.vendor).illegal(target, config)
+        if reason is None and self.valid is not None:
+            reason = self.valid(config, key)
+        return reason
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op file's registration: what tests, bench, tuner and CLI iterate over.
+
+    function: the public `liger_<op>`; reference: the same computation in plain differentiable torch
+    workloads: name -> problem sizes, in the order of the tunables' `dims`
+    sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    tunables: tuple[Tunable, ...]
+    workloads: Mapping[str, tuple[int, ...]]
+    sample: Callable[..., "Sample"]
+    options: tuple[Mapping[str, Any], ...] = ({},)
+    """Option sets the shared tests run; the first is the default."""
+
+
+@dataclass
+class Sample:
+    """One call of an op: `op.function(*args, **kwargs)`, and `op.reference` with the same arguments.
+
+    Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
+    one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
+    them); `moved` and `flops` are what the roofline counts, forward plus backward.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reduction: int = 1
+    grad_reduction: int = 1
+    moved: int = 0
+    flops: int = 0
+
+
+_ops: dict[str, Op] = {}
+_tunables: dict[str, Tunable] = {}
+_lock = threading.RLock()
+_overrides: list[tuple[str, LaunchConfig]] = []
+_quarantined: dict[tuple[str, str, Key, str], str] = {}
+_tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
+_misses: dict[tuple[str, str, Key], Target] = {}
+_state: dict[str, Any] = {"pretend": None, "deterministic": None}
+
+
+def register(op: Op) -> Op:
+    """Add an op to the table. Raises `ValueError` when the name is taken or an op has no workloads."""
+    if op.name in _ops:
+        raise ValueError(f"op {op.name!r} is registered twice")
+    if not op.workloads:
+        raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
+    _ops[op.name] = op
+    for tunable in op.tunables:
+        _tunables[tunable.name] = tunable
+    return op
+
+
+def ops() -> Mapping[str, Op]:
+    """Every op, by name; imports the kernel files on first use."""
+    from . import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+    return dict(sorted(_ops.items()))
+
+
+def get_op(name: str) -> Op:
+    """The op of this name. Raises `ValueError` with the nearest names."""
+    table = ops()
+    if name not in table:
+        import difflib
+
+        near = difflib.get_close_matches(name, table, 3) or sorted(table)
+        raise ValueError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
+    return table[name]
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter in this process (decided when they are decorated)."""
+    from .kernels._triton import INTERPRET
+
+    return INTERPRET
+
+
+# -- resolution ------------------------------------------------------------------------------------------------------
+
+
+def _target(device: Any) -> Target:
+    return _state["pretend"] or target_of(device)
+
+
+def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
+    with _lock:
+        target = _target(device)
+        chosen = None
+        for candidate in _candidates(tunable, target, key):
+            if not candidate.rejected:
+                chosen = candidate
+                break
+            if candidate.layer == "explicit":
+                log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
+        if chosen is None:
+            raise RuntimeError(f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it")
+        if chosen.layer in _ALWAYS_TAKEN:
+            _misses[tunable.op, tunable.variant, key] = target
+        plan = Plan(tunable, target, device, key, chosen)
+        tunable._plans[device, key] = plan
+        return plan
+
+
+def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
+    """Every answer the layers offer, best first, each with the reason it is refused (if it is)."""
+    heuristic = tunable.heuristic(target, key)
+    for layer, config, provenance, source, stale in _offers(tunable, target, key, heuristic):
+        if _deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
+            config = _keep_numerics(tunable, heuristic, config)
+        reason = stale or tunable.illegal(target, key, config)
+        if not reason:
+            reason = _quarantined.get((target.arch, tunable.name, key, config.to_text()), "")
+        yield Candidate(layer, config, provenance, source, reason or "")
+
+
+def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig) -> Iterator[tuple]:
+    for scope, config in reversed(_overrides):
+        if scope in (tunable.op, tunable.name):
+            yield "explicit", config, {"kind": "explicit"}, "override()", ""
+    forced = env.explicit_config(tunable.op, tunable.variant)
+    if forced is not None:
+        name, text = forced
+        try:
+            yield "explicit", LaunchConfig.from_json(json.loads(text)), {"kind": "explicit"}, name, ""
+        except ValueError as error:
+            yield "explicit", heuristic, {"kind": "explicit"}, name, f"{name} is not a launch configuration: {error}"
+    for layer, table in tables(target):
+        entry = table.get((tunable.op, tunable.variant, key))
+        if entry is None:
+            continue
+        stale = ""
+        if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
+            stale = f"made for kernel source {entry.kernel_hash}, this is {tunable.kernel_hash()}"
+        yield layer, entry.config, entry.provenance, entry.source, stale
+    yield "heuristic", heuristic, {"kind": "heuristic"}, "", ""
+    yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
+
+
+def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
+    """The heuristic, with only the knobs of `config` that cannot change a result's bits."""
+    neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
+    return replace(heuristic, **neutral)
+
+
+def _deterministic() -> bool:
+    chosen = _state["deterministic"]
+    return env.get("LIGER_HW_DETERMINISTIC") if chosen is None else chosen
+
+
+def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]:
+    """(layer, entries) of everything stored for a target, best layer first; read once, then kept."""
+    found = _tables.get(target)
+    if found is None:
+        from .autotune import store
+
+        found = _tables.setdefault(target, store.layers(target))
+    return found
+
+
+def _source_hash(kernels: tuple[Any, ...]) -> str:
+    import ast
+    import textwrap
+
+    digest = hashlib.sha256()
+    for kernel in kernels:
+        function = getattr(kernel, "fn", kernel)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        digest.update(ast.unparse(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+# -- what callers may change -----------------------------------------------------------------------------------------
+
+
+def invalidate() -> None:
+    """Forget every resolved plan; the next launch resolves again."""
+    with _lock:
+        for tunable in _tunables.values():
+            tunable._plans.clear()
+
+
+def reload() -> None:
+    """Read the environment and every table again."""
+    with _lock:
+        env.clear()
+        _tables.clear()
+        invalidate()
+
+
+@contextlib.contextmanager
+def override(scope: str, config: LaunchConfig) -> Iterator[None]:
+    """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
+
+    Raises `ValueError` for an unknown op or variant. An illegal configuration is refused with a warning that says why,
+    and the next layer answers.
+    """
+    known = {tunable.op for tunable in _all_tunables()} | set(_tunables)
+    if scope not in known:
+        raise ValueError(f"unknown op or variant {scope!r}; known: {', '.join(sorted(known))}")
+    item = (scope, config)
+    with _lock:
+        _overrides.append(item)
+        invalidate()
+    try:
+        yield
+    finally:
+        with _lock:
+            _overrides.remove(item)
+            invalidate()
+
+
+@contextlib.contextmanager
+def pretend(target: Target) -> Iterator[None]:
+    """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here."""
+    with _lock:
+        before, _state["pretend"] = _state["pretend"], target
+        invalidate()
+    try:
+        yield
+    finally:
+        with _lock:
+            _state["pretend"] = before
+            invalidate()
+
+
+def set_deterministic(on: bool | None) -> None:
+    """Fix every numerics-affecting knob to the heuristic's value, so re-tuning cannot move a loss curve.
+
+    None returns to `LIGER_HW_DETERMINISTIC`.
+    """
+    with _lock:
+        _state["deterministic"] = on
+        invalidate()
+
+
+def quarantine(plan: Plan, error: BaseException) -> bool:
+    """Set a configuration aside after it failed to launch; returns whether another layer can answer."""
+    if plan.layer == "safe":
+        return False
+    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    with _lock:
+        mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
+        if mark in _quarantined:
+            return False
+        _quarantined[mark] = f"failed at launch: {reason}"
+        plan.tunable._plans.pop((plan.device, plan.key), None)
+    log.warning("liger_hw: %s configuration %s of %s failed and is set aside: %s", plan.layer, plan.config.to_text(), plan.tunable.name, reason)
+    return True
+
+
+def misses() -> dict[tuple[str, str, Key], Target]:
+    """(op, variant, key) -> Target of every resolution that found no table entry in this process."""
+    return dict(_misses)
+
+
+def _all_tunables() -> list[Tunable]:
+    return [tunable for op in ops().values() for tunable in op.tunables]
+
+
+# -- explain ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a tunable launches as it does: the chosen candidate and every other one with its reason."""
+
+    tunable: str
+    target: Target
+    key: Key
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(c for c in self.candidates if not c.rejected)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tunable": self.tunable,
+            "target": self.target.to_json(),
+            "key": list(self.key),
+            "layer": self.chosen.layer,
+            "config": self.chosen.config.to_json(),
+            "provenance": dict(self.chosen.provenance),
+            "candidates": [
+                {
+                    "layer": c.layer,
+                    "config": c.config.to_json(),
+                    "provenance": dict(c.provenance),
+                    "source": c.source,
+                    "rejected": c.rejected,
+                }
+                for c in self.candidates
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.tunable} on {self.target.name} ({self.target.vendor} {self.target.arch}), key {self.key}"]
+        taken = self.chosen
+        for c in self.candidates:
+            state = "taken" if c is taken else c.rejected or "a better layer answered"
+            where = f" from {c.source}" if c.source else ""
+            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.to_text()}{where}: {state}")
+        return "\n".join(lines)
+
+
+def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
+    """One Explanation for each variant of `op` at problem sizes `shape` (see the op's `dims`).
+
+    device: a torch device, a Target, an architecture name such as `gfx942`, or None for the current accelerator.
+    Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length.
+    """
+    target = device if isinstance(device, Target) else _target_named(device)
+    result = []
+    for tunable in get_op(op).tunables:
+        if len(shape) != len(tunable.dims):
+            raise ValueError(f"{op} takes {len(tunable.dims)} sizes ({' x '.join(tunable.dims)}), got {shape}")
+        key = tunable.key(*shape, dtype.itemsize)
+        with _lock:
+            result.append(Explanation(tunable.name, target, key, tuple(_candidates(tunable, target, key))))
+    return result
+
+
+def _target_named(device: Any) -> Target:
+    import torch
+
+    if device is None:
+        if _state["pretend"]:
+            return _state["pretend"]
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            return known_target(device)
+    return target_of(device)
+
+
+def backend_of(device: "torch.device") -> Backend:
+    """The Backend that serves a torch device."""
+    return backend(_target(device).vendor)
