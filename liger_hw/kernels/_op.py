@@ -16,7 +16,7 @@ from ._launch import LaunchFailed, launch
 from ._triton import INTERPRET
 
 __all__ = [
-    *("define", "launch", "check", "check_tensors", "empty_like", "rows_of", "row_major"),
+    *("define", "launch", "check", "check_tensors", "empty_like", "no_weight", "rows_of", "row_major"),
     *("reference_grads", "is_interpreted"),
 ]
 
@@ -114,6 +114,11 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype is dtype and x.is_contiguous():
         return torch.empty_like(x)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def no_weight(x: torch.Tensor) -> torch.Tensor:
+    """Stands for the gradient of an absent weight: an operator may not return None."""
+    return x.new_empty(0)
 
 
 def reference_grads(

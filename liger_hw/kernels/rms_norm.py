@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
+from ._op import check, check_tensors, define, empty_like, launch, no_weight, row_major, rows_of
+from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
 
 LLAMA, GEMMA, NONE = 0, 1, 2
@@ -110,107 +110,11 @@ def _rms_norm_fwd_kernel(
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
 
 
-@triton.jit
-def _rms_norm_bwd_dot_kernel(
-    DY_ptr,
-    X_ptr,
-    W_ptr,
-    RSTD_ptr,
-    DOT_ptr,
-    DY_row_stride,
-    X_row_stride,
-    n_cols,
-    offset,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_SIZE)
-    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    for start in range(0, n_cols, BLOCK_SIZE):
-        mask = start + cols < n_cols
-        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        if W_ptr is not None:
-            m = m * (tl.load(W_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) + offset)
-        total += m * x
-    tl.store(DOT_ptr + row, tl.sum(total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _rms_norm_bwd_kernel(
-    DY_ptr,
-    X_ptr,
-    W_ptr,
-    RSTD_ptr,
-    DOT_ptr,
-    DS_ptr,
-    DX_ptr,
-    DW_partial_ptr,
-    DY_row_stride,
-    X_row_stride,
-    DS_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    offset,
-    CASTING: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-):
-    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw stays in registers.
-
-    DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. DS_ptr: a gradient to add to dx, or None.
-    """
-    pid = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    if W_ptr is not None:
-        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        row_mask = rows < n_rows
-        mask = row_mask[:, None] & col_mask[None, :]
-        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
-        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        h = x_raw.to(tl.float32) * rstd
-        m = dy
-        if W_ptr is not None:
-            m = dy * w[None, :]
-            if CASTING == 0:
-                dw += dy * h.to(x_raw.dtype).to(tl.float32)
-            else:
-                dw += dy * h
-        if DOT_ptr is None:
-            dot = (tl.sum(m * h, axis=1) / n_cols)[:, None]
-        else:
-            dot = tl.load(DOT_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        dx = rstd * (m - h * dot)
-        if DS_ptr is not None:
-            ds_ptrs = DS_ptr + rows[:, None] * DS_row_stride + cols[None, :]
-            dx += tl.load(ds_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
-    if W_ptr is not None:
-        tl.store(DW_partial_ptr + pid.to(tl.int64) * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
-
-
 # -- tunables --------------------------------------------------------------------------------------------------------
-
-_WIDEST_TILE = 16384
-"""Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
-_DIMS = ("n_rows", "n_cols")
-
 
 def fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Whole rows, 16 elements a thread, at least 2048 elements a program; wide rows in tiles."""
-    block = min(key[0], _WIDEST_TILE)
+    block = min(key[0], WIDEST_TILE)
     rows = max(1, min(16, 2048 // block))
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
 
@@ -227,94 +131,18 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, on a grid of 8192 elements a multiprocessor.
-
-    On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20).
-    """
-    block = min(key[0], _WIDEST_TILE if key[0] <= _WIDEST_TILE else 4096)
-    rows = max(1, min(32, 4096 // block))
-    tile = block * rows
-    in_flight = 2 * tile * key[2]
-    stages = 3 if 2 * in_flight <= target.shared_memory else 1
-    ctas = max(1, min(4, 8192 // tile))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16, 16), stages, ctas)
-
-
-def bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    widest = key[0]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
-        for block in ({widest} if widest <= 8192 else {2048, 4096, min(widest, 16384)})
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 6)
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192)
-        and 8 <= rows * block // (warps * target.warp_size) <= 64
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and 2 * (stages - 1) * rows * block * key[2] * ctas <= target.shared_memory
-    ]
-
-
-def dot_heuristic(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 8192)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16))
-
-
-def dot_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
-
-
-def safe(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
-
-
-def tiles_rows(config: LaunchConfig, key: Key) -> str | None:
-    if set(config.blocks) != {"BLOCK_SIZE", "ROWS"}:
-        return f"blocks must be BLOCK_SIZE and ROWS, got {dict(config.blocks)}"
-    return None
-
-
-def tiles_rows_persistently(config: LaunchConfig, key: Key) -> str | None:
-    return tiles_rows(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
-
-
 FWD = Tunable(
     "rms_norm",
     "fwd",
     kernels=(_rms_norm_fwd_kernel, _normalise_and_store),
     key=row_key,
-    dims=_DIMS,
+    dims=DIMS,
     heuristic=fwd_heuristic,
     safe=safe,
     space=fwd_space,
     valid=tiles_rows,
 )
-BWD = Tunable(
-    "rms_norm",
-    "bwd",
-    kernels=(_rms_norm_bwd_kernel,),
-    key=row_key,
-    dims=_DIMS,
-    heuristic=bwd_heuristic,
-    safe=safe,
-    space=bwd_space,
-    valid=tiles_rows_persistently,
-)
-BWD_DOT = Tunable(
-    "rms_norm",
-    "bwd_dot",
-    kernels=(_rms_norm_bwd_dot_kernel,),
-    key=row_key,
-    dims=_DIMS,
-    heuristic=dot_heuristic,
-    safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": min(key[0], 4096)}, target.warps(min(key[0], 4096), 32)),
-    space=dot_space,
-)
-DW = column_sum_tunable("rms_norm")
+BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -338,44 +166,12 @@ def _fwd(x, w, eps, offset, casting):
 
 
 def _bwd(dy, x, w, rstd, offset, casting):
-    return launch_bwd((BWD, BWD_DOT, DW), dy, x, w, rstd, offset, casting, None)
-
-
-def launch_bwd(tunables, dy, x, w, rstd, offset, casting, ds):
-    """(dx, dw) of RMSNorm; `ds` [like x] or None is added to dx. Shared with the fused add, which has its own tunables."""
-    bwd, bwd_dot, dw = tunables
-    dy, x = row_major(dy), row_major(x)
-    ds = None if ds is None else row_major(ds)
-    n_rows, n_cols, x_stride = rows_of(x)
-    dx = empty_like(x, x.dtype)
-    if not n_rows:
-        return dx, no_weight(x) if w is None else torch.zeros_like(w)
-    dy_stride, ds_stride = rows_of(dy)[2], 0 if ds is None else rows_of(ds)[2]
-    key = row_key(n_rows, n_cols, x.itemsize)
-    plan = bwd.plan(x.device, key)
-    blocks = plan.config.blocks
-    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), -(-n_cols // blocks["BLOCK_SIZE"])
-    dot = None
-    if col_tiles > 1:
-        dot = torch.empty_like(rstd)
-        args = (dy, x, w, rstd, dot, dy_stride, x_stride, n_cols, offset)
-        launch(bwd_dot.plan(x.device, key), _rms_norm_bwd_dot_kernel, (n_rows,), args)
-    programs = max(1, min(plan.programs // col_tiles, n_tiles))
-    partial = None if w is None else x.new_empty((programs, n_cols), dtype=torch.float32)
-    strides = (dy_stride, x_stride, ds_stride)
-    args = (dy, x, w, rstd, dot, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    launch(plan, _rms_norm_bwd_kernel, (programs, col_tiles), args, (casting,))
-    return dx, no_weight(x) if w is None else column_sum(dw, partial, w.dtype)
+    return rms_backward((BWD, BWD_DOT, DW), dy, x, w, rstd, offset, casting, None)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 _MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
-
-
-def no_weight(x: torch.Tensor) -> torch.Tensor:
-    """Stands for the gradient of an absent weight: an operator may not return None."""
-    return x.new_empty(0)
 
 
 def _fwd_reference(x, w, eps, offset, casting):
