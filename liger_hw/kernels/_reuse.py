@@ -1,0 +1,136 @@
+"""May a backward write its result over a tensor that the forward saved?
+
+Doing so halves the memory of a gated activation's backward, and it is invisible only when nobody else can see the
+tensor: no variable of the caller, no view, no other node's saved tensor, no second backward over the same graph.
+`unpack` answers that by comparing three reference counts (Python object, tensor, storage) with those of a tensor that is
+certainly ours. The expected counts are measured once per process on small graphs, together with graphs in which
+somebody does hold the tensor; if the counts cannot tell the two apart in this version of Python and torch, nothing is
+ever reused.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any, Callable
+
+import torch
+
+Counts = tuple[int, int, int]
+
+
+def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
+    """(saved tensors, whether each may be overwritten) of an autograd Function's context, inside its backward."""
+    if torch.compiler.is_compiling():
+        saved = ctx.saved_tensors
+        return saved, (False,) * len(saved)
+    saved, counts = _unpack_and_count(ctx)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return saved, (False,) * len(saved)
+    private = _private_counts("torch._dynamo" in sys.modules)
+    return saved, tuple(count in private and type(t) is torch.Tensor for t, count in zip(saved, counts))
+
+
+def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
+    saved = ctx.saved_tensors
+    counts: list[Counts | None] = []
+    for index in range(len(saved)):
+        if saved[index] is None:
+            counts.append(None)
+            continue
+        storage = saved[index].untyped_storage()
+        uses = torch._C._storage_Use_Count(storage._cdata)
+        del storage
+        counts.append((sys.getrefcount(saved[index]), saved[index]._use_count(), uses))
+    return saved, counts
+
+
+class _Probe(torch.autograd.Function):
+    """Saves its inputs and reports the counts its backward sees."""
+
+    @staticmethod
+    def forward(ctx, a, b, seen):
+        ctx.save_for_backward(a, b)
+        ctx.seen = seen
+        return a * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        (a, b), counts = _unpack_and_count(ctx)
+        ctx.seen.append(counts[0])
+        return grad * b, grad * a, None
+
+
+def _observe(build: Callable[[torch.Tensor, list], tuple]) -> Counts:
+    """Counts of the first saved tensor in the backward of the graph that `build` makes; what it returns stays held."""
+    seen: list[Counts] = []
+    with torch.enable_grad(), torch.device("cpu"):
+        weight = torch.ones(2, 2, requires_grad=True)
+        loss, *_held = build(weight, seen)
+        loss.backward()
+    return seen[0]
+
+
+@lru_cache(maxsize=2)
+def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
+    """Counts that prove a saved tensor is nobody else's; empty when they prove nothing.
+
+    Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a process
+    that has done so: any process that checkpointed.
+    """
+    if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+        return frozenset()
+    from torch.utils.checkpoint import checkpoint
+
+    def direct(weight, seen):
+        a, b = weight @ weight, weight @ weight
+        out = _Probe.apply(a, b, seen).sum()
+        return (out,)
+
+    def checkpointed(weight, seen):
+        def block(w):
+            return _Probe.apply(w @ w, w @ w, seen)
+
+        return (checkpoint(block, weight, use_reentrant=False).sum(),)
+
+    def held(weight, seen, hold):
+        a, b = weight @ weight, weight @ weight
+        out = _Probe.apply(a, b, seen).sum()
+        kept = hold(a)
+        del a
+        return (out + kept.sum() * 0.0 if kept.requires_grad else out, kept)
+
+    def held_in_checkpoint(weight, seen, hold):
+        kept: list[torch.Tensor] = []
+
+        def block(w):
+            a = w @ w
+            kept.append(hold(a))
+            return _Probe.apply(a, w @ w, seen)
+
+        return checkpoint(block, weight, use_reentrant=False).sum(), kept
+
+    def saved_elsewhere(weight, seen, operation):
+        a, b = weight @ weight, weight @ weight
+        other = operation(a)
+        out = _Probe.apply(a, b, seen).sum() + other.sum()
+        del a
+        return out, other
+
+    def saved_elsewhere_in_checkpoint(weight, seen, operation):
+        def block(w):
+            a = w @ w
+            return _Probe.apply(a, w @ w, seen) + operation(a)
+
+        return (checkpoint(block, weight, use_reentrant=False).sum(),)
+
+    holds = (lambda a: a, lambda a: a.detach(), lambda a: a.view(4), lambda a: a.detach()[0])
+    operations = (lambda a: a * a, lambda a: a @ a, lambda a: torch.nn.functional.silu(a))
+    mine = {_observe(direct)}
+    others = {_observe(lambda w, s, h=h: held(w, s, h)) for h in holds}
+    others |= {_observe(lambda w, s, o=o: saved_elsewhere(w, s, o)) for o in operations}
+    if with_checkpoint:
+        mine |= {_observe(checkpointed)}
+        others |= {_observe(lambda w, s, h=h: held_in_checkpoint(w, s, h)) for h in holds}
+        others |= {_observe(lambda w, s, o=o: saved_elsewhere_in_checkpoint(w, s, o)) for o in operations}
+    return frozenset(mine - others)
