@@ -120,7 +120,8 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
     def saved_elsewhere_in_checkpoint(weight, seen, operation):
         def block(w):
             a = w @ w
-            return _Probe.apply(a, w @ w, seen) + operation(a)
+            other = operation(a)  # before the probe, so that its backward comes after
+            return _Probe.apply(a, w @ w, seen) + other
 
         return (checkpoint(block, weight, use_reentrant=False).sum(),)
 

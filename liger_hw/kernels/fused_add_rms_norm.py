@@ -1,0 +1,361 @@
+"""Residual add and RMSNorm in one pass: s = x + r, y = s / sqrt(mean(s^2) + eps) * (offset + w).
+
+Shapes: x, r [..., n_cols], w [n_cols] -> (y, s), both like x.
+Dtypes: x and r share one of fp32, fp16, bf16; w may differ. s is rounded to x's dtype, as `x + r` is in torch, and the
+statistics are those of the rounded s. Casting modes and the dtype of y are those of rms_norm.py.
+Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row.
+Backward, with m = dy * (offset + w) and h = s * rstd:  dx = dr = ds + rstd * (m - h * mean(m * h)), added in fp32 and
+rounded once; dw = sum over rows of dy * h. x and r get the same tensor: autograd never writes into a gradient that
+someone else holds.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Op, Sample, Tunable, row_key
+from . import rms_norm
+from ._op import check, check_tensors, define, launch, row_major, rows_of
+from ._reduce import column_sum, column_sum_tunable
+from ._triton import tl, triton
+from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_add_rms_norm_reference(
+    X: torch.Tensor,
+    R: torch.Tensor,
+    W: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    S = X + R
+    return rms_norm_reference(S, W, eps, offset, casting_mode), S
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _fused_add_rms_norm_fwd_kernel(
+    X_ptr,
+    R_ptr,
+    W_ptr,
+    Y_ptr,
+    S_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    R_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+    r_ptrs = R_ptr + rows[:, None] * R_row_stride + cols[None, :]
+    out = rows[:, None] * n_cols + cols[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    r = tl.load(r_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    w = tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+    s_rounded = (x + r).to(S_ptr.dtype.element_ty)
+    tl.store(S_ptr + out, s_rounded, mask=mask)
+    s = s_rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n_cols + eps)
+    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+    y = s * rstd[:, None]
+    if CASTING == 0:
+        y = y.to(s_rounded.dtype).to(tl.float32)
+    tl.store(Y_ptr + out, (y * w[None, :]).to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _fused_add_rms_norm_bwd_kernel(
+    DY_ptr,
+    DS_ptr,
+    S_ptr,
+    W_ptr,
+    RSTD_ptr,
+    DX_ptr,
+    DW_partial_ptr,
+    DY_row_stride,
+    DS_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    offset,
+    CASTING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program p takes the row tiles p, p + programs, ...; its share of dw stays in registers until the end."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    if DW_partial_ptr is not None:
+        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (rows < n_rows)[:, None] & col_mask[None, :]
+        dense = rows[:, None] * n_cols + cols[None, :]
+        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
+        s_raw = tl.load(S_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        if DS_ptr is not None:
+            ds_ptrs = DS_ptr + rows[:, None] * DS_row_stride + cols[None, :]
+            ds = tl.load(ds_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        rstd = tl.load(RSTD_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        h = s_raw.to(tl.float32) * rstd
+        m = dy * w[None, :]
+        if DW_partial_ptr is not None:
+            if CASTING == 0:
+                dw += dy * h.to(s_raw.dtype).to(tl.float32)
+            else:
+                dw += dy * h
+        dx = rstd * (m - h * (tl.sum(m * h, axis=1) / n_cols)[:, None])
+        if DS_ptr is not None:
+            dx += ds.to(tl.float32)
+        tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    if DW_partial_ptr is not None:
+        tl.store(DW_partial_ptr + pid.to(tl.int64) * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# The row tiles are those of rms_norm; what differs is a third stream, which the measured tables account for.
+
+FWD = Tunable(
+    "fused_add_rms_norm",
+    "fwd",
+    kernels=(_fused_add_rms_norm_fwd_kernel,),
+    key=row_key,
+    dims=rms_norm.FWD.dims,
+    heuristic=rms_norm.FWD.heuristic,
+    safe=rms_norm.FWD.safe,
+    space=rms_norm.FWD.space,
+    valid=rms_norm.FWD.valid,
+)
+BWD = Tunable(
+    "fused_add_rms_norm",
+    "bwd",
+    kernels=(_fused_add_rms_norm_bwd_kernel,),
+    key=row_key,
+    dims=rms_norm.BWD.dims,
+    heuristic=rms_norm.BWD.heuristic,
+    safe=rms_norm.BWD.safe,
+    space=rms_norm.BWD.space,
+    valid=rms_norm.BWD.valid,
+)
+DW = column_sum_tunable("fused_add_rms_norm")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, r, w, eps, offset, casting):
+    x, r = row_major(x), row_major(r)
+    n_rows, n_cols, stride = rows_of(x)
+    y = torch.empty(x.shape, dtype=rms_norm._out_dtype(x, w, casting), device=x.device)
+    s = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
+        grid = (triton.cdiv(n_rows, plan.config.blocks["ROWS"]),)
+        args = (x, r, w, y, s, rstd, stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
+        launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting,))
+    return y, s, rstd
+
+
+def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    dy, ds, s = row_major(dy), None if ds is None else row_major(ds), row_major(s)
+    n_rows, n_cols, _ = rows_of(s)
+    dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    if not n_rows:
+        return dx, torch.zeros_like(w) if needs_dw else w.new_empty(0)
+    plan = BWD.plan(s.device, row_key(n_rows, n_cols, s.dtype.itemsize))
+    n_tiles = triton.cdiv(n_rows, plan.config.blocks["ROWS"])
+    programs = min(plan.programs, n_tiles)
+    partial = torch.empty((programs, n_cols), dtype=torch.float32, device=s.device) if needs_dw else None
+    ds_stride = 0 if ds is None else rows_of(ds)[2]
+    args = (dy, ds, s, w, rstd, dx, partial, rows_of(dy)[2], ds_stride, n_rows, n_cols, n_tiles, offset)
+    launch(plan, _fused_add_rms_norm_bwd_kernel, (programs,), args, (casting,))
+    return dx, column_sum(DW, partial, w.dtype) if needs_dw else w.new_empty(0)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, r, w, eps, offset, casting):
+    s = (x + r).contiguous()
+    y, rstd = rms_norm._fwd_reference(s, w, eps, offset, casting)
+    return y, s, rstd
+
+
+def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting)
+    return dx if ds is None else (dx + ds).contiguous(), dw if needs_dw else w.new_empty(0)
+
+
+def _fwd_fake(x, r, w, eps, offset, casting):
+    y, rstd = rms_norm._fwd_fake(x, w, eps, offset, casting)
+    return y, x.new_empty(x.shape), rstd
+
+
+def _bwd_fake(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    return s.new_empty(s.shape), torch.empty_like(w) if needs_dw else w.new_empty(0)
+
+
+fused_add_rms_norm_fwd = define(
+    "fused_add_rms_norm_fwd(Tensor x, Tensor r, Tensor w, float eps, float offset, int casting) -> (Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+fused_add_rms_norm_bwd = define(
+    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting, bool needs_dw)"
+    " -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerFusedAddRMSNormFunction(torch.autograd.Function):
+    """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
+        ctx.save_for_backward(S, W, RSTD)
+        ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros
+        return Y, S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY, dS):
+        S, W, RSTD = ctx.saved_tensors
+        if dY is None:
+            return dS, dS, None, None, None, None, None
+        needs_dw = ctx.needs_input_grad[2]
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
+        return dX, dX, dW if needs_dw else None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_add_rms_norm(
+    X: torch.Tensor,
+    R: torch.Tensor,
+    W: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Y, S) with S = X + R and Y = S / sqrt(mean(S^2) + eps) * (offset + W), over the last dimension.
+
+    X, R: [..., n_cols], of one shape and dtype; W: [n_cols]. fp32, fp16 or bf16 (fp64 too on the CPU).
+    Y and S are [..., n_cols]; S is the next block's residual.
+    casting_mode: `llama`, `gemma` or `none`, see rms_norm.py.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
+    """
+    op = "liger_fused_add_rms_norm"
+    check_tensors(op, X=X, R=R, W=W)
+    if X.shape != R.shape or X.dtype != R.dtype:
+        check(False, op, f"R must be {X.dtype} of shape {tuple(X.shape)} like X, got {R.dtype} of {tuple(R.shape)}")
+    if casting_mode not in CASTING_MODES:
+        check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    if W.shape != X.shape[-1:]:
+        check(False, op, f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
+    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """Layer that takes (hidden_states, residual) and returns (normalised sum, sum).
+
+    The arguments are those of `LigerRMSNorm`; the weight always exists.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return liger_fused_add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            self.variance_epsilon,
+            self.offset,
+            self.casting_mode,
+            self.in_place,
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (16384, 4096),
+    "llama3_8b": (8192, 4096),
+    "llama3_70b": (8192, 8192),
+    "gemma2_2b": (8192, 2304),
+    "llama3_2_1b": (8192, 2048),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:
+    n_rows, n_cols = sizes
+    shapes = ((n_rows, n_cols), (n_rows, n_cols), (n_cols,))
+    made = (torch.randn(shape, generator=generator, dtype=torch.float32, device=device) for shape in shapes)
+    x, r, w = (t.to(dtype).requires_grad_() for t in made)
+    return Sample(
+        args=(x, r, w, 1e-6, offset, casting_mode),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=8 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_add_rms_norm",
+        function=liger_fused_add_rms_norm,
+        reference=fused_add_rms_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"casting_mode": "gemma", "offset": 1.0},
+            {"casting_mode": "none"},
+        ),
+    )
+)
