@@ -11,7 +11,7 @@ passed as integers, which spares the driver's pointer query per tensor.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -25,6 +25,8 @@ _tensor_counts: dict[int, int] = {}
 _get_device = getattr(torch._C, "_cuda_getDevice", None)
 _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
+redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
+"""Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 
 
 class LaunchFailed(RuntimeError):
@@ -114,6 +116,8 @@ def _launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
     require()
     device = args[0].device
     values = (*args, *flags, *_tunables(plan, kernel, len(args) + len(flags)))
+    if redirect is not None:
+        return redirect(plan, kernel, grid, values)
     try:
         if INTERPRET or device.type == "cpu":
             return kernel[grid](*values, **plan.options)

@@ -19,10 +19,12 @@ from torch.autograd.function import once_differentiable
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
-from ._op import check, check_tensors, define, launch, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
+from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._rms_backward import DIMS, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
-from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
+from .rms_norm import CASTING_MODES, LigerRMSNorm, fwd_heuristic, fwd_space, rms_norm_reference
+
+_normalise_and_store = rms_norm._normalise_and_store
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -44,6 +46,14 @@ def fused_add_rms_norm_reference(
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _sum_tile(x_ptrs, r_ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    """x + r of one tile, rounded to x's dtype."""
+    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    r = tl.load(r_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    return (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _fused_add_rms_norm_fwd_kernel(
     X_ptr,
@@ -59,144 +69,79 @@ def _fused_add_rms_norm_fwd_kernel(
     eps,
     offset,
     CASTING: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
+    """ROWS rows a program. Rows wider than BLOCK_SIZE are read and added twice; the second sweep comes from cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = (rows < n_rows)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)
-    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
     r_ptrs = R_ptr + rows[:, None] * R_row_stride + cols[None, :]
-    out = rows[:, None] * n_cols + cols[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    r = tl.load(r_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    w = tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
-    s_rounded = (x + r).to(S_ptr.dtype.element_ty)
-    tl.store(S_ptr + out, s_rounded, mask=mask)
-    s = s_rounded.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n_cols + eps)
+    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+    s_ptrs = S_ptr + rows[:, None] * n_cols + cols[None, :]
+    if WHOLE_ROW:
+        mask = row_mask & (cols < n_cols)[None, :]
+        s_raw = _sum_tile(x_ptrs, r_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
+        tl.store(s_ptrs, s_raw, mask=mask)
+        s = s_raw.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n_cols + eps)
+        _normalise_and_store(s_raw, rstd, W_ptr, y_ptrs, cols, n_cols, mask, offset, CASTING)
+    else:
+        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            s_raw = _sum_tile(x_ptrs + start, r_ptrs + start, mask, "", "")
+            tl.store(s_ptrs + start, s_raw, mask=mask)
+            s = s_raw.to(tl.float32)
+            squares += s * s
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        for tile in range(tiles):
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            s_raw = _sum_tile(x_ptrs + start, r_ptrs + start, mask, "", "")
+            _normalise_and_store(s_raw, rstd, W_ptr, y_ptrs + start, start + cols, n_cols, mask, offset, CASTING)
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
-    y = s * rstd[:, None]
-    if CASTING == 0:
-        y = y.to(s_rounded.dtype).to(tl.float32)
-    tl.store(Y_ptr + out, (y * w[None, :]).to(Y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _fused_add_rms_norm_bwd_kernel(
-    DY_ptr,
-    DS_ptr,
-    S_ptr,
-    W_ptr,
-    RSTD_ptr,
-    DX_ptr,
-    DW_partial_ptr,
-    DY_row_stride,
-    DS_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    offset,
-    CASTING: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-):
-    """Program p takes the row tiles p, p + programs, ...; its share of dw stays in registers until the end."""
-    pid = tl.program_id(0)
-    cols = tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-    if DW_partial_ptr is not None:
-        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (rows < n_rows)[:, None] & col_mask[None, :]
-        dense = rows[:, None] * n_cols + cols[None, :]
-        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
-        s_raw = tl.load(S_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        if DS_ptr is not None:
-            ds_ptrs = DS_ptr + rows[:, None] * DS_row_stride + cols[None, :]
-            ds = tl.load(ds_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        rstd = tl.load(RSTD_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        h = s_raw.to(tl.float32) * rstd
-        m = dy * w[None, :]
-        if DW_partial_ptr is not None:
-            if CASTING == 0:
-                dw += dy * h.to(s_raw.dtype).to(tl.float32)
-            else:
-                dw += dy * h
-        dx = rstd * (m - h * (tl.sum(m * h, axis=1) / n_cols)[:, None])
-        if DS_ptr is not None:
-            dx += ds.to(tl.float32)
-        tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
-    if DW_partial_ptr is not None:
-        tl.store(DW_partial_ptr + pid.to(tl.int64) * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# The row tiles are those of rms_norm; what differs is a third stream, which the measured tables account for.
 
 FWD = Tunable(
     "fused_add_rms_norm",
     "fwd",
-    kernels=(_fused_add_rms_norm_fwd_kernel,),
+    kernels=(_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store),
     key=row_key,
-    dims=rms_norm.FWD.dims,
-    heuristic=rms_norm.FWD.heuristic,
-    safe=rms_norm.FWD.safe,
-    space=rms_norm.FWD.space,
-    valid=rms_norm.FWD.valid,
+    dims=DIMS,
+    heuristic=fwd_heuristic,
+    safe=safe,
+    space=fwd_space,
+    valid=tiles_rows,
 )
-BWD = Tunable(
-    "fused_add_rms_norm",
-    "bwd",
-    kernels=(_fused_add_rms_norm_bwd_kernel,),
-    key=row_key,
-    dims=rms_norm.BWD.dims,
-    heuristic=rms_norm.BWD.heuristic,
-    safe=rms_norm.BWD.safe,
-    space=rms_norm.BWD.space,
-    valid=rms_norm.BWD.valid,
-)
-DW = column_sum_tunable("fused_add_rms_norm")
+BACKWARD = backward_tunables("fused_add_rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _fwd(x, r, w, eps, offset, casting):
     x, r = row_major(x), row_major(r)
-    n_rows, n_cols, stride = rows_of(x)
-    y = torch.empty(x.shape, dtype=rms_norm._out_dtype(x, w, casting), device=x.device)
-    s = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    n_rows, n_cols, x_stride = rows_of(x)
+    y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
-        grid = (triton.cdiv(n_rows, plan.config.blocks["ROWS"]),)
-        args = (x, r, w, y, s, rstd, stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
-        launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting,))
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        flags = (casting, blocks["BLOCK_SIZE"] >= n_cols)
+        args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
+        launch(plan, _fused_add_rms_norm_fwd_kernel, (-(-n_rows // blocks["ROWS"]),), args, flags)
     return y, s, rstd
 
 
-def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    dy, ds, s = row_major(dy), None if ds is None else row_major(ds), row_major(s)
-    n_rows, n_cols, _ = rows_of(s)
-    dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    if not n_rows:
-        return dx, torch.zeros_like(w) if needs_dw else w.new_empty(0)
-    plan = BWD.plan(s.device, row_key(n_rows, n_cols, s.dtype.itemsize))
-    n_tiles = triton.cdiv(n_rows, plan.config.blocks["ROWS"])
-    programs = min(plan.programs, n_tiles)
-    partial = torch.empty((programs, n_cols), dtype=torch.float32, device=s.device) if needs_dw else None
-    ds_stride = 0 if ds is None else rows_of(ds)[2]
-    args = (dy, ds, s, w, rstd, dx, partial, rows_of(dy)[2], ds_stride, n_rows, n_cols, n_tiles, offset)
-    launch(plan, _fused_add_rms_norm_bwd_kernel, (programs,), args, (casting,))
-    return dx, column_sum(DW, partial, w.dtype) if needs_dw else w.new_empty(0)
+def _bwd(dy, ds, s, w, rstd, offset, casting):
+    return rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, ds)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -208,9 +153,9 @@ def _fwd_reference(x, r, w, eps, offset, casting):
     return y, s, rstd
 
 
-def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
+def _bwd_reference(dy, ds, s, w, rstd, offset, casting):
     dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting)
-    return dx if ds is None else (dx + ds).contiguous(), dw if needs_dw else w.new_empty(0)
+    return dx if ds is None else (dx + ds).contiguous(), dw
 
 
 def _fwd_fake(x, r, w, eps, offset, casting):
@@ -218,18 +163,19 @@ def _fwd_fake(x, r, w, eps, offset, casting):
     return y, x.new_empty(x.shape), rstd
 
 
-def _bwd_fake(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    return s.new_empty(s.shape), torch.empty_like(w) if needs_dw else w.new_empty(0)
+def _bwd_fake(dy, ds, s, w, rstd, offset, casting):
+    return s.new_empty(s.shape), torch.empty_like(w)
 
 
 fused_add_rms_norm_fwd = define(
-    "fused_add_rms_norm_fwd(Tensor x, Tensor r, Tensor w, float eps, float offset, int casting) -> (Tensor, Tensor, Tensor)",
+    "fused_add_rms_norm_fwd(Tensor x, Tensor r, Tensor w, float eps, float offset, int casting)"
+    " -> (Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
 )
 fused_add_rms_norm_bwd = define(
-    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting, bool needs_dw)"
+    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting)"
     " -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
@@ -254,9 +200,8 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         S, W, RSTD = ctx.saved_tensors
         if dY is None:
             return dS, dS, None, None, None, None, None
-        needs_dw = ctx.needs_input_grad[2]
-        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
-        return dX, dX, dW if needs_dw else None, None, None, None, None
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting)
+        return dX, dX, dW, None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -349,7 +294,7 @@ OP = registry.register(
         name="fused_add_rms_norm",
         function=liger_fused_add_rms_norm,
         reference=fused_add_rms_norm_reference,
-        tunables=(FWD, BWD, DW),
+        tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
         options=(

@@ -3,7 +3,7 @@
 Shapes: a, b [..., n_cols] of one shape and dtype -> c like a. The fused layout takes y [..., 2 * n_cols], whose first
 half of every row is a and whose second is b, and writes both gradients into one tensor like y.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
-torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once, at the end.
+torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
 Saved for backward: a and b (or y).
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, launch
+from ._op import check, check_tensors, define, empty_like, launch
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _tunable(op: str, variant: str, kernel) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(kernel,),
+        kernels=(kernel, _tile),
         key=row_key,
         dims=_DIMS,
         heuristic=_heuristic,
@@ -202,7 +202,7 @@ def _launch_fwd(tunable, a, b, c, gate_multiplier, down_multiplier):
     n_rows = a.numel() // n_cols if n_cols else 0
     if not n_rows:
         return
-    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.dtype.itemsize))
+    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
     flat = a_stride == n_cols and b_stride == n_cols
     args = (a, b, c, a_stride, b_stride, n_rows, n_cols, gate_multiplier, down_multiplier)
     launch(plan, _swiglu_fwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
@@ -216,7 +216,7 @@ def _launch_bwd(tunable, dc, a, b, da, db, d_stride, gate_multiplier, down_multi
     n_rows = a.numel() // n_cols if n_cols else 0
     if not n_rows:
         return
-    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.dtype.itemsize))
+    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
     strides = (dc_stride, a_stride, b_stride, d_stride)
     flat = strides == (n_cols,) * 4
     args = (dc, a, b, da, db, *strides, n_rows, n_cols, gate_multiplier, down_multiplier)
@@ -225,31 +225,31 @@ def _launch_bwd(tunable, dc, a, b, da, db, d_stride, gate_multiplier, down_multi
 
 def _grid(plan, n_rows, n_cols, flat):
     block = plan.config.blocks["BLOCK_SIZE"]
-    return (triton.cdiv(n_rows * n_cols, block) if flat else n_rows * triton.cdiv(n_cols, block),)
+    return (-(-n_rows * n_cols // block) if flat else n_rows * -(-n_cols // block),)
 
 
 def _fwd(a, b, gate_multiplier, down_multiplier):
-    c = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    c = empty_like(a, a.dtype)
     _launch_fwd(FWD, a, b, c, gate_multiplier, down_multiplier)
     return c
 
 
 def _bwd(dc, a, b, gate_multiplier, down_multiplier):
-    da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    db = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    da = empty_like(a, a.dtype)
+    db = empty_like(a, a.dtype)
     _launch_bwd(BWD, dc, a, b, da, db, a.shape[-1], gate_multiplier, down_multiplier)
     return da, db
 
 
 def _fused_fwd(y, gate_multiplier, down_multiplier):
     a, b = y.chunk(2, -1)
-    c = torch.empty(a.shape, dtype=y.dtype, device=y.device)
+    c = empty_like(a, a.dtype)
     _launch_fwd(FUSED_FWD, a, b, c, gate_multiplier, down_multiplier)
     return c
 
 
 def _fused_bwd(dc, y, gate_multiplier, down_multiplier):
-    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dy = empty_like(y, y.dtype)
     _launch_bwd(FUSED_BWD, dc, *y.chunk(2, -1), *dy.chunk(2, -1), y.shape[-1], gate_multiplier, down_multiplier)
     return dy
 
@@ -434,7 +434,6 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
 
 WORKLOADS = {
     "mistral_7b": (8192, 14336),
-    "mistral_7b_4x4096": (16384, 14336),
     "llama2_7b": (8192, 11008),
     "llama3_70b": (4096, 28672),
     "qwen3_8b": (8192, 12288),

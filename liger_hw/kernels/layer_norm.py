@@ -1,0 +1,462 @@
+"""LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * w + b, over the last dimension (var is the mean squared deviation).
+
+Shapes: x [..., n_cols], w [n_cols] or None (no scaling), b [n_cols] or None (no shift; None where w is None) -> y like x.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's dtype.
+Saved for backward: x, w, and mean and rstd = 1 / sqrt(var + eps), two fp32 a row.
+Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)),
+dw = sum over rows of dy * h,  db = sum over rows of dy.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450; the running mean and deviation of
+rows too wide to hold are those of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._reduce import column_sum, column_sum_tunable
+from ._rms_backward import DIMS, bwd_heuristic, bwd_space, dot_heuristic, dot_safe, dot_space
+from ._rms_backward import safe, tiles_rows, tiles_rows_persistently
+from ._triton import tl, triton
+from .rms_norm import fwd_heuristic, fwd_space
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    x = X.to(wide)
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if W is not None:
+        y = y * W.to(wide)
+    if B is not None:
+        y = y + B.to(wide)
+    return y.to(X.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scale_shift_and_store(h, W_ptr, B_ptr, Y_ptrs, cols, n_cols, mask):
+    y = h
+    if W_ptr is not None:
+        y = y * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+    if B_ptr is not None:
+        y = y + tl.load(B_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _layer_norm_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    STATS_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    WHOLE_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = (rows < n_rows)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)
+    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+    if WHOLE_ROW:
+        mask = row_mask & (cols < n_cols)[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        mean = tl.sum(x, axis=1) / n_cols
+        centred = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / n_cols + eps)
+        _scale_shift_and_store(centred * rstd[:, None], W_ptr, B_ptr, y_ptrs, cols, n_cols, mask)
+    else:
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lane_m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for tile in range(tiles):
+            start = tile * BLOCK_SIZE
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            step = tl.where(mask, x - lane_mean, 0.0)
+            lane_mean += step / (tile + 1)
+            lane_m2 += step * (x - lane_mean)
+        seen = ((n_cols - cols + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
+        mean = tl.sum(lane_mean * seen, axis=1) / n_cols
+        apart = lane_mean - mean[:, None]
+        rstd = tl.rsqrt(tl.sum(lane_m2 + seen * apart * apart, axis=1) / n_cols + eps)
+        for tile in range(tiles):
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            h = (x - mean[:, None]) * rstd[:, None]
+            _scale_shift_and_store(h, W_ptr, B_ptr, y_ptrs + start, start + cols, n_cols, mask)
+    tl.store(STATS_ptr + rows, mean, mask=rows < n_rows)
+    tl.store(STATS_ptr + n_rows + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _layer_norm_bwd_means_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    MEANS_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """mean(m) and mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mean = tl.load(STATS_ptr + row)
+    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    dot = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        mask = start + cols < n_cols
+        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        if W_ptr is not None:
+            m = m * tl.load(W_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
+        total += m
+        dot += m * (x - mean)
+    tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
+    tl.store(MEANS_ptr + n_rows + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + n_rows + row) / n_cols)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _layer_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    MEANS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw and db stays in registers.
+
+    MEANS_ptr: mean(m) and mean(m * h) of every row, or None when the tile holds whole rows.
+    Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
+    """
+    pid = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    if W_ptr is not None:
+        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    if Partial_ptr is not None:
+        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+        db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        mean = tl.load(STATS_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        rstd = tl.load(STATS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
+        h = (x - mean) * rstd
+        m = dy
+        if W_ptr is not None:
+            m = dy * w[None, :]
+        if Partial_ptr is not None:
+            dw += dy * h
+            if HAS_BIAS:
+                db += dy
+        if MEANS_ptr is None:
+            shift = (tl.sum(m, axis=1) / n_cols)[:, None]
+            dot = (tl.sum(m * h, axis=1) / n_cols)[:, None]
+        else:
+            shift = tl.load(MEANS_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            dot = tl.load(MEANS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
+        dx = rstd * (m - shift - h * dot)
+        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    if Partial_ptr is not None:
+        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS) + cols
+        tl.store(partial_ptrs, tl.sum(dw, axis=0), mask=col_mask)
+        if HAS_BIAS:
+            tl.store(partial_ptrs + n_cols, tl.sum(db, axis=0), mask=col_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_WIDEST_BWD_TILE = 8192
+"""Columns a backward program holds at most: half of rms_norm's, for there are two gradients to keep in registers."""
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """The tiles of rms_norm's backward; wider rows in column tiles of 4096."""
+    block = key[0] if key[0] <= _WIDEST_BWD_TILE else 4096
+    return bwd_heuristic(target, (block, *key[1:]))
+
+
+def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [c for c in bwd_space(target, key) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
+
+
+FWD = Tunable(
+    "layer_norm",
+    "fwd",
+    kernels=(_layer_norm_fwd_kernel, _scale_shift_and_store),
+    key=row_key,
+    dims=DIMS,
+    heuristic=fwd_heuristic,
+    safe=safe,
+    space=fwd_space,
+    valid=tiles_rows,
+)
+BWD = Tunable(
+    "layer_norm",
+    "bwd",
+    kernels=(_layer_norm_bwd_kernel,),
+    key=row_key,
+    dims=DIMS,
+    heuristic=_bwd_heuristic,
+    safe=safe,
+    space=_bwd_space,
+    valid=tiles_rows_persistently,
+)
+BWD_MEANS = Tunable(
+    "layer_norm",
+    "bwd_means",
+    kernels=(_layer_norm_bwd_means_kernel,),
+    key=row_key,
+    dims=DIMS,
+    heuristic=dot_heuristic,
+    safe=dot_safe,
+    space=dot_space,
+)
+DW = column_sum_tunable("layer_norm")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, w, b, eps):
+    x = row_major(x)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, x.dtype)
+    stats = x.new_empty((2, n_rows), dtype=torch.float32)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        grid = (-(-n_rows // blocks["ROWS"]),)
+        args = (x, w, b, y, stats, stride, n_rows, n_cols, eps)
+        launch(plan, _layer_norm_fwd_kernel, grid, args, (blocks["BLOCK_SIZE"] >= n_cols,))
+    return y, stats
+
+
+def _bwd(dy, x, w, b, stats, needs_params):
+    dy, x = row_major(dy), row_major(x)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    parts = _parts(w, b, needs_params)
+    if not n_rows:
+        return dx, x.new_zeros(parts * n_cols, dtype=_params_dtype(x, w, b))
+    dy_stride = rows_of(dy)[2]
+    key = row_key(n_rows, n_cols, x.itemsize)
+    plan = BWD.plan(x.device, key)
+    blocks = plan.config.blocks
+    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), -(-n_cols // blocks["BLOCK_SIZE"])
+    means = None
+    if col_tiles > 1:
+        means = torch.empty_like(stats)
+        args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
+        launch(BWD_MEANS.plan(x.device, key), _layer_norm_bwd_means_kernel, (n_rows,), args)
+    programs = max(1, min(plan.programs // col_tiles, n_tiles))
+    partial = x.new_empty((programs, parts * n_cols), dtype=torch.float32) if parts else None
+    args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
+    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2,))
+    dtype = _params_dtype(x, w, b)
+    return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+
+
+def _parts(w: torch.Tensor | None, b: torch.Tensor | None, needs_params: bool) -> int:
+    """How many parameter gradients the backward makes: none, dw, or dw and db."""
+    return (w is not None) + (b is not None) if needs_params else 0
+
+
+def _params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
+    """One dtype for both parameter gradients, which come out of one sum."""
+    if w is None:
+        return x.dtype
+    return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, w, b, eps):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    variance, mean = torch.var_mean(x.to(wide), -1, correction=0)
+    return layer_norm_reference(x, w, b, eps).contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)]).flatten(1)
+
+
+def _bwd_reference(dy, x, w, b, stats, needs_params):
+    wide = stats.dtype
+    mean, rstd = stats.view(2, *x.shape[:-1], 1)
+    h, g = (x.to(wide) - mean) * rstd, dy.to(wide)
+    m = g if w is None else g * w.to(wide)
+    dx = rstd * (m - m.mean(-1, keepdim=True) - h * (m * h).mean(-1, keepdim=True))
+    grads = [(g * h).reshape(-1, x.shape[-1]).sum(0), g.reshape(-1, x.shape[-1]).sum(0)][: _parts(w, b, needs_params)]
+    params = torch.cat(grads) if grads else x.new_empty(0)
+    return dx.to(x.dtype).contiguous(), params.to(_params_dtype(x, w, b))
+
+
+def _fwd_fake(x, w, b, eps):
+    stats = x.new_empty((2, math.prod(x.shape[:-1])), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), stats
+
+
+def _bwd_fake(dy, x, w, b, stats, needs_params):
+    size = _parts(w, b, needs_params) * x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(x, w, b))
+
+
+layer_norm_fwd = define(
+    "layer_norm_fwd(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+layer_norm_bwd = define(
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, bool needs_params) -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerLayerNormFunction(torch.autograd.Function):
+    """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
+
+    @staticmethod
+    def forward(ctx, X, W, B, eps):
+        Y, STATS = layer_norm_fwd(X, W, B, eps)
+        ctx.save_for_backward(X, W, B, STATS)
+        return Y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY):
+        X, W, B, STATS = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dX, dP = layer_norm_bwd(dY, X, W, B, STATS, needed)
+        if not needed:
+            return dX, None, None, None
+        dW, dB = (dP, None) if B is None else dP.view(2, -1)
+        return dX, dW, dB, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """LayerNorm over the last dimension: (X - mean) / sqrt(var + eps) * W + B.
+
+    X: [..., n_cols]; W, B: [n_cols] or None, B only together with W. fp32, fp16 or bf16 (fp64 too on the CPU).
+    Returns [..., n_cols] in X's dtype.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_layer_norm", X=X, W=W, B=B)
+    for name, parameter in (("W", W), ("B", B)):
+        if parameter is not None and parameter.shape != X.shape[-1:]:
+            want, have = tuple(X.shape[-1:]), tuple(parameter.shape)
+            check(False, "liger_layer_norm", f"{name} must have shape {want} to match X, got {have}")
+    check(B is None or W is not None, "liger_layer_norm", "B needs W; pass ones as W for a shift alone")
+    return LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+class LigerLayerNorm(torch.nn.Module):
+    """LayerNorm layer: y = (x - mean) / sqrt(var + eps) * weight + bias.
+
+    hidden_size: size of the last dimension; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight
+    (the bias starts at zero).
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
+        super().__init__()
+        check(init_fn in ("ones", "zeros"), "LigerLayerNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
+        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(hidden_size)) if bias else None)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, bias={self.bias is not None}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "command_r_35b": (8192, 8192),
+    "stablelm_12b": (8192, 5120),
+    "gpt_neox_20b": (8192, 6144),
+    "phi_2": (8192, 2560),
+    "falcon_11b": (16384, 4096),
+    "clip_vit_l": (36928, 1024),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
+    n_rows, n_cols = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    x, w, b = normal(n_rows, n_cols), normal(n_cols) if affine else None, normal(n_cols) if bias and affine else None
+    return Sample(
+        args=(x, w, b, 1e-6),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="layer_norm",
+        function=liger_layer_norm,
+        reference=layer_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"bias": False},
+            {"affine": False},
+        ),
+    )
+)

@@ -1,0 +1,475 @@
+"""Rotary position embedding, half-split as in Llama: the first and second half of the rotary width form the pairs.
+
+    q'[:h] = q[:h] * cos[:h] - q[h:2h] * sin[:h]        h = rotary_dim // 2
+    q'[h:2h] = q[h:2h] * cos[h:] + q[:h] * sin[h:]      dimensions from rotary_dim on pass through; k likewise
+
+Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1), or both [B, T, heads, D] (unsqueeze_dim=2), of
+any strides (read in place while the last dimension is contiguous). cos, sin [1 or B, T, width], or a table
+[positions, width] of which token t takes row position_ids[b, t], or row t without position_ids. width is either
+rotary_dim, as Hugging Face passes it (both halves are read, nothing is assumed about them), or rotary_dim // 2 when
+rotary_dim is given: then both halves share it, which spares half the reading of cos and sin.
+Dtypes: fp32, fp16 or bf16; cos and sin may differ from q and k. Arithmetic in fp32, rounded once to q's (k's) dtype.
+Output: new tensors, dense, with heads and tokens in memory in the input's order, so that what follows sees the layout
+it knows. Gradients of q and k get that order too, in whatever strides their own gradients arrive.
+Saved for backward: cos and sin. They get no gradient. Backward is the transposed rotation.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ._op import check, check_tensors, define, empty_like, launch
+from ._triton import tl, triton
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def rope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+    width = cos.shape[-1] if rotary_dim is None else rotary_dim
+    return _turned(q, cos, sin, width, unsqueeze_dim), _turned(k, cos, sin, width, unsqueeze_dim)
+
+
+def _per_token(cos, sin, position_ids, seq_len):
+    """cos and sin as [1 or B, T, width]: a table is indexed by position, anything else is already per token."""
+    if cos.dim() == 3:
+        return cos, sin
+    if position_ids is None:
+        return cos[None, :seq_len], sin[None, :seq_len]
+    positions = position_ids if position_ids.dim() == 2 else position_ids[None]
+    return cos[positions], sin[positions]
+
+
+def _turned(x, cos, sin, rotary_dim, head_axis, backward=False):
+    """x * cos + rotate_half(x) * sin over the first `rotary_dim` dimensions, or its transpose."""
+    half = rotary_dim // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if cos.shape[-1] == half:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos, sin = cos.to(wide).unsqueeze(head_axis), sin.to(wide).unsqueeze(head_axis)
+    head = x[..., :rotary_dim].to(wide)
+    if backward:
+        by_sin = head * sin
+        other = torch.cat((by_sin[..., half:], -by_sin[..., :half]), -1)
+    else:
+        other = torch.cat((-head[..., half:], head[..., :half]), -1) * sin
+    return torch.cat(((head * cos + other).to(x.dtype), x[..., rotary_dim:]), -1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
+    """The rotated halves of a raw tile, in its own dtype."""
+    a, b = x1.to(tl.float32), x2.to(tl.float32)
+    if BACKWARD:
+        y1 = a * cos1 + b * sin2
+        y2 = b * cos2 - a * sin1
+    else:
+        y1 = a * cos1 - b * sin1
+        y2 = b * cos2 + a * sin2
+    return y1.to(x1.dtype), y2.to(x2.dtype)
+
+
+@triton.jit
+def _offsets(batch, token, heads, batch_stride, head_stride, token_stride):
+    """Where each (token, head) begins, [tokens, heads, 1]."""
+    rows = batch * batch_stride + token * token_stride
+    return rows[:, None, None] + (heads.to(tl.int64) * head_stride)[None, :, None]
+
+
+@triton.jit
+def _load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_head_tiles"])
+def _rope_kernel(
+    Q_ptr,
+    K_ptr,
+    Cos_ptr,
+    Sin_ptr,
+    OutQ_ptr,
+    OutK_ptr,
+    Q_batch_stride,
+    Q_head_stride,
+    Q_token_stride,
+    K_batch_stride,
+    K_head_stride,
+    K_token_stride,
+    OutQ_batch_stride,
+    OutQ_head_stride,
+    OutQ_token_stride,
+    OutK_batch_stride,
+    OutK_head_stride,
+    OutK_token_stride,
+    cos_batch_stride,
+    cos_token_stride,
+    n_tokens,
+    seq_len,
+    n_q_heads,
+    n_k_heads,
+    n_head_tiles,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_HALVES: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program; cos and sin serve all its heads.
+
+    Every load stands before the first store, to keep as many bytes in flight as there are. K_ptr may be None.
+    """
+    pid = tl.program_id(0)
+    tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    q_heads = (pid % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    batch = (tokens // seq_len).to(tl.int64)
+    token = (tokens % seq_len).to(tl.int64)
+    token_mask = (tokens < n_tokens)[:, None, None]
+    q_mask = token_mask & (q_heads < n_q_heads)[None, :, None]
+    k_mask = token_mask & (k_heads < n_k_heads)[None, :, None]
+    cols = tl.arange(0, BLOCK_HALF)[None, None, :]
+    col_mask = cols < HALF
+    tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
+    tail_mask = tail_cols < 2 * HALF + TAIL
+
+    q_ptrs = Q_ptr + _offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride)
+    q1 = _load(q_ptrs + cols, q_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
+    q2 = _load(q_ptrs + cols + HALF, q_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
+    if TAIL:
+        q3 = _load(q_ptrs + tail_cols, q_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
+    if K_ptr is not None:
+        k_ptrs = K_ptr + _offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride)
+        k1 = _load(k_ptrs + cols, k_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
+        k2 = _load(k_ptrs + cols + HALF, k_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
+        if TAIL:
+            k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
+    trig = (batch * cos_batch_stride + token * cos_token_stride)[:, None, None] + cols
+    cos1 = tl.load(Cos_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+    sin1 = tl.load(Sin_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+    cos2 = cos1
+    sin2 = sin1
+    if not SHARED_HALVES:
+        cos2 = tl.load(Cos_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+        sin2 = tl.load(Sin_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+
+    out = OutQ_ptr + _offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride)
+    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
+    tl.store(out + cols, q1, mask=q_mask & col_mask)
+    tl.store(out + cols + HALF, q2, mask=q_mask & col_mask)
+    if TAIL:
+        tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
+    if K_ptr is not None:
+        out = OutK_ptr + _offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride)
+        k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
+        tl.store(out + cols, k1, mask=k_mask & col_mask)
+        tl.store(out + cols + HALF, k2, mask=k_mask & col_mask)
+        if TAIL:
+            tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("batch", "seq_len", "n_q_heads", "n_k_heads", "head_dim")
+
+
+def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> registry.Key:
+    """Heads of q and k and head width rounded up to powers of two, log2 bucket of the tokens, bytes an element."""
+    sizes = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads), next_power_of_2(head_dim)
+    return *sizes, (batch * seq_len - 1).bit_length() if batch * seq_len > 1 else 0, itemsize
+
+
+def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """About 4096 elements of q a program, two loads of 16 bytes a thread for each half of the rotary width."""
+    heads, _, width, _, itemsize = key
+    block_h = max(1, min(heads, 4096 // width))
+    block_t = max(1, min(8, 2048 // (block_h * width)))
+    warps = target.warps(block_t * block_h * width, 64 // itemsize, 8)
+    return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
+
+
+def _safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1)
+
+
+def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    heads, _, width, _, _ = key
+    return [
+        LaunchConfig({"BLOCK_T": tokens, "BLOCK_H": block_h}, warps, hint=hint)
+        for tokens in (1, 2, 4, 8, 16)
+        for block_h in (1, 2, 4, 8, 16, 32, 64, 128)
+        for warps in (1, 2, 4, 8, 16)
+        for hint in ("none", "stream")
+        if block_h <= heads
+        and (tokens == 1 or tokens * block_h * width <= 16384)
+        and 8 <= tokens * block_h * width // (warps * target.warp_size) <= 64
+    ]
+
+
+def _valid(config: LaunchConfig, key: registry.Key) -> str | None:
+    expected = {"BLOCK_T", "BLOCK_H"}
+    return None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
+
+
+def _tunable(variant: str) -> Tunable:
+    return Tunable(
+        "rope",
+        variant,
+        kernels=(_rope_kernel, _rotate, _offsets, _load),
+        key=_key,
+        dims=_DIMS,
+        heuristic=_heuristic,
+        safe=_safe,
+        space=_space,
+        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H"}),
+        valid=_valid,
+    )
+
+
+FWD = _tunable("fwd")
+BWD = _tunable("bwd")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _dense(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
+    """An empty dense tensor like `x`; in memory, heads lie inside tokens or tokens inside heads."""
+    if heads_inside == (head_axis == 2):
+        return empty_like(x, x.dtype)
+    first, second, third, width = x.shape
+    return torch.empty_strided(
+        x.shape, (second * third * width, width, second * width, 1), dtype=x.dtype, device=x.device
+    )
+
+
+def _heads_inside(x: torch.Tensor, head_axis: int) -> bool:
+    """Whether one token's heads lie closer in memory than one head's tokens."""
+    return x.stride(head_axis) <= x.stride(3 - head_axis)
+
+
+def _strides(x: torch.Tensor, head_axis: int) -> tuple[int, int, int]:
+    strides = x.stride()
+    return strides[0], strides[head_axis], strides[3 - head_axis]
+
+
+def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out_q, out_k = _dense(q, head_axis, q_inside), None
+    k_strides, n_k_heads = (0, 0, 0, 0, 0, 0), 0
+    if k is not None:
+        k = k if k.stride(-1) == 1 else k.contiguous()
+        out_k, n_k_heads = _dense(k, head_axis, k_inside), k.shape[head_axis]
+        k_strides = _strides(k, head_axis) + _strides(out_k, head_axis)
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    batch, seq_len, n_q_heads, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[head_axis], q.shape[-1]
+    n_tokens = batch * seq_len
+    if n_tokens:
+        key = _key(batch, seq_len, n_q_heads, n_k_heads, head_dim, q.itemsize)
+        plan = (BWD if backward else FWD).plan(q.device, key)
+        blocks = plan.config.blocks
+        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+        half, tail = rotary_dim // 2, head_dim - rotary_dim
+        cos_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
+        sizes = (n_tokens, seq_len, n_q_heads, n_k_heads, n_head_tiles)
+        strides = (*_strides(q, head_axis), *k_strides[:3], *_strides(out_q, head_axis), *k_strides[3:], *cos_strides)
+        block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
+        shared = cos.shape[-1] == half
+        flags = (half, tail, next_power_of_2(half), next_power_of_2(tail), block_k, shared, backward)
+        grid = (-(-n_tokens // blocks["BLOCK_T"]) * n_head_tiles,)
+        launch(plan, _rope_kernel, grid, (q, k, cos, sin, out_q, out_k, *strides, *sizes), flags)
+    return out_q, q.new_empty(0) if k is None else out_k
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+
+def _rope_reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+    out_q = _dense(q, head_axis, q_inside).copy_(_turned(q, cos, sin, rotary_dim, head_axis, backward))
+    if k is None:
+        return out_q, q.new_empty(0)
+    return out_q, _dense(k, head_axis, k_inside).copy_(_turned(k, cos, sin, rotary_dim, head_axis, backward))
+
+
+def _rope_fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+    return _dense(q, head_axis, q_inside), q.new_empty(0) if k is None else _dense(k, head_axis, k_inside)
+
+
+rope = define(
+    "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, int head_axis, bool q_inside, bool k_inside,"
+    " bool backward) -> (Tensor, Tensor)",
+    launcher=_rope,
+    reference=_rope_reference,
+    fake=_rope_fake,
+)
+
+
+class LigerRopeFunction(torch.autograd.Function):
+    """Autograd for rope: saves cos and sin."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+        ctx.rotary_dim, ctx.head_axis = cos.shape[-1] if rotary_dim is None else rotary_dim, unsqueeze_dim
+        ctx.inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
+        return rope(q, k, cos, sin, ctx.rotary_dim, ctx.head_axis, *ctx.inside, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        (q_inside, k_inside), fixed = ctx.inside, (cos, sin, ctx.rotary_dim, ctx.head_axis)
+        if dq is None:
+            dk = None if dk is None else rope(dk, None, *fixed, k_inside, k_inside, True)[0]
+        elif dk is None:
+            dq = rope(dq, None, *fixed, q_inside, q_inside, True)[0]
+        else:
+            dq, dk = rope(dq, dk, *fixed, q_inside, k_inside, True)
+        return dq, dk, None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, as `apply_rotary_pos_emb` of Llama.
+
+    q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
+    cos, sin: [1 or B, T, width], or a table [positions, width] indexed by position_ids ([T], [1, T] or [B, T]; without
+    them token t takes row t). position_ids is ignored for the first form, which is per token already. No gradients.
+    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. A width
+    of rotary_dim // 2 is taken as shared by both halves.
+    Returns new tensors of q's and k's shapes and dtypes; see the top of this file for their layout.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
+    """
+    check_tensors("liger_rope", q=q, k=k, cos=cos, sin=sin)
+    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+        check(False, "liger_rope", reason)
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
+    """What is wrong with the arguments and what was expected, or nothing."""
+    if unsqueeze_dim not in (1, 2):
+        return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {unsqueeze_dim!r}"
+    token_axis = 3 - unsqueeze_dim
+    if q.dim() != 4 or k.dim() != 4 or any(q.shape[axis] != k.shape[axis] for axis in (0, token_axis, 3)):
+        return f"q and k must be 4-D and differ in heads only, got {tuple(q.shape)} and {tuple(k.shape)}"
+    batch, seq_len, head_dim = q.shape[0], q.shape[token_axis], q.shape[3]
+    if not q.shape[unsqueeze_dim] or not k.shape[unsqueeze_dim]:
+        return f"q and k need at least one head, got {tuple(q.shape)} and {tuple(k.shape)}"
+    if cos.shape != sin.shape or cos.dim() not in (2, 3):
+        have = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        return f"cos and sin must both be [1 or B, T, width] or a table [positions, width], got {have}"
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
+    width = cos.shape[-1]
+    rotary = width if rotary_dim is None else rotary_dim
+    if rotary < 2 or rotary % 2 or rotary > head_dim:
+        return f"the rotary width must be even and at most the head width {head_dim}, got {rotary}"
+    if width not in (rotary, rotary // 2):
+        return f"cos and sin must be {rotary} (or {rotary // 2}) wide to rotate {rotary} dimensions, got {width}"
+    if cos.dim() == 3:
+        if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
+            return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos.shape)}"
+    elif position_ids is None:
+        if cos.shape[0] < seq_len:
+            return f"{seq_len} tokens need a table of as many positions (or position_ids), got {cos.shape[0]}"
+    elif position_ids.is_floating_point() or position_ids.shape not in ((seq_len,), (1, seq_len), (batch, seq_len)):
+        have = f"{position_ids.dtype} of shape {tuple(position_ids.shape)}"
+        return f"position_ids must be integers of shape [{seq_len}] or [1 or {batch}, {seq_len}], got {have}"
+    return ""
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (4, 4096, 32, 8, 128),
+    "llama3_8b": (2, 8192, 32, 8, 128),
+    "llama3_2_1b": (4, 4096, 32, 8, 64),
+    "llama2_7b": (4, 4096, 32, 32, 128),
+    "qwen2_7b": (4, 4096, 28, 4, 128),
+    "gemma2_2b": (4, 4096, 8, 4, 256),
+    "phi3_mini": (4, 4096, 32, 32, 96),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False) -> Sample:
+    """transposed: q and k are views of the other layout, as Hugging Face passes them; partial: half the width rotates;
+    table: cos and sin are half-width tables indexed by random positions."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+
+    def states(heads):
+        middle = (seq_len, heads) if transposed == (unsqueeze_dim == 1) else (heads, seq_len)
+        x = torch.randn(batch, *middle, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
+        return (x.transpose(1, 2) if transposed else x).requires_grad_()
+
+    rotary_dim = max(2, (head_dim // 2 if partial else head_dim) // 2 * 2)
+    frequency = 10000.0 ** -(torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim)
+    rows = 2 * seq_len if table else seq_len
+    angles = torch.arange(rows, device=device, dtype=torch.float32)[:, None] * frequency
+    kwargs = {"unsqueeze_dim": unsqueeze_dim}
+    if table:
+        kwargs |= {"rotary_dim": rotary_dim}
+        kwargs |= {"position_ids": torch.randint(rows, (batch, seq_len), generator=generator, device=device)}
+    else:
+        angles = torch.cat((angles, angles), -1)[None]
+    return Sample(
+        args=(states(n_q_heads), states(n_k_heads), angles.cos().to(dtype), angles.sin().to(dtype)),
+        kwargs=kwargs,
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="rope",
+        function=liger_rope,
+        reference=rope_reference,
+        tunables=(FWD, BWD),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"unsqueeze_dim": 2, "transposed": False},
+            {"transposed": False},
+            {"partial": True},
+            {"table": True},
+        ),
+    )
+)
