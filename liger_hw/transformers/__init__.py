@@ -1,0 +1,45 @@
+"""Hugging Face side: patch functions for model families, layers, and the kernels as functions (`functional`).
+
+    from liger_hw.transformers import apply_liger_kernel_to_mistral
+
+    apply_liger_kernel_to_mistral()                          # the classes, before a model is made or after
+    report = apply_liger_kernel_to_mistral(model=model)      # this model alone
+    print(report); report.revert()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .models import FAMILIES
+
+_HOME = {
+    "LigerRMSNorm": "kernels.rms_norm",
+    "LigerFusedAddRMSNorm": "kernels.fused_add_rms_norm",
+    "LigerSwiGLUMLP": "kernels.swiglu",
+    "LigerCrossEntropyLoss": "kernels.cross_entropy",
+    "LigerFusedLinearCrossEntropyLoss": "kernels.fused_linear_cross_entropy",
+    "PatchReport": "transformers.report",
+    "functional": "transformers.functional",
+    **{f"apply_liger_kernel_to_{name}": f"transformers.models.{name}" for name in FAMILIES},
+}
+"""Public name -> module of liger_hw that defines it; loaded on first use, so importing this package loads no torch."""
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        import difflib
+
+        near = difflib.get_close_matches(name, _HOME, 1)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    module = importlib.import_module(f"liger_hw.{_HOME[name]}")
+    value = module if _HOME[name].endswith(f".{name}") else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,283 @@
+"""Logits that are not computed yet: the object a patched causal LM's output head returns while it trains.
+
+The family's own forward runs on it unmodified. Scaling, tanh softcapping, casts to fp32, slices and reshapes of the
+leading dimensions are recorded; `torch.nn.functional.cross_entropy` then consumes hidden states and head weight
+directly, so the logits never exist. Anything else computes them (`materialise`) by calling the head itself and
+replaying the recorded operations one by one, and carries on with plain tensors, exactly as without the patch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+
+
+class Surroundings:
+    """Grad mode and autocast state at the moment the head was called; the product is computed under these, whenever."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.grad = torch.is_grad_enabled()
+        self.autocast = torch.is_autocast_enabled(device_type)
+        self.dtype = torch.get_autocast_dtype(device_type) if self.autocast else None
+
+    def restored(self) -> contextlib.ExitStack:
+        """Context manager that brings both back where they have changed since."""
+        stack = contextlib.ExitStack()
+        if torch.is_grad_enabled() != self.grad:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+        if torch.is_autocast_enabled(self.device_type) != self.autocast:
+            stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocast))
+        return stack
+
+
+class DeferredLogits:
+    """`head(hidden)`, with the operations recorded since: `cap * tanh(scale * x)`, or `scale * x` when cap is None.
+
+    hidden: [..., hidden_size], already sliced and reshaped as the logits were
+    head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
+    loss, `vocab_size` is the length of the last dimension where it is known without computing
+    parent, replay: the object this one was derived from and how, for computing it operation by operation
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        hidden: torch.Tensor,
+        surroundings: Surroundings,
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
+        cap: float | None = None,
+        parent: "DeferredLogits | None" = None,
+        replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._head, self._hidden, self._surroundings = head, hidden, surroundings
+        self._scale, self._cap = scale, cap
+        self._parent, self._replay = parent, replay
+        self._logits: torch.Tensor | None = None
+        self.dtype = dtype
+        self.device = hidden.device
+
+    def _derive(self, replay: Callable[[torch.Tensor], torch.Tensor], **changed: Any) -> "DeferredLogits":
+        return DeferredLogits(
+            self._head,
+            changed.get("hidden", self._hidden),
+            self._surroundings,
+            changed.get("dtype", self.dtype),
+            scale=changed.get("scale", self._scale),
+            cap=changed.get("cap", self._cap),
+            parent=self,
+            replay=replay,
+        )
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether neither this object nor one it was derived from has been computed."""
+        return self._logits is None and (self._parent is None or self._parent.is_deferred)
+
+    def materialise(self) -> torch.Tensor:
+        """The logits as a plain tensor [..., vocab_size]; computed once."""
+        if self._logits is None:
+            if self._parent is None:
+                self._logits = self._head.logits(self._hidden, self._surroundings)
+            else:
+                source = self._parent.materialise()
+                with self._surroundings.restored():
+                    self._logits = self._replay(source)
+        return self._logits
+
+    def cross_entropy(
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        """`torch.nn.functional.cross_entropy` of these logits, arguments as there, by our kernels where they apply."""
+        rows = self._hidden.dim() == 2 and isinstance(target, torch.Tensor) and target.dim() == 1
+        if rows and target.dtype == torch.int64 and size_average is None and reduce is None:
+            options = {
+                "weight": weight,
+                "ignore_index": ignore_index,
+                "reduction": reduction,
+                "label_smoothing": label_smoothing,
+            }
+            return self._head.cross_entropy(self, target, options)
+        return F.cross_entropy(
+            self.materialise(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+
+    # -- recorded ----------------------------------------------------------------------------------------------------
+
+    def tanh(self) -> Any:
+        if self._cap is not None:
+            return self.materialise().tanh()
+        return self._derive(lambda x: x.tanh(), cap=1.0)
+
+    def mul(self, other: Any) -> Any:
+        if not _is_number(other):
+            return self.materialise() * _plain(other)
+        return self._derive(lambda x: x * other, **self._scaled(float(other)))
+
+    def div(self, other: Any) -> Any:
+        if not _is_number(other) or other == 0:
+            return self.materialise() / _plain(other)
+        return self._derive(lambda x: x / other, **self._scaled(1.0 / float(other)))
+
+    __mul__ = __rmul__ = multiply = mul
+    __truediv__ = divide = true_divide = div
+
+    def _scaled(self, factor: float) -> dict[str, float]:
+        return {"scale": self._scale * factor} if self._cap is None else {"cap": self._cap * factor}
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Recorded for fp32, the present dtype and the present device; anything else computes."""
+        for wanted in (*args, *kwargs.values()):
+            same_device = _is_device(wanted) and torch.device(wanted) == self.device
+            if not (same_device or wanted is torch.float32 or wanted is self.dtype or isinstance(wanted, bool)):
+                return self.materialise().to(*args, **kwargs)
+        dtype = torch.float32 if torch.float32 in (*args, *kwargs.values()) else self.dtype
+        return self._derive(lambda x: x.to(*args, **kwargs), dtype=dtype)
+
+    def contiguous(self) -> Any:
+        return self._derive(lambda x: x.contiguous())
+
+    def reshape(self, *shape: Any) -> Any:
+        """Recorded when the last dimension stays the vocabulary."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if len(sizes) < 1 or not isinstance(sizes[-1], int) or sizes[-1] != self.shape[-1]:
+            return self.materialise().reshape(*shape)
+        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        return self._derive(lambda x: x.reshape(*sizes), hidden=hidden)
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        last = self._hidden.dim() - 1
+        if end_dim % (last + 1) == last and start_dim % (last + 1) != last:
+            return self.materialise().flatten(start_dim, end_dim)
+        return self._derive(lambda x: x.flatten(start_dim, end_dim), hidden=self._hidden.flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Recorded when the vocabulary dimension is taken whole."""
+        items = index if isinstance(index, tuple) else (index,)
+        if not _keeps_last_dimension(items, self._hidden.dim()):
+            return self.materialise()[_plain(index)]
+        return self._derive(lambda x: x[index], hidden=self._hidden[index])
+
+    # -- known without computing -------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        vocab = self._head.vocab_size
+        return self.materialise().shape if vocab is None else torch.Size((*self._hidden.shape[:-1], vocab))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self._hidden.dim()
+
+    ndim = property(dim)
+
+    # -- everything else ---------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialise(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], DeferredLogits):
+            if func is F.cross_entropy:
+                return args[0].cross_entropy(*args[1:], **kwargs)
+            recorded = _RECORDED.get(func)
+            if recorded is not None:
+                return getattr(args[0], recorded)(*args[1:], **kwargs)
+        if func is F.cross_entropy and isinstance(kwargs.get("input"), DeferredLogits):
+            return kwargs.pop("input").cross_entropy(*args, **kwargs)
+        return func(*_plain(args), **_plain(kwargs))
+
+    def __repr__(self) -> str:
+        state = "deferred" if self.is_deferred else "computed"
+        return f"DeferredLogits({tuple(self.shape)}, {self.dtype}, {state})"
+
+    __hash__ = object.__hash__
+
+
+_RECORDED = {
+    torch.tanh: "tanh",
+    torch.mul: "mul",
+    torch.div: "div",
+    torch.reshape: "reshape",
+    torch.flatten: "flatten",
+}
+"""Functional forms of the recorded operations."""
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self.materialise(), name)(*_plain(args))
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "__add__ __radd__ __sub__ __rsub__ __rtruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__ __rmatmul__ "
+    "__neg__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __len__ __iter__ __bool__ __int__ __float__ "
+    "__contains__ __setitem__ __array__ __iadd__ __isub__ __imul__ __itruediv__"
+).split():
+    setattr(DeferredLogits, _name, _computing(_name))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device))
+
+
+def _plain(value: Any) -> Any:
+    """`value` with every DeferredLogits inside tuples, lists and dicts computed."""
+    if isinstance(value, DeferredLogits):
+        return value.materialise()
+    if isinstance(value, tuple) and type(value) is not torch.Size:
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _keeps_last_dimension(items: tuple, ndim: int) -> bool:
+    """Whether indexing with `items` takes the last of `ndim` dimensions whole and leaves it last."""
+    used = 0
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            used += item.dim() if item.dtype == torch.bool else 1
+        elif isinstance(item, (int, slice)) and not isinstance(item, bool):
+            used += 1
+        elif item is not None and item is not Ellipsis:
+            return False
+    last = items[-1] if items else None
+    whole = isinstance(last, slice) and last.start is None and last.stop is None and last.step is None
+    if any(item is Ellipsis for item in items):
+        return last is Ellipsis and used < ndim or whole
+    return used < ndim or whole

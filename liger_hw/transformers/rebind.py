@@ -1,0 +1,65 @@
+"""A copy of a function that calls another function in place of one module-level name: how rope is patched per instance.
+
+Attention forwards look their rotary function up by name in the modeling module, which every model of the family shares.
+For one instance, the forward is copied with that one name in its code changed to a private one, `_liger_hw_<name>`,
+which is added to the modeling module. The copy keeps the module's own globals, so every other name stays live (a later
+patch of another name is seen), and it is an ordinary function to Dynamo.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from typing import Any, Callable
+
+PREFIX = "_liger_hw_"
+
+
+class CannotRebind(Exception):
+    """The message says why."""
+
+
+def rebind(function: Callable, name: str) -> Callable:
+    """A copy of `function` that reads the global `_liger_hw_<name>` where the original reads `name`.
+
+    Decorators made with functools.wraps are copied around it. The caller defines the new global. Raises `CannotRebind`
+    when the function does not read `name`, or in a way that cannot be told apart from an attribute of the same name.
+    """
+    if not isinstance(function, types.FunctionType):
+        raise CannotRebind(f"{function!r} is not a Python function")
+    if name in function.__code__.co_names:
+        _check_only_global(function, name)
+        names = tuple(PREFIX + n if n == name else n for n in function.__code__.co_names)
+        return _copy(function, function.__code__.replace(co_names=names), function.__closure__)
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None or function.__closure__ is None:
+        raise CannotRebind(f"{function.__qualname__} does not call {name}")
+    if not any(_contents(cell) is inner for cell in function.__closure__):
+        raise CannotRebind(f"a decorator of {function.__qualname__} hides the function that calls {name}")
+    copied = rebind(inner, name)
+    closure = tuple(types.CellType(copied) if _contents(cell) is inner else cell for cell in function.__closure__)
+    outer = _copy(function, function.__code__, closure)
+    outer.__wrapped__ = copied
+    return outer
+
+
+def _copy(function: types.FunctionType, code: types.CodeType, closure: tuple | None) -> types.FunctionType:
+    copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__ = function.__annotations__
+    copied.__qualname__, copied.__module__, copied.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    copied.__dict__.update(function.__dict__)
+    return copied
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _check_only_global(function: types.FunctionType, name: str) -> None:
+    for instruction in dis.get_instructions(function):
+        if instruction.argval == name and instruction.opname not in ("LOAD_GLOBAL", "LOAD_CONST", "KW_NAMES"):
+            raise CannotRebind(f"{function.__qualname__} uses {name} as more than a global ({instruction.opname})")

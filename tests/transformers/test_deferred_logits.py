@@ -1,0 +1,186 @@
+"""DeferredLogits: what is recorded reaches the fused loss; everything else computes, and is what torch computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_hw.transformers.deferred import DeferredLogits
+from liger_hw.transformers.loss import OutputHead
+
+pytestmark = pytest.mark.cpu
+
+HIDDEN, VOCAB = 8, 13
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(0)
+    return torch.nn.Linear(HIDDEN, VOCAB, bias=True)
+
+
+@pytest.fixture
+def hidden():
+    return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@pytest.fixture
+def labels():
+    labels = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(2))
+    labels[0, 1] = -100
+    return labels
+
+
+def both(head, hidden, compute, fused=True):
+    """compute(logits) on deferred and on real logits, with the gradients of hidden, weight and bias of each."""
+    results = []
+    for logits_of in (OutputHead(head, fused), head):
+        head.zero_grad()
+        hidden.grad = None
+        logits = logits_of(hidden)
+        value = compute(logits)
+        value.sum().backward()
+        results.append((logits, value.detach(), hidden.grad.clone(), head.weight.grad.clone(), head.bias.grad.clone()))
+    return results
+
+
+FUSED = {
+    "view": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1)),
+    "float": lambda x, y: F.cross_entropy(x.float().reshape(-1, x.size(-1)), y.view(-1)),
+    "shifted slices": lambda x, y: F.cross_entropy(
+        x[..., :-1, :].contiguous().view(-1, VOCAB), y[..., 1:].contiguous().view(-1)
+    ),
+    "slice of positions": lambda x, y: F.cross_entropy(x[:, -2:].flatten(0, 1), y[:, -2:].flatten()),
+    "positions by index": lambda x, y: F.cross_entropy(
+        x[:, torch.tensor([0, 3])].reshape(-1, VOCAB), y[:, torch.tensor([0, 3])].reshape(-1)
+    ),
+    "boolean mask": lambda x, y: F.cross_entropy(x[y != -100], y[y != -100]),
+    "one row": lambda x, y: F.cross_entropy(x[0], y[0]),
+    "ellipsis": lambda x, y: F.cross_entropy(x[1, ...], y[1]),
+    "scaled": lambda x, y: F.cross_entropy((x * 0.25).view(-1, VOCAB), y.view(-1)),
+    "scaled from the left": lambda x, y: F.cross_entropy((2.0 * x).view(-1, VOCAB), y.view(-1)),
+    "divided": lambda x, y: F.cross_entropy((x / 3.0).view(-1, VOCAB), y.view(-1)),
+    "softcap": lambda x, y: F.cross_entropy((torch.tanh(x / 1.5) * 1.5).view(-1, VOCAB), y.view(-1)),
+    "softcap by method": lambda x, y: F.cross_entropy(((x / 2.0).tanh() * 2.0).view(-1, VOCAB), y.view(-1)),
+    "scale, softcap, scale": lambda x, y: F.cross_entropy(
+        (torch.tanh(x * 0.7 / 3.0) * 3.0 * 0.5).view(-1, VOCAB), y.view(-1)
+    ),
+    "functional forms": lambda x, y: F.cross_entropy(
+        torch.reshape(torch.mul(torch.div(x, 2.0), 3.0), (-1, VOCAB)), y.view(-1)
+    ),
+    "sum": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), reduction="sum"),
+    "rows": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), reduction="none"),
+    "ignore_index": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.clamp(min=3).view(-1), ignore_index=3),
+    "label smoothing": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), label_smoothing=0.1),
+    "class weights": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), torch.linspace(0.5, 2.0, VOCAB)),
+    "module": lambda x, y: torch.nn.CrossEntropyLoss(ignore_index=-100)(x.view(-1, VOCAB), y.view(-1)),
+    "input by name": lambda x, y: F.cross_entropy(input=x.view(-1, VOCAB), target=y.view(-1)),
+    "same device and dtype": lambda x, y: F.cross_entropy(
+        x.to(x.device).to("cpu").to(x.dtype).to(device=x.device, dtype=torch.float32).view(-1, VOCAB), y.view(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_recorded_operations_reach_the_fused_loss(head, hidden, labels, calls, name):
+    (logits, *found), (_, *expected) = both(head, hidden, lambda x: FUSED[name](x, labels))
+    assert calls == {"fused": 1, "plain": 0} and logits.is_deferred
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+COMPUTED = {
+    "added to": lambda x, y: F.cross_entropy((x + 1.0).view(-1, VOCAB), y.view(-1)),
+    "tensor on the left": lambda x, y: (torch.ones(VOCAB) * x).square(),
+    "scaled by a tensor": lambda x, y: F.cross_entropy((x * torch.tensor(0.5)).view(-1, VOCAB), y.view(-1)),
+    "vocabulary sliced": lambda x, y: F.cross_entropy(x[..., :10].reshape(-1, 10), y.clamp(max=9).view(-1)),
+    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "soft targets": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), torch.full((10, VOCAB), 1.0 / VOCAB)),
+    "log_softmax": lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1).view(-1, VOCAB), y.view(-1)),
+    "cat": lambda x, y: torch.cat([x, x], dim=1).square(),
+    "einsum in a list": lambda x, y: torch.stack((x, x * 2))[1].square(),
+    "double": lambda x, y: F.cross_entropy(x.double().view(-1, VOCAB), y.view(-1)).float(),
+    "two softcaps": lambda x, y: F.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, VOCAB), y.view(-1)),
+    "method": lambda x, y: x.logsumexp(-1) - x.mean(-1),
+    "operators": lambda x, y: (1.0 - x) ** 2 @ torch.ones(VOCAB) - abs(-x).sum(-1),
+    "legacy reduction": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), reduce=False),
+    "new last dimension": lambda x, y: x[..., None].square(),
+    "other view": lambda x, y: x.view(-1).square(),
+    "masked in place": lambda x, y: _masked(x, y),
+    "alias changed in place": lambda x, y: _alias_changed(x, y),
+    "metric without grad first": lambda x, y: _metric_first(x, y),
+}
+
+
+def _masked(x, y):
+    x = x.clone()
+    x[..., 4] = -10.0
+    return F.cross_entropy(x.view(-1, VOCAB), y.view(-1))
+
+
+def _alias_changed(x, y):
+    x = x * 1.0
+    rows = x.view(-1, VOCAB)  # recorded before the change, sees it all the same
+    x[:, 0] = 0.0
+    return F.cross_entropy(rows, y.view(-1))
+
+
+def _metric_first(x, y):
+    with torch.no_grad():
+        assert x.argmax(-1).shape == y.shape
+    return F.cross_entropy(x.view(-1, VOCAB), y.view(-1))
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_anything_else_computes_what_torch_computes(head, hidden, labels, calls, name):
+    (logits, *found), (_, *expected) = both(head, hidden, lambda x: COMPUTED[name](x, labels))
+    assert calls["fused"] == 0
+    assert not isinstance(logits, DeferredLogits) or not logits.is_deferred
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_loss_is_replaced_when_not_fused(head, hidden, labels, calls):
+    (logits, *found), (real, *expected) = both(head, hidden, lambda x: FUSED["view"](x, labels), fused=False)
+    assert calls == {"fused": 0, "plain": 1}
+    torch.testing.assert_close(logits.materialise(), real)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_known_without_computing(head, hidden):
+    logits = OutputHead(head, True)(hidden)
+    assert logits.shape == (2, 5, VOCAB) and logits.size() == logits.shape and logits.size(-1) == VOCAB
+    assert logits.dim() == logits.ndim == 3 and logits.device == hidden.device and logits.dtype == torch.float32
+    assert logits[:, -1:].shape == (2, 1, VOCAB) and logits.view(-1, VOCAB).shape == (10, VOCAB)
+    assert "deferred" in repr(logits) and logits.is_deferred
+    assert logits.requires_grad and not logits.is_deferred and "computed" in repr(logits)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = logits.no_such
+
+
+def test_the_head_runs_once_and_only_when_needed(head, hidden):
+    runs = []
+    head.register_forward_hook(lambda *_: runs.append(1))
+    logits = OutputHead(head, True)(hidden)
+    rows = logits.view(-1, VOCAB).float()
+    assert runs == []
+    assert torch.equal(rows.materialise(), head(hidden).view(-1, VOCAB))
+    assert logits.materialise() is logits.materialise() and len(runs) == 2
+
+
+def test_the_loss_is_computed_under_the_grad_mode_of_the_head(head, hidden, labels):
+    with torch.no_grad():
+        logits = OutputHead(head, True)(hidden)
+        assert not FUSED["view"](logits, labels).requires_grad
+    assert not FUSED["view"](logits, labels).requires_grad
+    assert not logits.materialise().requires_grad
+    logits = OutputHead(head, True)(hidden)
+    with torch.no_grad():
+        assert logits.materialise().requires_grad
+
+
+def test_head_attributes_are_the_module_s(head):
+    stand_in = OutputHead(head, True)
+    assert stand_in.weight is head.weight and stand_in.bias is head.bias and stand_in.out_features == VOCAB

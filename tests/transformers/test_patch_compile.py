@@ -1,0 +1,86 @@
+"""A patched two-layer model under torch.compile(fullgraph=True): one graph, same results, no recompilation by shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fullgraph_training_step(mistral, batch, calls, scope, backend):
+    model, reference = mistral.model(), mistral.model()
+    expected = reference(**batch).loss
+    expected.backward()
+    with mistral.apply(model=model if scope == "instance" else None):
+        counter = CompileCounterWithBackend(backend)
+        found = torch.compile(model, backend=counter, fullgraph=True)(**batch)
+        found.loss.backward()
+    assert found.logits is None and counter.frame_count == 1 and calls["plain"] == 0
+    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-6)
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_fullgraph_llama(llama, batch):
+    model = llama.model()
+    expected = model(**batch).loss
+    with llama.apply():
+        found = torch.compile(model, backend="eager", fullgraph=True)(**batch)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_items_in_batch": torch.tensor(9)},
+        {"skip_logits": False},
+        {"return_token_accuracy": True},
+        {"labels": None},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_fullgraph_with_other_arguments(mistral, batch, changes):
+    model = mistral.model()
+    with mistral.apply(model=model):
+        inputs = {**batch, **changes}
+        expected = model(**inputs)
+        found = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    assert found.keys() == expected.keys() and {"loss", "logits"} & set(found)
+    for key in {"loss", "logits", "token_accuracy"} & set(found):
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+def test_fullgraph_autocast(mistral, batch):
+    model = mistral.model()
+    with mistral.apply(model=model), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**batch).loss
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch).loss
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_new_shapes_recompile_no_more_than_unpatched(mistral):
+    def graphs(model):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for rows, length in ((2, 7), (3, 9), (5, 12), (4, 17)):
+            ids = torch.randint(3, 61, (rows, length))
+            compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return counter.frame_count
+
+    unpatched = graphs(mistral.model())
+    with mistral.apply():
+        assert graphs(mistral.model()) <= unpatched

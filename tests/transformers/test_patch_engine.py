@@ -1,0 +1,365 @@
+"""The patch engine: what it changes, that it takes it back, and how it answers bad requests."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import logging
+
+import pytest
+import torch
+import transformers
+
+from liger_hw.transformers import PatchReport
+from liger_hw.transformers.report import config_source
+
+pytestmark = pytest.mark.cpu
+
+KEYWORDS = {
+    "rope": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+    "rms_norm": True,
+    "swiglu": True,
+    "model": None,
+}
+
+
+def identities(family):
+    return {(owner.__name__, name): vars(owner).get(name) for owner, name in family.slots()}
+
+
+def module_functions(*modules):
+    return {(m.__name__, name): value for m in modules for name, value in vars(m).items() if callable(value)}
+
+
+def forwards(model):
+    """Module name -> the function that its forward is."""
+    return {name: getattr(m.forward, "__func__", m.forward) for name, m in model.named_modules()}
+
+
+def test_signature_is_liger_s(family):
+    parameters = inspect.signature(family.apply).parameters
+    assert {name: p.default for name, p in parameters.items()} == KEYWORDS
+    assert list(parameters) == list(KEYWORDS)
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    assert family.apply.__name__ == f"apply_liger_kernel_to_{family.name}"
+
+
+def test_class_patch_and_revert_restore_the_very_objects(family):
+    before = identities(family)
+    report = family.apply()
+    changed = {key for key, value in identities(family).items() if value is not before[key]}
+    attention = (family.attention.__name__, "forward")
+    assert changed == set(before) - {attention}
+    assert not report.rows[0].state.startswith("left")
+    report.revert()
+    assert all(value is before[key] for key, value in identities(family).items())
+    report.revert()
+    assert all(value is before[key] for key, value in identities(family).items())
+
+
+@pytest.mark.parametrize("part", ["rope", "fused_linear_cross_entropy", "rms_norm", "swiglu"])
+def test_each_part_alone(family, part):
+    before = identities(family)
+    with family.apply(**{name: name == part for name in KEYWORDS if name != "model"}) as report:
+        assert [row.part for row in report.patched] == [part]
+        assert sum(value is not before[key] for key, value in identities(family).items()) == 1
+
+
+def test_everything_off_changes_nothing(family):
+    before = identities(family)
+    report = family.apply(False, False, False, False, False)
+    assert report.rows == [] and all(value is before[key] for key, value in identities(family).items())
+
+
+def test_nothing_process_wide_changes(family):
+    import transformers.activations
+    import transformers.loss.loss_utils
+    import transformers.modeling_utils
+    import transformers.models.mixtral.modeling_mixtral as other_family
+
+    modules = (
+        torch,
+        torch.nn,
+        torch.nn.functional,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.nn.Linear,
+        torch.nn.CrossEntropyLoss,
+        transformers.loss.loss_utils,
+        transformers.activations,
+        transformers.modeling_utils,
+        transformers.PreTrainedModel,
+        other_family,
+    )
+    model, other = family.model(), family.model()  # the first model makes transformers add a method to nn.Module
+    before = module_functions(*modules)
+    mapping = dict(transformers.loss.loss_utils.LOSS_MAPPING)
+    with family.apply(model=other), family.apply():
+        model(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+        after = module_functions(*modules)
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] is not after[key]] == []
+    assert mapping == transformers.loss.loss_utils.LOSS_MAPPING
+
+
+def test_instance_patch_binds_this_model_only(family, batch):
+    before = identities(family)
+    patched, other = family.model(), family.model()
+    untouched = forwards(other)
+    report = family.apply(model=patched)
+    assert all(value is before[key] for key, value in identities(family).items())
+    assert forwards(other) == untouched
+    counts = {part: sum(row.part == part for row in report.patched) for part in KEYWORDS}
+    assert counts == {
+        "rope": 2,
+        "cross_entropy": 0,
+        "fused_linear_cross_entropy": 1,
+        "rms_norm": 5,
+        "swiglu": 2,
+        "model": 0,
+    }
+    assert patched(**batch).logits is None and other(**batch).logits is not None
+    report.revert()
+    assert forwards(patched) == forwards(other)
+    assert all("forward" not in vars(module) for module in patched.modules())
+
+
+def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch, monkeypatch):
+    from liger_hw.transformers import functional
+
+    seen = []
+    real = functional.liger_rope
+    monkeypatch.setattr(functional, "liger_rope", lambda *a, **k: seen.append(1) or real(*a, **k))
+    name = f"_liger_hw_{'apply_rotary_pos_emb'}"
+    monkeypatch.delattr(family.modeling, name, raising=False)
+    patched, other = family.model(), family.model()
+    with family.apply(model=patched):
+        other(batch["input_ids"])
+        assert seen == []
+        patched(batch["input_ids"])
+        assert len(seen) == 2
+        # Other globals stay live: a name replaced later in the modeling module is seen by the copied forward.
+        eager = []
+        real_eager = family.modeling.eager_attention_forward
+        monkeypatch.setattr(
+            family.modeling, "eager_attention_forward", lambda *a, **k: eager.append(1) or real_eager(*a, **k)
+        )
+        patched.set_attn_implementation("eager")
+        patched(batch["input_ids"])
+        assert len(eager) == 2
+
+
+def test_models_made_before_and_after_a_class_patch(family, batch, calls):
+    early = family.model()
+    with family.apply():
+        late = family.model()
+        torch.testing.assert_close(early(**batch).loss, late(**batch).loss)
+        assert calls["fused"] == 2
+    assert early(**batch).logits is not None
+
+
+def test_idempotent(family, batch, calls):
+    before = identities(family)
+    first = family.apply()
+    once = identities(family)
+    second = family.apply()
+    assert all(value is once[key] for key, value in identities(family).items())
+    assert second.patched == [] and {row.state for row in second.rows} == {"already patched"}
+    model = family.model()
+    instance = family.apply(model=model)
+    assert instance.patched == []
+    model(**batch)
+    assert calls["fused"] == 1
+    second.revert()
+    assert all(value is once[key] for key, value in identities(family).items())
+    first.revert()
+    assert all(value is before[key] for key, value in identities(family).items())
+
+
+def test_idempotent_on_an_instance(family):
+    model = family.model()
+    first = family.apply(model=model)
+    once = forwards(model)
+    assert family.apply(model=model).patched == []
+    assert forwards(model) == once
+    first.revert()
+    assert forwards(model) == forwards(family.model())
+
+
+def test_parts_added_by_a_second_call(family):
+    with family.apply(rope=False, swiglu=False, fused_linear_cross_entropy=False) as first:
+        with family.apply() as second:
+            assert {row.part for row in first.patched} == {"rms_norm"}
+            assert {row.part for row in second.patched} == {"rope", "swiglu", "fused_linear_cross_entropy"}
+
+
+def test_the_other_loss_must_be_reverted_first(family):
+    before = identities(family)
+    with family.apply():
+        patched = identities(family)
+        with pytest.raises(ValueError, match=r"already patched for fused_linear_cross_entropy; revert\(\)"):
+            family.apply(cross_entropy=True, fused_linear_cross_entropy=False)
+        assert all(value is patched[key] for key, value in identities(family).items())
+    assert all(value is before[key] for key, value in identities(family).items())
+
+
+def test_two_families_in_one_process(mistral, llama, batch, calls):
+    with mistral.apply():
+        model, other = mistral.model(), llama.model()
+        assert model(**batch).logits is None and other(**batch).logits is not None
+        with llama.apply():
+            assert other(**batch).logits is None
+        assert other(**batch).logits is not None and model(**batch).logits is None
+    assert calls["fused"] == 3
+
+
+def test_exception_inside_the_with_block_reverts(family):
+    before = identities(family)
+    with pytest.raises(KeyError), family.apply():
+        raise KeyError
+    assert all(value is before[key] for key, value in identities(family).items())
+
+
+def test_a_later_patch_of_somebody_else_is_left_in_place(family, caplog):
+    report = family.apply(rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    original, theirs = report.patches[0].original, lambda self, x: x
+    family.norm.forward = theirs
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        report.revert()
+    assert family.norm.forward is theirs and "was changed after patching" in caplog.text
+    family.norm.forward = original
+
+
+def test_unknown_keyword_suggests(family):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rmsnorm'; did you mean 'rms_norm'\?"):
+        family.apply(rmsnorm=True)
+    with pytest.raises(TypeError, match=r"'zzz'; its keywords are rope, "):
+        family.apply(zzz=True)
+    with pytest.raises(TypeError, match="too many positional"):
+        family.apply(True, False, True, True, True, None, 1)
+
+
+def test_both_losses_raise(family):
+    with pytest.raises(ValueError, match="exclude each other; pass cross_entropy=True together with"):
+        family.apply(cross_entropy=True)
+
+
+def test_wrong_models_raise_with_what_to_do(mistral, llama):
+    with pytest.raises(TypeError, match="not a Llama model; call apply_liger_kernel_to_mistral for it"):
+        llama.apply(model=mistral.model())
+    with pytest.raises(TypeError, match="call apply_liger_kernel_to_llama for it"):
+        mistral.apply(model=llama.causal_lm)
+    with pytest.raises(TypeError, match="got str; load it first"):
+        mistral.apply(model="mistralai/Mistral-7B-v0.1")
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
+    with pytest.raises(TypeError, match="GPT2LMHeadModel, not a Mistral model; liger_hw has functions for llama, mistral"):
+        mistral.apply(model=gpt2)
+    with pytest.raises(TypeError, match="Linear, not a Mistral model"):
+        mistral.apply(model=torch.nn.Linear(2, 2))
+
+
+def test_a_class_of_the_family_means_its_classes(family):
+    before = identities(family)
+    with family.apply(model=family.causal_lm):
+        assert family.norm.forward is not before[family.norm.__name__, "forward"]
+
+
+def test_a_model_without_a_head(family, batch):
+    base = family.model().model
+    expected = base(batch["input_ids"]).last_hidden_state
+    with family.apply(model=base) as report:
+        loss = next(row for row in report.rows if row.part == "fused_linear_cross_entropy")
+        assert loss.state.startswith("left alone: this") and len(report.patched) == 9
+        torch.testing.assert_close(base(batch["input_ids"]).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_an_mlp_with_another_activation_keeps_its_own_forward(family, batch, scope, monkeypatch):
+    from liger_hw.transformers import functional
+
+    monkeypatch.setattr(functional, "liger_swiglu", None)  # calling it would fail
+    model = family.model(hidden_act="gelu")
+    expected = model(batch["input_ids"]).logits
+    with family.apply(model=None if scope == "classes" else model) as report:
+        torch.testing.assert_close(model(batch["input_ids"]).logits, expected, rtol=1e-4, atol=1e-5)
+        if scope == "instance":
+            states = {row.state for row in report.rows if row.part == "swiglu"}
+            assert states == {"left alone: its activation is GELUActivation, not silu"}
+
+
+def test_swish_is_silu(family, batch):
+    model = family.model(hidden_act="swish")
+    with family.apply(model=model) as report:
+        assert sum(row.part == "swiglu" for row in report.patched) == 2
+        assert torch.isfinite(model(**batch).loss)
+
+
+def test_report_reads_as_a_table(family, caplog):
+    with caplog.at_level(logging.INFO, "liger_hw"):
+        report = family.apply(model=family.model(hidden_act="gelu"))
+    logged = [record for record in caplog.records if record.name == "liger_hw"]
+    assert len(logged) == 1 and "rms_norm x5" in logged[0].message and "not silu" in logged[0].message
+    assert isinstance(report, PatchReport) and report.family == family.name
+    lines = str(report).splitlines()
+    assert lines[0] == f"{family.name}: one {family.causal_lm.__name__}"
+    assert lines[1].split() == ["part", "where", "kernel", "state", "configuration"]
+    norm = next(line for line in lines if line.startswith("rms_norm"))
+    assert f"{family.norm.__name__}.forward x5" in norm and norm.endswith(config_source("rms_norm"))
+    assert next(line for line in lines if line.startswith("swiglu")).endswith("-")
+    report.revert()
+
+
+def test_forward_keeps_its_signature(family):
+    original = inspect.signature(family.causal_lm.forward).parameters
+    norm = inspect.signature(family.norm.forward).parameters
+    rotary = inspect.signature(family.modeling.apply_rotary_pos_emb).parameters
+    with family.apply():
+        patched = inspect.signature(family.causal_lm.forward).parameters
+        assert [n for n in patched if n not in ("skip_logits", "return_token_accuracy")] == list(original)
+        assert list(inspect.signature(family.norm.forward).parameters) == list(norm)
+        assert list(inspect.signature(family.modeling.apply_rotary_pos_emb).parameters) == list(rotary)
+
+
+def test_a_deep_copy_of_a_patched_model_is_patched_and_its_own(family, batch, calls):
+    model = family.model()
+    with family.apply(model=model):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.zero_()
+        assert twin(**batch).logits is None
+        torch.testing.assert_close(twin(**batch).loss, torch.log(torch.tensor(float(twin.config.vocab_size))))
+        assert model(**batch).loss != twin(**batch).loss
+        assert calls["fused"] == 4
+
+
+def test_a_patched_model_pickles_and_saves(family, batch, tmp_path):
+    model = family.model()
+    expected = model(**batch).loss
+    with family.apply(model=model):
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        model.save_pretrained(tmp_path)
+        assert set(model.state_dict()) == set(family.model().state_dict())
+    buffer.seek(0)
+    for loaded in (torch.load(buffer, weights_only=False), family.causal_lm.from_pretrained(tmp_path)):
+        torch.testing.assert_close(loaded(**batch).loss, expected)
+
+
+def test_lazy_exports_load_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, liger_hw.transformers as t, liger_hw.transformers.functional as f\n"
+        "assert 'apply_liger_kernel_to_mistral' in dir(t) and 'liger_rope' in dir(f)\n"
+        "heavy = [m for m in ('torch', 'triton', 'transformers') if m in sys.modules]\n"
+        "assert not heavy, heavy\n"
+        "try: t.apply_liger_kernel_to_mistrl\n"
+        "except AttributeError as e: assert 'apply_liger_kernel_to_mistral' in str(e), e\n"
+        "else: raise SystemExit('no error')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

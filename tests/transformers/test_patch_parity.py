@@ -1,0 +1,229 @@
+"""A patched tiny model computes what Hugging Face's computes: losses, gradients, logits, generated tokens (fp32)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.cpu
+
+SCOPES = ("classes", "instance")
+
+
+@pytest.fixture(params=SCOPES)
+def patched(request, family):
+    """patched(**model changes) -> (patched model, unpatched model) of equal weights. Class scope: the unpatched model's
+    results are taken through `unpatched_arm`, outside the patch."""
+    reports = []
+
+    def make(options=None, **changes):
+        model, reference = family.model(**changes), family.model(**changes)
+        if request.param == "instance":
+            reports.append(family.apply(model=model, **(options or {})))
+            return model, reference
+        return model, _Unpatched(family, reference, options or {}, reports)
+
+    yield make
+    for report in reports:
+        report.revert()
+
+
+class _Unpatched:
+    """A model that runs with the class patch taken off, and puts it on again afterwards."""
+
+    def __init__(self, family, model, options, reports):
+        self.family, self.model, self.options, self.reports = family, model, options, reports
+        self.reports.append(family.apply(**options))
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._off(self.model, *args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        return self._off(self.model.generate, *args, **kwargs)
+
+    def _off(self, function, *args, **kwargs):
+        self.reports.pop().revert()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.reports.append(self.family.apply(**self.options))
+
+
+def test_training_step(patched, batch, calls, same_step):
+    model, reference = patched()
+    outputs = same_step(model, reference, **batch)
+    assert outputs.logits is None
+    assert calls == {"fused": 1, "plain": 0}
+
+
+def test_training_step_tied_embeddings_get_both_gradient_parts(patched, batch, calls, same_step):
+    model, reference = patched(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    same_step(model, reference, **batch)
+    assert calls["fused"] == 1
+    untied, _ = patched(tie_word_embeddings=False)
+    with torch.no_grad():
+        for source, copied in ((model.model, untied.model), (model.lm_head, untied.lm_head)):
+            copied.load_state_dict(source.state_dict())
+    untied(**batch).loss.backward()
+    both = untied.model.embed_tokens.weight.grad + untied.lm_head.weight.grad
+    torch.testing.assert_close(model.lm_head.weight.grad, both, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(patched, batch, calls, same_step, use_reentrant):
+    model, reference = patched()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    same_step(model, reference, **batch)
+    assert calls["fused"] == 1
+
+
+@pytest.mark.parametrize("items", [5, torch.tensor(13)])
+def test_num_items_in_batch(patched, batch, calls, same_step, items):
+    model, reference = patched()
+    outputs = same_step(model, reference, num_items_in_batch=items, **batch)
+    with torch.no_grad():
+        mean = model(**batch).loss
+    valid = (batch["labels"][:, 1:] != -100).sum()
+    torch.testing.assert_close(outputs.loss.detach(), mean * valid / items)
+    assert calls["fused"] == 2
+
+
+def test_shift_labels(patched, batch, calls, same_step):
+    model, reference = patched()
+    shifted = torch.roll(batch["labels"], 1, dims=1).contiguous()
+    same_step(model, reference, shift_labels=shifted, **batch)
+    alone = model(batch["input_ids"], shift_labels=shifted).loss
+    torch.testing.assert_close(alone, model(**batch, shift_labels=shifted).loss)
+    assert calls["fused"] == 3
+
+
+def test_another_ignore_index(patched, batch, calls, same_step):
+    model, reference = patched()
+    batch["labels"][batch["labels"] == -100] = 5
+    same_step(model, reference, ignore_index=5, **batch)
+    assert calls["fused"] == 1
+
+
+def test_every_label_ignored(patched, batch):
+    model, reference = patched()
+    batch["labels"].fill_(-100)
+    expected, found = reference(**batch).loss, model(**batch)
+    assert expected.isnan() and found.loss.isnan()
+    summed = model(**batch, num_items_in_batch=3).loss
+    summed.backward()
+    assert summed == 0
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_padding_mask_and_labels_by_position(patched, batch, calls, same_step):
+    model, reference = patched()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :3] = 0
+    same_step(model, reference, attention_mask=mask, **batch)
+    by_position = model(batch["input_ids"], mask, None, None, None, batch["labels"])
+    torch.testing.assert_close(by_position.loss, model(**batch, attention_mask=mask).loss)
+    assert by_position.logits is None
+    assert calls["fused"] == 3
+
+
+def test_logits_to_keep_with_labels(patched, batch, calls, same_step):
+    model, reference = patched()
+    batch["labels"] = batch["labels"][:, -6:]
+    same_step(model, reference, logits_to_keep=6, **batch)
+    assert calls["fused"] == 1
+
+
+def test_hidden_states_are_still_returned(patched, batch):
+    model, reference = patched()
+    found = model(**batch, output_hidden_states=True)
+    expected = reference(**batch, output_hidden_states=True)
+    assert len(found.hidden_states) == len(expected.hidden_states) == 3
+    torch.testing.assert_close(found.hidden_states[-1], expected.hidden_states[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_tuple_output(patched, batch):
+    model, reference = patched()
+    found, expected = model(**batch, return_dict=False), reference(**batch, return_dict=False)
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-6)
+    assert found[1] is None
+    kept = model(**batch, return_dict=False, skip_logits=False)
+    torch.testing.assert_close(kept[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_without_labels_and_in_eval_logits_are_plain(patched, batch, calls):
+    model, reference = patched()
+    found, expected = model(batch["input_ids"]), reference(batch["input_ids"])
+    assert found.loss is None and type(found.logits) is torch.Tensor
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    model.eval(), reference.eval()
+    found, expected = model(**batch), reference(**batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert calls == {"fused": 0, "plain": 0}
+
+
+def test_skip_logits_decides(patched, batch, calls):
+    model, reference = patched()
+    expected = reference(**batch)
+    kept = model(**batch, skip_logits=False)
+    torch.testing.assert_close(kept.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kept.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert calls["fused"] == 0
+    model.eval()
+    skipped = model(**batch, skip_logits=True)
+    assert skipped.logits is None and "logits" not in skipped
+    torch.testing.assert_close(skipped.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert calls["fused"] == 1
+    with pytest.raises(ValueError, match="needs labels"):
+        model(batch["input_ids"], skip_logits=True)
+
+
+def test_cross_entropy_keeps_the_logits(patched, batch, calls, same_step):
+    model, reference = patched({"cross_entropy": True, "fused_linear_cross_entropy": False})
+    outputs = same_step(model, reference, **batch)
+    torch.testing.assert_close(outputs.logits, reference(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert calls == {"fused": 0, "plain": 1}
+
+
+def test_token_accuracy(patched, batch):
+    model, reference = patched()
+    found = model(**batch, return_token_accuracy=True)
+    target = batch["labels"][:, 1:]
+    hit = (reference(**batch).logits[:, :-1].argmax(-1) == target) & (target != -100)
+    expected = hit.sum() / (target != -100).sum()
+    torch.testing.assert_close(found.token_accuracy, expected.to(found.token_accuracy.dtype))
+    assert "token_accuracy" not in model(**batch)
+
+
+def test_generate_equals_unpatched(patched, batch):
+    model, reference = patched()
+    model.eval(), reference.eval()
+    prompt = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    found, expected = model.generate(**prompt, **options), reference.generate(**prompt, **options)
+    assert expected.shape[1] > batch["input_ids"].shape[1]
+    assert torch.equal(found, expected)
+
+
+def test_three_training_steps_keep_the_weights_together(patched, batch):
+    model, reference = patched()
+    steppers = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference)]
+    start = model.lm_head.weight.detach().clone()
+    for _ in range(3):
+        losses = []
+        for each, optimizer in steppers:
+            optimizer.zero_grad()
+            loss = each(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(start, model.lm_head.weight)
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,240 @@
+"""Patched models inside what training code wraps around them: PEFT, autocast, FSDP2, DDP, accelerate, hooks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_hw.transformers import loss as loss_module
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def warn_again(monkeypatch):
+    monkeypatch.setattr(loss_module, "_warned", set())
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A gloo process group of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def with_lora(model, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped.train()
+
+
+@pytest.mark.parametrize("patch_after", [False, True])
+def test_lora_on_attention_keeps_the_fused_loss(family, batch, calls, same_step, patch_after):
+    model = family.model()
+    if not patch_after:
+        family.apply(model=model)
+    wrapped = with_lora(model, target_modules=["q_proj", "gate_proj"])
+    reference = with_lora(family.model(), target_modules=["q_proj", "gate_proj"])
+    if patch_after:
+        assert len(family.apply(model=wrapped).patched) == 10
+    same_step(wrapped, reference, **batch)
+    assert calls["fused"] == 1
+
+
+@pytest.mark.parametrize("patch_after", [False, True])
+def test_lora_on_the_head_trains_it_and_says_so(family, batch, calls, same_step, caplog, patch_after):
+    model = family.model()
+    if not patch_after:
+        family.apply(model=model)
+    wrapped = with_lora(model, target_modules=["q_proj", "lm_head"])
+    reference = with_lora(family.model(), target_modules=["q_proj", "lm_head"])
+    if patch_after:
+        family.apply(model=wrapped)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        outputs = same_step(wrapped, reference, **batch)
+        wrapped(**batch)
+    trained = {name for name, p in wrapped.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("lm_head.lora_A" in name for name in trained) and any("lm_head.lora_B" in name for name in trained)
+    assert calls["fused"] == 0 and outputs.logits is None
+    assert caplog.text.count("it carries an adapter") == 1 and "modules_to_save=['lm_head']" in caplog.text
+
+
+def test_the_head_in_modules_to_save_is_trained_by_the_fused_loss(family, batch, calls, same_step):
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    wrapped, reference = with_lora(family.model(), **options), with_lora(family.model(), **options)
+    family.apply(model=wrapped)
+    head = wrapped.get_base_model().lm_head
+    with torch.no_grad():
+        for each in (head, reference.get_base_model().lm_head):
+            each.modules_to_save["default"].weight.mul_(1.5)
+    same_step(wrapped, reference, **batch)
+    assert calls["fused"] == 1
+    assert head.modules_to_save["default"].weight.grad.any() and head.original_module.weight.grad is None
+    with wrapped.disable_adapter(), reference.disable_adapter():
+        torch.testing.assert_close(wrapped(**batch).loss, reference(**batch).loss, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast(family, batch, calls, same_step, dtype):
+    model, reference = family.model(), family.model()
+    family.apply(model=model)
+    tolerance = {"rtol": 0.05, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 2e-4, "atol": 2e-6}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        outputs = same_step(model, reference, **batch, **tolerance)
+    assert outputs.loss.dtype == torch.float32 and calls["fused"] == 1
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_bfloat16_weights(family, batch, calls, same_step):
+    model, reference = family.model().bfloat16(), family.model().bfloat16()
+    family.apply(model=model)
+    outputs = same_step(model, reference, **batch, rtol=0.06, atol=0.03)
+    assert outputs.loss.dtype == torch.float32 and calls["fused"] == 1
+
+
+def test_norm_weights_kept_in_fp32(family):
+    norm = family.norm(16).float()
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = norm(x)
+    with family.apply():
+        found = norm(x)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+def test_distributed_data_parallel(family, batch, calls, same_step, one_rank):
+    model, reference = family.model(), family.model()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert len(family.apply(model=wrapped).patched) == 10
+    same_step(wrapped, torch.nn.parallel.DistributedDataParallel(reference), **batch)
+    assert calls["fused"] == 1
+
+
+@pytest.mark.parametrize("head_alone", [False, True])
+@pytest.mark.parametrize("patch_after", [False, True])
+def test_fsdp2(family, batch, calls, one_rank, head_alone, patch_after):
+    from torch.distributed.fsdp import fully_shard
+
+    reference = family.model()
+    expected = reference(**batch)
+    expected.loss.backward()
+    model = copy.deepcopy(reference)
+    model.zero_grad()
+    if not patch_after:
+        family.apply(model=model)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if head_alone:
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if patch_after:
+        family.apply(model=model)
+    for _ in range(2):
+        model.zero_grad()
+        outputs = model(**batch)
+        outputs.loss.backward()
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert outputs.logits is None and calls["fused"] == 2
+    for (name, found), wanted in zip(model.named_parameters(), reference.parameters()):
+        assert type(found).__name__ == "DTensor"
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=2e-4, atol=2e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_fsdp2_around_its_hooks_raises_with_what_to_do(family, batch, one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = family.model()
+    family.apply(model=model, rope=False, rms_norm=False, swiglu=False)
+    fully_shard(model.lm_head, mesh=dist.init_device_mesh("cpu", (1,)))
+    stand_in = loss_module.OutputHead(model.lm_head, True)
+    model.lm_head._forward_hooks.clear(), model.lm_head._forward_pre_hooks.clear()
+    rows = stand_in(torch.randn(4, 32)).view(-1, model.config.vocab_size)
+    with pytest.raises(RuntimeError, match=r"is a shard \(DTensor\).*call the model itself"):
+        torch.nn.functional.cross_entropy(rows, torch.tensor([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("patch_after", [False, True])
+def test_accelerate_placement_hooks(family, batch, calls, same_step, patch_after):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = family.model()
+    if not patch_after:
+        family.apply(model=model)
+    for module in model.modules():
+        if not list(module.children()):
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    if patch_after:
+        assert len(family.apply(model=model).patched) == 10
+    same_step(model, family.model(), **batch)
+    assert calls["fused"] == 1
+    hooks.remove_hook_from_module(model, recurse=True)
+    same_step(model, family.model(), **batch)
+    assert calls["fused"] == 2
+
+
+def test_a_hook_on_the_head_sees_its_logits(family, batch, calls, same_step, caplog):
+    model, reference = family.model(), family.model()
+    family.apply(model=model)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits) or logits * 0.5)
+    reference.lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        same_step(model, reference, **batch)
+    assert len(seen) == 1 and type(seen[0]) is torch.Tensor
+    assert calls == {"fused": 0, "plain": 1} and "hooks are registered on it" in caplog.text
+
+
+def test_a_head_that_is_no_linear(family, batch, calls, same_step, caplog):
+    class Scaled(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return self.linear(x) * 0.5
+
+    model, reference = family.model(), family.model()
+    for each in (model, reference):
+        each.lm_head = Scaled(each.lm_head)
+    family.apply(model=model)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        same_step(model, reference, **batch)
+    assert calls["fused"] == 0 and "it is a Scaled, not an nn.Linear" in caplog.text
+
+
+def test_a_head_with_bias(family, batch, calls, same_step):
+    model, reference = family.model(), family.model()
+    for each in (model, reference):
+        each.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, each.config.vocab_size))
+    family.apply(model=model)
+    same_step(model, reference, **batch)
+    assert calls["fused"] == 1 and model.lm_head.bias.grad.any()
+
+
+def test_a_subclass_that_calls_super(family, batch, calls):
+    class Mine(family.causal_lm):
+        def forward(self, input_ids, labels=None, **kwargs):
+            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            outputs.loss = outputs.loss * 2
+            return outputs
+
+    base = family.model()
+    expected = base(**batch).loss * 2
+    mine = Mine(base.config).train()
+    mine.load_state_dict(base.state_dict())
+    with family.apply():
+        torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    with family.apply(model=mine):
+        torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    assert calls["fused"] >= 1
