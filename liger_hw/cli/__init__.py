@@ -18,6 +18,8 @@ import os
 import sys
 from typing import Sequence
 
+from .. import __version__
+
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
     "explain": "why an op launches as it does at a shape, on this or another device",
@@ -50,16 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def version() -> str:
-    """Version of the installed distribution, or `unknown (not installed)` when run from a bare source tree."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("liger-hw")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else ""
     if not name or name.startswith("-"):
@@ -88,5 +80,5 @@ def _top_parser() -> argparse.ArgumentParser:
         epilog="commands:\n" + "\n".join(lines) + "\n\n`liger-hw COMMAND --help` shows a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"liger-hw {version()}")
+    parser.add_argument("--version", action="version", version=f"liger-hw {__version__}")
     return parser

@@ -1,4 +1,4 @@
-"""`liger-hw info`: what this machine is and how liger_hw would run on it. Runs without Triton, transformers or a GPU."""
+"""`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from . import version
+from .. import __version__
 from ._values import dtype_name, table, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
@@ -28,7 +28,7 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype the ops are shown for (default bf16)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype to show the ops for (default bf16)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
 
 
@@ -46,7 +46,7 @@ def collect(dtype: str = "bfloat16") -> dict[str, Any]:
 
     devices = _devices()
     return {
-        "liger_hw": version(),
+        "liger_hw": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": {
@@ -178,7 +178,7 @@ def as_text(facts: dict[str, Any]) -> str:
         if target is None:
             lines.append(f"  {device['device']}: backend {device['backend']}, cannot be described: {device['error']}")
         elif device["backend"] == "cpu":
-            lines.append(f"  {device['device']}: backend cpu, torch's reference path (kernels only in Triton's interpreter)")
+            lines.append("  cpu: backend cpu, torch's reference path (kernels only in Triton's interpreter)")
         else:
             lines.append(
                 f"  {device['device']}: backend {device['backend']}, {target['name']} ({target['arch']}), "

@@ -12,7 +12,7 @@ import gc
 import re
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -20,9 +20,6 @@ from .. import UsageError
 
 if TYPE_CHECKING:
     import torch
-
-LEARNING_RATE = 1e-3
-
 
 @dataclass(frozen=True)
 class Size:
@@ -37,7 +34,7 @@ class Size:
     batch: int = 8
     seq: int = 256
     steps: int = 80
-    learning_rate: float = LEARNING_RATE
+    learning_rate: float = 1e-3
     checkpointing: bool = False
 
 
@@ -74,7 +71,6 @@ class Run:
     step_seconds: list[float]
     tokens_per_step: int
     peak_memory: int | None
-    used: Any = field(default=None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +108,7 @@ def to_tokens(text: bytes, vocab: int) -> "torch.Tensor":
     return (pairs[:, 0] & 0x7F) << 8 | pairs[:, 1]
 
 
-def build_model(size: Size, seed: int, dtype: "torch.dtype", device: "torch.device") -> Any:
+def build_model(size: Size, seed: int, dtype: "torch.dtype", device: "torch.device", attention: str) -> Any:
     """A `MistralForCausalLM` with random weights drawn from `seed`, made on the device itself."""
     import torch
     from transformers import MistralConfig, MistralForCausalLM
@@ -127,7 +123,7 @@ def build_model(size: Size, seed: int, dtype: "torch.dtype", device: "torch.devi
         max_position_embeddings=max(4096, size.seq),
         sliding_window=None,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -152,6 +148,7 @@ def train(
     seed: int,
     dtype: "torch.dtype",
     device: "torch.device",
+    attention: str = "sdpa",
     on_step: Callable[[int, Callable[[], float]], None] = lambda step, loss: None,
 ) -> Run:
     """Train `size.steps` steps and return what was seen. `text` holds token ids on `device`.
@@ -160,10 +157,11 @@ def train(
     """
     import torch
 
-    rows = torch.randint(text.numel() - size.seq, (size.steps, size.batch), generator=torch.Generator().manual_seed(seed))
-    rows, columns = rows.to(device), torch.arange(size.seq, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(text.numel() - size.seq, (size.steps, size.batch), generator=generator).to(device)
+    columns = torch.arange(size.seq, device=device)
     memory = _PeakMemory(device)
-    model = build_model(size, seed, dtype, device)
+    model = build_model(size, seed, dtype, device, attention)
     parameters = dict(model.named_parameters())
     start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
@@ -183,7 +181,7 @@ def train(
                 grad_norms = _norms(parameters)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            on_step(step, lambda: losses[step].item())
+            on_step(step, losses[step].item)
         clock.mark()
         return Run(
             losses=losses.tolist(),

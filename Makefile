@@ -1,0 +1,56 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv once and installs what it needs, every
+# version pinned in ci/constraints.txt.
+#
+# torch comes from pip's own index, whose wheel for Linux serves NVIDIA GPUs (and machines with none). For AMD or Intel
+# name the index that pytorch.org's "Get started" page gives; its wheels bring their own Triton:
+#     make demo TORCH_INDEX=<index URL for ROCm or XPU>
+#     make demo TORCH='torch==2.12.*' TORCH_INDEX=...        another version than the pinned one
+# The CPU index there spares a machine without a GPU gigabytes of CUDA libraries. These are read when .venv is made;
+# `make clean` starts over.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch
+TORCH_INDEX ?=
+DEMO ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constraints.txt)
+
+.PHONY: demo test lint install clean help
+help:
+	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
+	@echo "make test    the lanes that need no GPU  (LANES='cpu gpu' picks lanes)"
+	@echo "make lint    ruff"
+	@echo "make clean   remove $(VENV)"
+
+demo: $(STAMP)
+	$(BIN)/liger-hw demo $(DEMO)
+
+test: $(STAMP)
+	PYTHON=$(BIN)/python bash ci/test.sh $(LANES)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+install: $(STAMP)
+
+# torch first and alone, so that nothing else decides which build it is. Then Triton, only where torch did not bring one:
+# the vendors' builds share the import name and would be overwritten.
+$(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "liger_hw needs Python 3.10 or newer; say make PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "installing into $(VENV) (once)"
+	@grep -v '^torch==\|^triton==' ci/constraints.txt > $(VENV)/constraints.txt
+	$(PIP) -c $(CONSTRAINTS) setuptools $(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
+	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,dev]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

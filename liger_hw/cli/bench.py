@@ -1,0 +1,223 @@
+"""`liger-hw bench`: the ops against their peers, and three benchmarks with a name of their own.
+
+    liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger, quack, CCE
+    liger-hw bench registry          what a registry hit costs (`hit_us`)
+    liger-hw bench host [OP ...]     where the host time of an eager call goes
+    liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
+
+On a machine without a GPU everything runs, on torch's reference path by the wall clock, and says so: good for trying
+the command, not for figures. Ctrl-C and --budget end a run early; what was measured is printed and in --json FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from . import UsageError
+from ._values import dtype_name, positive, torch_dtype
+
+OTHERS = ("registry", "host", "e2e")
+MODES = ("fwd", "bwd", "full")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _modes(text: str) -> list[str]:
+    words = _words(text)
+    if wrong := [word for word in words if word not in MODES]:
+        raise argparse.ArgumentTypeError(f"unknown mode {wrong[0]!r}; expected some of {','.join(MODES)}")
+    return words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: registry, host, e2e")
+    parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it")
+    parser.add_argument("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop starting new work after this long")
+    parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
+    parser.add_argument("--commit", help="commit to record, where the source tree is no git checkout")
+
+    ops = parser.add_argument_group("ops and host")
+    ops.add_argument("--against", type=_words, metavar="PEERS", help="default torch,compile,liger,quack,cce; also aten, cce_exact")
+    ops.add_argument("--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)")
+    ops.add_argument("--sizes", type=_words, default=[], help="workload names or sizes such as 16384x4096, comma-separated")
+    ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
+
+    e2e = parser.add_argument_group("e2e")
+    e2e.add_argument("--model", default="mistral", help="mistral, llama3, qwen3 or gemma2 (their 7 to 9B shapes)")
+    e2e.add_argument("--layers", type=positive, default=8)
+    e2e.add_argument("--batch", type=positive, default=4)
+    e2e.add_argument("--seq", type=positive, default=4096)
+    e2e.add_argument("--steps", type=positive, default=20, help="steps of each arm (default 20)")
+    e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
+    e2e.add_argument("--arms", type=_words, default=["hf", "liger", "liger_hw"], help="of hf, liger, liger_hw, compile")
+    e2e.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
+    e2e.add_argument("--hidden", type=positive, help="smaller width (every size in proportion), for a quick try")
+    e2e.add_argument("--text", metavar="FILE", help="training text (default: Python's own documentation)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    if arguments.device:
+        try:
+            device = torch.device(arguments.device)
+        except RuntimeError as error:
+            raise UsageError(f"bench: --device {arguments.device!r}: {str(error).splitlines()[0]}") from None
+    else:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
+    ops = arguments.what[1:] if what != "ops" else arguments.what
+    return {"ops": _ops, "registry": _registry, "host": _host, "e2e": _e2e}[what](arguments, device, ops)
+
+
+def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import ops, peers, report, timing
+
+    against = list(peers.DEFAULT) if arguments.against is None else arguments.against
+    if unknown := [name for name in against if name not in peers.PEERS]:
+        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+    try:
+        todo = ops.cases(names, arguments.sizes, torch_dtype(arguments.dtype))
+    except ValueError as error:
+        raise UsageError(f"bench: {error}") from None
+
+    budget = timing.Budget(arguments.budget)
+    meter = timing.Meter(device)
+    facts = report.machine(meter.device, arguments.commit)
+    facts["copy_gb_s"] = meter.copy_rate()
+    carried = {name: facts[name] for name in ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")}
+    rows: list[dict[str, Any]] = []
+    ended = ""
+
+    def keep(found: list[dict[str, Any]]) -> None:
+        rows.extend({**row, **carried} for row in found)
+        _progress(f"[{len({(r['op'], tuple(r['sizes'])) for r in rows})}/{len(todo)}] {budget.spent:.0f} s  {_line(found)}")
+        if arguments.json and arguments.json != "-":
+            report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
+
+    try:
+        ops.bench(
+            todo,
+            meter.device,
+            against=against,
+            modes=arguments.mode,
+            repeats=arguments.repeats,
+            budget=budget,
+            meter=meter,
+            copy_rate=facts["copy_gb_s"],
+            on_rows=keep,
+        )
+    except timing.OutOfBudget as stop:
+        ended = f"stopped early: {stop}"
+    except ops.DeviceLost as stop:
+        ended = f"stopped early: {stop}"
+    except KeyboardInterrupt:
+        ended = "stopped early: interrupted"
+    if not ended:
+        facts["copy_gb_s_after"] = meter.copy_rate()
+    if arguments.json:
+        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
+    if arguments.plot:
+        for path in report.plots(rows, arguments.plot):
+            _progress(f"wrote {path}")
+    if arguments.json != "-":
+        print(report.as_text(rows, arguments.brief))
+        print(_where(facts))
+        if ended:
+            print(ended)
+    failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)
+    return 130 if ended.endswith("interrupted") else 1 if failed or "answering" in ended else 0
+
+
+def _line(found: list[dict[str, Any]]) -> str:
+    row = found[0]
+    times = ", ".join(f"{r['arm']} {r['ms']['median']:.4f}" for r in found if r["ms"] and r["mode"] == row["mode"])
+    return f"{row['op']} {'x'.join(map(str, row['sizes']))} {row['mode']}: {times or 'nothing timed'} ms"
+
+
+def _where(facts: dict[str, Any]) -> str:
+    copied = f"{facts['copy_gb_s']:.0f} GB/s copied"
+    if "copy_gb_s_after" in facts:
+        copied += f" ({facts['copy_gb_s_after']:.0f} after)"
+    versions = f"torch {facts['torch']}, triton {facts['triton']}, driver {facts['driver']}"
+    return f"{facts['device']} ({facts['vendor']} {facts['arch']}), {copied}; {versions}; commit {facts['commit']}"
+
+
+def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import registry_cost, report, timing
+
+    meter = timing.Meter(device)
+    found = registry_cost.measure(meter.device)
+    document = {"machine": report.machine(meter.device, arguments.commit), **found}
+    if arguments.json:
+        report.save(arguments.json, document)
+    if arguments.json != "-":
+        print(registry_cost.as_text(found))
+    return 0
+
+
+def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import host, report, timing
+
+    meter = timing.Meter(device)
+    against = ["liger", "torch"] if arguments.against is None else arguments.against
+    try:
+        found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget))
+    except ValueError as error:
+        raise UsageError(f"bench: {error}") from None
+    document = {"machine": report.machine(meter.device, arguments.commit), **found}
+    if arguments.json:
+        report.save(arguments.json, document)
+    if arguments.json != "-":
+        print(host.as_text(found))
+    return 0
+
+
+def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import e2e, report, timing
+
+    meter = timing.Meter(device)
+    try:
+        plan = e2e.Plan(
+            model=arguments.model,
+            layers=arguments.layers,
+            batch=arguments.batch,
+            seq=arguments.seq,
+            steps=arguments.steps,
+            arms=tuple(arguments.arms),
+            rounds=arguments.rounds,
+            checkpointing=arguments.checkpointing,
+            dtype=arguments.dtype,
+            hidden=arguments.hidden,
+            text=arguments.text,
+        )
+    except ValueError as error:
+        raise UsageError(f"bench: {error}") from None
+    facts = report.machine(meter.device, arguments.commit)
+
+    def keep(found: dict[str, Any]) -> None:
+        if arguments.json and arguments.json != "-":
+            report.save(arguments.json, {"machine": facts, **found})
+
+    found = e2e.measure(plan, meter.device, timing.Budget(arguments.budget), keep, _progress)
+    if arguments.json == "-":
+        print(json.dumps({"machine": facts, **found}, indent=1, default=str))
+        return 0
+    if arguments.plot:
+        for path in e2e.plots(found, arguments.plot):
+            _progress(f"wrote {path}")
+    print(e2e.as_text(found))
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

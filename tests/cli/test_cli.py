@@ -1,0 +1,189 @@
+"""`liger-hw` itself, `info` and `explain`: exit codes, messages and the JSON they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+import liger_hw
+from liger_hw import registry
+from liger_hw.cli import COMMANDS, info, main
+
+pytestmark = pytest.mark.cpu
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_version(capsys):
+    assert said(capsys, "--version") == (0, f"liger-hw {liger_hw.__version__}\n", "")
+
+
+def test_help_names_every_command(capsys):
+    code, out, _ = said(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+def test_without_a_command_help_goes_to_stderr(capsys):
+    code, out, err = said(capsys)
+    assert (code, out) == (2, "") and "COMMAND" in err
+
+
+@pytest.mark.parametrize("typed, hint", [("exlpain", "did you mean 'explain'"), ("zzz", "known: info")])
+def test_an_unknown_command_is_answered_with_a_hint(capsys, typed, hint):
+    code, out, err = said(capsys, typed)
+    assert code == 2 and out == "" and hint in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    code, out, _ = said(capsys, command, "--help")
+    assert code == 0 and f"liger-hw {command}" in out
+
+
+def test_importing_the_command_line_imports_nothing_heavy():
+    script = (
+        "import sys, liger_hw.cli; liger_hw.cli.main(['--version']);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'triton', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+def test_as_a_module_it_returns_the_exit_code():
+    done = subprocess.run([sys.executable, "-m", "liger_hw", "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown sub-command" in done.stderr
+
+
+# -- info ------------------------------------------------------------------------------------------------------------
+
+
+def test_info_json(capsys):
+    code, out, _ = said(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["liger_hw"] == liger_hw.__version__
+    assert {"version", "cuda", "hip", "xpu"} <= set(facts["torch"])
+    assert {"version", "distributions", "warning"} <= set(facts["triton"])
+    cpu = next(device for device in facts["devices"] if device["device"] == "cpu")
+    assert cpu["backend"] == "cpu" and cpu["target"]["arch"] == "cpu"
+    shown = {(row["op"], row["workload"]) for row in facts["ops"] if row["device"] == "cpu"}
+    assert shown == {(op.name, name) for op in registry.ops().values() for name in op.workloads}
+    for row in facts["ops"]:
+        assert row["layer"] in registry.LAYERS
+        assert row["provenance"]["kind"]
+        assert row["config"]["num_warps"] >= 1
+
+
+def test_info_text_shows_every_op_and_says_what_the_cpu_runs(capsys):
+    code, out, _ = said(capsys, "info")
+    assert code == 0
+    assert "torch's reference path" in out
+    assert all(op in out for op in registry.ops())
+
+
+def test_info_warns_of_a_misspelt_variable(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_HW_CACHEDIR", "/tmp")
+    assert "LIGER_HW_CACHEDIR is set, but" in said(capsys, "info")[1]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend exactly these distributions provide `import triton`, and that it imports as the given version."""
+
+    def pretend(distributions: dict[str, str], imports: str | None) -> dict:
+        def version(name: str) -> str:
+            if name not in distributions:
+                raise metadata.PackageNotFoundError(name)
+            return distributions[name]
+
+        def import_module(name: str) -> SimpleNamespace:
+            if imports is None:
+                raise ImportError("No module named 'triton'")
+            return SimpleNamespace(__version__=imports)
+
+        monkeypatch.setattr(info.metadata, "version", version)
+        monkeypatch.setattr(info.metadata, "packages_distributions", lambda: {"triton": list(distributions)})
+        monkeypatch.setattr(info.importlib, "import_module", import_module)
+        return info.triton_facts()
+
+    return pretend
+
+
+@pytest.mark.parametrize("name", ["triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu", "triton-xpu"])
+def test_triton_is_recognised_under_each_of_its_names(installed, name):
+    facts = installed({name: "3.7.1"}, imports="3.7.1")
+    assert facts["distributions"] == [{"name": name, "version": "3.7.1"}]
+    assert facts["warning"] is None
+
+
+def test_two_tritons_are_warned_of(installed):
+    warning = installed({"triton": "3.7.1", "triton-xpu": "3.6.0"}, imports="3.7.1")["warning"]
+    assert "triton 3.7.1 and triton-xpu 3.6.0" in warning and "overwrite" in warning
+
+
+def test_a_broken_triton_is_warned_of(installed):
+    assert "fails" in installed({"triton": "3.7.1"}, imports=None)["warning"]
+
+
+def test_no_triton_is_a_fact_and_no_warning(installed):
+    facts = installed({}, imports=None)
+    assert facts["version"] is None and facts["warning"] is None
+
+
+def test_info_runs_without_triton_and_transformers():
+    script = (
+        "import sys; sys.modules['triton'] = sys.modules['transformers'] = None;"
+        "from liger_hw.cli import main; sys.exit(main(['info']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "does not import" in done.stdout
+
+
+# -- explain ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm90", "gfx942"])
+def test_explain_json_agrees_with_the_registry(capsys, device):
+    import torch
+
+    code, out, _ = said(
+        capsys, "explain", "rms_norm", "--shape", "8192x4096", "--dtype", "bf16", "--device", device, "--json"
+    )
+    rows = json.loads(out)
+    expected = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, device)
+    assert code == 0
+    assert [row["tunable"] for row in rows] == [one.tunable for one in expected]
+    assert [row["config"] for row in rows] == [one.chosen.config.to_json() for one in expected]
+    assert all(row["shape"] == [8192, 4096] and row["target"]["arch"] == expected[0].target.arch for row in rows)
+
+
+def test_explain_without_a_shape_shows_the_workloads(capsys):
+    code, out, _ = said(capsys, "explain", "rms_norm", "--device", "gfx942")
+    assert code == 0
+    assert all(f"workload {name}" in out for name in registry.get_op("rms_norm").workloads)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("rms_nrom",), "did you mean rms_norm"),
+        (("rms_norm", "--shape", "8192"), "takes 2 sizes"),
+        (("rms_norm", "--shape", "8192*4096"), "sizes joined by x"),
+        (("rms_norm", "--shape", "0x4096"), "sizes are positive"),
+        (("rms_norm", "--dtype", "int8"), "expected fp32, bf16 or fp16"),
+        (("rms_norm", "--device", "gfx9999"), "unknown architecture 'gfx9999'"),
+    ],
+)
+def test_explain_answers_a_mistake(capsys, argv, message):
+    code, out, err = said(capsys, "explain", *argv)
+    assert code == 2 and out == "" and message in err
