@@ -25,6 +25,7 @@ import inspect
 import json
 import logging
 import pkgutil
+import sys
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
@@ -105,7 +106,8 @@ class Plan:
         }
         self.options = vendor.lower(chosen.config)
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors
-        fast = vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH") and not interpreting()
+        real = _state["pretend"] is None and not interpreting()
+        fast = real and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
         self.compiled: dict | None = {} if fast else None
 
     def __repr__(self) -> str:
@@ -204,8 +206,11 @@ _tunables: dict[str, Tunable] = {}
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
 _quarantined: dict[tuple[str, str, Key, str], str] = {}
+_quarantined_before: dict[tuple[str, str, Key, str], tuple[str, str]] = {}
+"""(arch, tunable, key, configuration) that failed in an earlier process -> (reason, kernel hash it failed with)"""
 _tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
+_explicit: dict[str, tuple[str, str] | None] = {}
 _state: dict[str, Any] = {"pretend": None, "deterministic": None}
 
 
@@ -259,20 +264,43 @@ def _target(device: Any) -> Target:
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
     with _lock:
         target = _target(device)
-        chosen = None
-        for candidate in _candidates(tunable, target, key):
-            if not candidate.rejected:
-                chosen = candidate
-                break
-            if candidate.layer == "explicit":
-                log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
-        if chosen is None:
-            raise RuntimeError(f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it")
+        quiet = is_quiet()
+        chosen = _choose(tunable, target, key)
         if chosen.layer in _ALWAYS_TAKEN:
+            from .autotune import persist
+
             _misses[tunable.op, tunable.variant, key] = target
+            persist.note_miss(target)
+            if not quiet and env.get("LIGER_HW_AUTOTUNE") and persist.tune_now(tunable, target, device, key):
+                chosen = _choose(tunable, target, key)
         plan = Plan(tunable, target, device, key, chosen)
-        tunable._plans[device, key] = plan
+        if not quiet or target in _tables:  # else the tables are still unread: ask again when files may be opened
+            tunable._plans[device, key] = plan
         return plan
+
+
+def _choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
+    for candidate in _candidates(tunable, target, key):
+        if not candidate.rejected:
+            return candidate
+        if candidate.layer == "explicit":
+            log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
+    raise RuntimeError(f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it")
+
+
+def is_quiet() -> bool:
+    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and module.is_initialized() and capturing():
+            return True
+    return False
 
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
@@ -283,7 +311,11 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
             config = _keep_numerics(tunable, heuristic, config)
         reason = stale or tunable.illegal(target, key, config)
         if not reason:
-            reason = _quarantined.get((target.arch, tunable.name, key, config.to_text()), "")
+            mark = target.arch, tunable.name, key, config.to_text()
+            reason = _quarantined.get(mark, "")
+            if not reason and mark in _quarantined_before:
+                before, made_for = _quarantined_before[mark]
+                reason = before if made_for == tunable.kernel_hash() else ""
         yield Candidate(layer, config, provenance, source, reason or "")
 
 
@@ -291,7 +323,7 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield "explicit", config, {"kind": "explicit"}, "override()", ""
-    forced = env.explicit_config(tunable.op, tunable.variant)
+    forced = _forced(tunable)
     if forced is not None:
         name, text = forced
         try:
@@ -310,6 +342,13 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
 
 
+def _forced(tunable: Tunable) -> tuple[str, str] | None:
+    """The environment's configuration, read once."""
+    if tunable.name not in _explicit:
+        _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
+    return _explicit[tunable.name]
+
+
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
     """The heuristic, with only the knobs of `config` that cannot change a result's bits."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
@@ -322,13 +361,27 @@ def _deterministic() -> bool:
 
 
 def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]:
-    """(layer, entries) of everything stored for a target, best layer first; read once, then kept."""
+    """(layer, entries) of everything stored for a target, best layer first; read once, then kept.
+
+    Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
+    """
     found = _tables.get(target)
     if found is None:
+        if is_quiet():
+            return []
         from .autotune import store
 
         found = _tables.setdefault(target, store.layers(target))
+        for name, key, config, reason, made_for in store.read_quarantined(target):
+            _quarantined_before[target.arch, name, key, config.to_text()] = reason, made_for
     return found
+
+
+def set_tables(target: Target, layers: list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]) -> None:
+    """Answer for `target` from these tables only (until `reload()`); what `distributed.sync` does on every rank."""
+    with _lock:
+        _tables[target] = layers
+        invalidate()
 
 
 def _source_hash(kernels: tuple[Any, ...]) -> str:
@@ -357,10 +410,15 @@ def invalidate() -> None:
 
 
 def reload() -> None:
-    """Read the environment and every table again."""
+    """Read the environment and every table again. What failed at launch in this process stays set aside."""
+    from .autotune import store
+
     with _lock:
         env.clear()
+        store.forget_warnings()
         _tables.clear()
+        _explicit.clear()
+        _quarantined_before.clear()
         invalidate()
 
 
@@ -412,6 +470,8 @@ def set_deterministic(on: bool | None) -> None:
 
 def quarantine(plan: Plan, error: BaseException) -> bool:
     """Set a configuration aside after it failed to launch; returns whether another layer can answer."""
+    from .autotune import persist
+
     if plan.layer == "safe":
         return False
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -421,6 +481,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
             return False
         _quarantined[mark] = f"failed at launch: {reason}"
         plan.tunable._plans.pop((plan.device, plan.key), None)
+        persist.note_failure(plan, _quarantined[mark], error)
     log.warning("liger_hw: %s configuration %s of %s failed and is set aside: %s", plan.layer, plan.config.to_text(), plan.tunable.name, reason)
     return True
 
@@ -428,6 +489,12 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
 def misses() -> dict[tuple[str, str, Key], Target]:
     """(op, variant, key) -> Target of every resolution that found no table entry in this process."""
     return dict(_misses)
+
+
+def plans() -> list[Plan]:
+    """Every launch this process resolved so far."""
+    with _lock:
+        return [plan for tunable in _tunables.values() for plan in tunable._plans.values()]
 
 
 def _all_tunables() -> list[Tunable]:

@@ -1,6 +1,390 @@
-"""Where stored configurations live."""
+"""Where stored configurations live, and in which order they answer.
+
+User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`:
+
+    v1/<device fingerprint>/<op>/<hash>.json      one entry; the hash covers what the entry is valid for
+    v1/<device fingerprint>/_quarantine/<hash>.json   a configuration that failed at launch
+    v1/<device fingerprint>/_misses/<hash>.json       what a process found no entry for
+    v1/<device fingerprint>/_journal.jsonl            every measurement the tuner took
+
+Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
+
+A file is written whole under another name, flushed, and moved into place: a reader sees the old file, the new one or
+none, on any file system and without locks. Whatever cannot be read is a miss, with one warning.
+
+An entry measured with another Triton minor version is kept but demoted: it answers after every entry of the right
+version, shipped ones included, and before the heuristic. A lock file is never demoted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Iterator, Mapping
+
+from .. import env
+from ..backends import LaunchConfig, Target, known_target
+from ..registry import Entry, Key
+from . import tables
+from .tables import SCHEMA, Name
+
+log = logging.getLogger("liger_hw")
+Table = dict[Name, Entry]
+
+_warned: set[str] = set()
 
 
-def layers(target):
-    """(layer, entries) of everything stored for a target; nothing yet."""
-    return []
+# -- places ----------------------------------------------------------------------------------------------------------
+
+
+def root() -> Path | None:
+    """The user cache's folder (it may not exist), or None where there is no home to put one in."""
+    chosen = env.get("LIGER_HW_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "liger_hw"
+    try:
+        return Path.home() / ".cache" / "liger_hw"
+    except RuntimeError:
+        return None
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def fingerprint(target: Target) -> str:
+    """Folder name of a device: two devices share it only when a measurement on one holds on the other."""
+    return f"{target.vendor}-{target.arch}-{slug(target.name)}-{target.multiprocessors}mp"
+
+
+def home(target: Target) -> Path | None:
+    """The user cache's folder for one kind of device."""
+    base = root()
+    return None if base is None else base / f"v{SCHEMA}" / fingerprint(target)
+
+
+def shipped_folder(vendor: str) -> Path:
+    return Path(__file__).resolve().parent.parent / "backends" / vendor / "configs"
+
+
+def triton_version() -> str:
+    """Version of the Triton at hand, `""` without one."""
+    try:
+        import triton
+
+        return str(getattr(triton, "__version__", ""))
+    except Exception:  # a clobbered install fails in more ways than ImportError
+        return ""
+
+
+def minor(version: str) -> str:
+    """`3.7.1+git123` -> `3.7`"""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+# -- one file --------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, text: str) -> bool:
+    """Write a file so that no reader ever sees half of it; False (and one warning) where that is impossible."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        if temporary is not None:
+            try:
+                os.unlink(temporary)
+            except OSError:
+                pass
+        warn_once(f"write {path.parent}", f"cannot write {path}: {error}; nothing is stored there")
+        return False
+
+
+def warn_once(topic: str, message: str) -> None:
+    """One warning a topic and process: a broken cache must not fill a log."""
+    if topic not in _warned:
+        _warned.add(topic)
+        log.warning("liger_hw: %s", message)
+
+
+def forget_warnings() -> None:
+    """Let every warning be given again; called by `registry.reload()`."""
+    _warned.clear()
+
+
+def json_files(folder: Path, problems: list[str]) -> Iterator[tuple[Path, Any]]:
+    """(path, data) of every readable `*.json` of a folder, by name; what cannot be read is noted in `problems`."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".json"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{folder}: {error}")
+        return
+    for name in names:
+        path = folder / name
+        try:
+            yield path, json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # removed since the folder was listed
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{path}: {error}")
+
+
+# -- the user cache --------------------------------------------------------------------------------------------------
+
+
+def entry_path(target: Target, name: Name, entry: Entry) -> Path | None:
+    """The file of an entry: one for each (op, variant, key, kernel source, Triton minor version)."""
+    folder = home(target)
+    if folder is None:
+        return None
+    valid_for = [*name[:2], list(name[2]), entry.kernel_hash, minor(str(entry.provenance.get("triton", "")))]
+    return folder / name[0] / f"{_digest(valid_for)}.json"
+
+
+def save(target: Target, name: Name, entry: Entry) -> Path | None:
+    """Store one entry in the user cache; None (and one warning) where that is impossible."""
+    path = entry_path(target, name, entry)
+    if path is None:
+        warn_once("no home", "no folder for the user cache: set LIGER_HW_CACHE_DIR")
+        return None
+    record = {"schema": SCHEMA, "device": fingerprint(target), **tables.to_record(name, entry)}
+    return path if write_atomic(path, json.dumps(record, sort_keys=True) + "\n") else None
+
+
+def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
+    """Every entry of the user cache for a device, newest first."""
+    folder = home(target)
+    found: list[tuple[Name, Entry]] = []
+    if folder is None:
+        return found
+    try:
+        ops = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("_"))
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        problems.append(f"{folder}: {error}")
+        return found
+    for op in ops:
+        for path, data in json_files(folder / op, problems):
+            try:
+                found.append(_from_file(path, data, target))
+            except (ValueError, TypeError) as error:
+                problems.append(f"{path}: {error}")
+    found.sort(key=lambda item: (str(item[1].provenance.get("date", "")), item[1].source), reverse=True)
+    return found
+
+
+def _from_file(path: Path, data: Any, target: Target) -> tuple[Name, Entry]:
+    if isinstance(data, dict) and data.get("schema") != SCHEMA:
+        raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
+    name, entry = tables.from_record(data, str(path))
+    if data.get("device") != fingerprint(target):
+        raise ValueError(f"made for {data.get('device')!r}, found in the folder of {fingerprint(target)}")
+    return name, entry
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layers(target: Target) -> list[tuple[str, Table]]:
+    """(layer, entries) of everything stored for a target, best first. Reads files; never raises for what is in them."""
+    problems: list[str] = []
+    pinned: list[tuple[str, Table]] = []
+    path = env.get("LIGER_HW_LOCK_FILE")
+    if path:
+        from . import lock
+
+        pinned.append(("lock", lock.read_or_warn(Path(path))))
+    offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
+    if not env.get("LIGER_HW_DISABLE_SHIPPED"):
+        for layer, file in _shipped_files(target):
+            offers += [(layer, *item) for item in _read_shipped(file, target, problems).items()]
+    _report(problems, target)
+    here = minor(triton_version())
+    return pinned + _stack(offers, here, demoted=False) + _stack(offers, here, demoted=True)
+
+
+def _stack(offers: list[tuple[str, Name, Entry]], here: str, demoted: bool) -> list[tuple[str, Table]]:
+    """Offers in order, as tables that each hold a name once; only those whose Triton fits (or does not)."""
+    result: list[tuple[str, Table]] = []
+    for layer, name, entry in offers:
+        made_with = minor(str(entry.provenance.get("triton") or ""))
+        other = bool(made_with and here and made_with != here)
+        if other != demoted:
+            continue
+        if other:
+            note = f"{entry.source} (demoted: measured with Triton {made_with}, this is {here})"
+            entry = Entry(entry.config, entry.provenance, entry.kernel_hash, note)
+        for known, table in result:
+            if known == layer and name not in table:
+                table[name] = entry
+                break
+        else:
+            result.append((layer, {name: entry}))
+    return sorted(result, key=lambda item: _ORDER.index(item[0]))
+
+
+_ORDER = ("user", "shipped-device", "shipped-arch", "shipped-family")
+
+
+def _shipped_files(target: Target) -> list[tuple[str, Path]]:
+    """The shipped tables a target may use: its own, its architecture's, then others of its family and warp size."""
+    folder = shipped_folder(target.vendor)
+    try:
+        stems = sorted(path.stem for path in folder.glob("*.json"))
+    except OSError:
+        return []
+    exact = f"{target.arch}-{slug(target.name)}"
+    found = []
+    for stem in stems:
+        if stem == exact:
+            found.append(("shipped-device", folder / f"{stem}.json"))
+        elif stem == target.arch:
+            found.append(("shipped-arch", folder / f"{stem}.json"))
+        elif _same_family(stem.split("-", 1)[0], target):
+            found.append(("shipped-family", folder / f"{stem}.json"))
+    return sorted(found, key=lambda item: (_ORDER.index(item[0]), item[1].name))
+
+
+def _same_family(arch: str, target: Target) -> bool:
+    """Never across warp sizes: the same numbers mean another number of threads there."""
+    try:
+        other = known_target(arch)
+    except ValueError:
+        return arch == target.arch
+    same = (other.vendor, other.family, other.warp_size) == (target.vendor, target.family, target.warp_size)
+    return same and bool(target.family)
+
+
+def _read_shipped(path: Path, target: Target, problems: list[str]) -> Table:
+    try:
+        header, entries, wrong = tables.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path}: {error}")
+        return {}
+    if header.get("vendor") != target.vendor or header.get("warp_size") != target.warp_size:
+        problems.append(f"{path}: made for {header.get('vendor')} with warps of {header.get('warp_size')}")
+        return {}
+    problems += [f"{path}: {text}" for text in wrong]
+    return entries
+
+
+def _report(problems: list[str], target: Target) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        warn_once(
+            f"read {fingerprint(target)}",
+            f"ignored what cannot be read in the stored configurations: {problems[0]}{more}; "
+            "`liger-hw cache verify` lists all of it",
+        )
+
+
+# -- quarantine and misses -------------------------------------------------------------------------------------------
+
+
+def save_quarantined(target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str) -> None:
+    """Remember on disk that a configuration failed at launch, for this kernel source and Triton minor version."""
+    folder = home(target)
+    if folder is None:
+        return
+    record = {
+        "schema": SCHEMA,
+        "tunable": tunable,
+        "key": list(key),
+        "config": config.to_json(),
+        "reason": reason,
+        "kernel_hash": kernel_hash,
+        "triton": triton_version(),
+        "date": today(),
+    }
+    valid_for = [tunable, list(key), config.to_text(), kernel_hash, minor(record["triton"])]
+    write_atomic(folder / "_quarantine" / f"{_digest(valid_for)}.json", json.dumps(record, sort_keys=True) + "\n")
+
+
+def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, str, str]]:
+    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; the caller checks the hash."""
+    folder = home(target)
+    if folder is None:
+        return
+    problems: list[str] = []
+    here = minor(triton_version())
+    for path, data in json_files(folder / "_quarantine", problems):
+        try:
+            if data.get("schema") == SCHEMA and minor(str(data.get("triton", ""))) == here:
+                config = LaunchConfig.from_json(data["config"])
+                yield str(data["tunable"]), tuple(data["key"]), config, str(data["reason"]), str(data["kernel_hash"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problems.append(f"{path}: {error}")
+    _report(problems, target)
+
+
+def save_misses(target: Target, names: list[Name]) -> None:
+    """Note what a process found no entry for; the same misses give the same file, so runs do not pile up."""
+    folder = home(target)
+    if folder is None or not names:
+        return
+    listed = sorted([op, variant, list(key)] for op, variant, key in names)
+    path = folder / "_misses" / f"{_digest(listed)}.json"
+    if not path.exists():
+        write_atomic(path, json.dumps({"schema": SCHEMA, "misses": listed}) + "\n")
+
+
+def read_misses(target: Target) -> list[Name]:
+    """Every miss recorded for a device, sorted, each once."""
+    folder = home(target)
+    problems: list[str] = []
+    found: set[Name] = set()
+    for path, data in json_files(folder / "_misses", problems) if folder else ():
+        try:
+            found.update((str(op), str(variant), tuple(map(int, key))) for op, variant, key in data["misses"])
+        except (ValueError, TypeError, KeyError) as error:
+            problems.append(f"{path}: {error}")
+    _report(problems, target)
+    return sorted(found)
+
+
+def header(target: Target) -> dict[str, Any]:
+    """What a shipped table says about itself."""
+    return {
+        "kind": "table",
+        "vendor": target.vendor,
+        "arch": target.arch,
+        "family": target.family,
+        "warp_size": target.warp_size,
+    }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def merged(layered: list[tuple[str, Mapping[Name, Entry]]]) -> Table:
+    """The best entry of each name over all layers."""
+    result: Table = {}
+    for _, table in layered:
+        for name, entry in table.items():
+            result.setdefault(name, entry)
+    return result

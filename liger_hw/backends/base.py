@@ -121,6 +121,41 @@ class LaunchConfig:
         return cls(**data)
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes of a device, read from its binary and assembly.
+
+    registers: 32-bit vector registers of a thread; spills: those of them kept in memory; scratch: bytes of that memory
+    shared: bytes of shared memory a block; threads: of a block
+    occupancy: threads that can be resident on a multiprocessor over the most it takes, from registers, shared memory
+    and threads
+    loads, stores: bits of a global memory instruction of one thread -> how many such instructions there are
+    instructions: kind (`INSTRUCTIONS`) -> how many there are in the text; loops are counted once
+    """
+
+    registers: int
+    spills: int
+    scratch: int
+    shared: int
+    threads: int
+    occupancy: float
+    loads: Mapping[int, int] = field(default_factory=dict)
+    stores: Mapping[int, int] = field(default_factory=dict)
+    instructions: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Resources":
+        widths = {name: {int(bits): count for bits, count in data[name].items()} for name in ("loads", "stores")}
+        return cls(**{**data, **widths})
+
+
+INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matrix", "special", "spill", "other")
+"""Kinds of instructions a certificate counts; `special` is exp, log, rsqrt and the like."""
+
+
 class Backend:
     """One vendor. Subclasses fill in what differs; the rules every vendor shares are here."""
 
@@ -197,3 +232,7 @@ class Backend:
     def triton_target(self, target: Target) -> Any:
         """The `triton.backends.compiler.GPUTarget` that the stock compiler takes, or None if it has no such backend."""
         return None
+
+    def resources(self, target: Target, compiled: Any) -> Resources:
+        """The Resources of a kernel that Triton compiled for `triton_target(target)`; needs no device."""
+        raise NotImplementedError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Target
+from ..base import Backend, LaunchConfig, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -101,6 +101,11 @@ class CudaBackend(Backend):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", int(target.arch[2:]), 32)
+
+    def resources(self, target: Target, compiled: Any) -> Resources:
+        from .binary import resources
+
+        return resources(target, compiled)
 
 
 BACKEND = CudaBackend()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Target
+from ..base import Backend, LaunchConfig, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -107,6 +107,11 @@ class RocmBackend(Backend):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("hip", target.arch, target.warp_size)
+
+    def resources(self, target: Target, compiled: Any) -> Resources:
+        from .binary import resources
+
+        return resources(target, compiled)
 
 
 BACKEND = RocmBackend()

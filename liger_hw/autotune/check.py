@@ -1,0 +1,107 @@
+"""Whether a candidate computes the right thing: before it is timed, and once more before it is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..registry import Op, Sample
+from .record import tensors_in
+
+CHUNK = 1 << 26
+_NORM = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Largest ||out - reference|| / ||reference|| by dtype; looser than a test's, tight enough to catch a wrong kernel."""
+_ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of one element, relative to its size plus the tensor's root mean square."""
+
+
+def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Why two tensors are not the same result up to rounding, or `""`. Works in chunks: no full-size copies.
+
+    An element that is NaN in both was written by neither (a work buffer, poisoned) and counts as equal.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{tuple(found.shape)} {found.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
+    if not found.numel():
+        return ""
+    if not found.is_floating_point():
+        return "" if torch.equal(found, expected) else "different integers"
+    a, b = found.detach().reshape(-1), expected.detach().reshape(-1)
+    wide = torch.promote_types(found.dtype, torch.float32)
+    difference = torch.zeros((), dtype=torch.float64, device=a.device)
+    size, count = difference.clone(), difference.clone()
+    strangers = torch.zeros((), dtype=torch.int64, device=a.device)
+    for start in range(0, a.numel(), CHUNK):
+        x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
+        finite = torch.isfinite(y)
+        strangers += ((torch.isfinite(x) != finite) | (~finite & (x != y) & ~(x.isnan() & y.isnan()))).sum()
+        x, y = torch.where(finite, x, 0), torch.where(finite, y, 0)
+        difference += (x - y).double().square().sum()
+        size += y.double().square().sum()
+        count += finite.sum()
+    worst = torch.zeros((), dtype=wide, device=a.device)
+    rms = (size / count.clamp(min=1)).sqrt().to(wide)
+    for start in range(0, a.numel(), CHUNK):
+        x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
+        gap = torch.where(torch.isfinite(y), (x - y).abs() / (y.abs() + rms).clamp(min=1e-30), 0)
+        worst = torch.maximum(worst, gap.nan_to_num(nan=0.0).max())
+    wrong, relative, single = int(strangers), float((difference / size.clamp(min=1e-60)).sqrt()), float(worst)
+    if wrong:
+        return f"{wrong} elements are NaN or infinite on one side only"
+    if relative > _NORM[found.dtype]:
+        return f"relative error {relative:.1e} exceeds {_NORM[found.dtype]:.0e}"
+    if single > _ELEMENT[found.dtype]:
+        return f"an element is off by {single:.1e} of its size, more than {_ELEMENT[found.dtype]:.0e}"
+    return ""
+
+
+def disagreements(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    """The first disagreement of two lists of results, with its position, or `""`."""
+    if len(found) != len(expected):
+        return f"{len(found)} results instead of {len(expected)}"
+    for number, pair in enumerate(zip(found, expected)):
+        if reason := disagreement(*pair):
+            return f"result {number}: {reason}"
+    return ""
+
+
+def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
+    """Outputs and input gradients of one call on fresh copies of the sample's tensors.
+
+    A scalar output gets gradient 1, as a loss does; any other gets the same random one for the same `seed`.
+    """
+    args = [_leaf(a) for a in sample.args]
+    kwargs = {name: _leaf(value) for name, value in sample.kwargs.items()}
+    outputs = tensors_in(function(*args, **kwargs))
+    with_grad = [t for t in outputs if t.requires_grad]
+    leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.requires_grad]
+    grads: list[torch.Tensor] = []
+    if with_grad and leaves:
+        given = [_gradient(t, seed + i) for i, t in enumerate(with_grad)]
+        found = torch.autograd.grad(with_grad, leaves, given, allow_unused=True)
+        grads = [g for g in found if g is not None]
+    return [t.detach() for t in outputs] + grads
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
+    if output.dim() == 0:
+        return torch.ones_like(output)
+    generator = torch.Generator(output.device).manual_seed(seed)
+    return torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(output.dtype)
+
+
+def against_reference(op: Op, sizes: tuple[int, ...], dtype: torch.dtype, device: Any, options: dict) -> str:
+    """Why `op.function` and `op.reference` disagree, or `""`. Raises `torch.OutOfMemoryError` when it does not fit."""
+    generator = torch.Generator(device).manual_seed(1)
+    sample = op.sample(sizes, dtype, device, generator, **options)
+    expected = run(op.reference, sample)
+    found = run(op.function, sample)
+    same_kind = [e.to(f.dtype) if f.is_floating_point() else e for f, e in zip(found, expected)]
+    return disagreements(found, same_kind + expected[len(found) :])

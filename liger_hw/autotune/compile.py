@@ -1,0 +1,386 @@
+"""Ahead-of-time compilation: what an op would launch on a GPU that is not here, compiled, with what each kernel takes.
+
+`trace` runs an op forward and backward on meta tensors (no memory, no arithmetic) while the registry pretends to be the
+target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
+alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
+Triton compiler in worker processes, where an abort or a hang of the compiler is a finding and not the end, and reads
+registers, spills, shared memory, occupancy and memory widths from the binary.
+
+    with Workers(2) as workers:
+        for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), workers):
+            print(certificate)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
+
+from .. import registry
+from ..backends import LaunchConfig, Target, backend, known_target
+from ..backends.base import Resources
+
+if TYPE_CHECKING:
+    import torch
+
+_INT32 = 1 << 31
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch. Two that Triton would compile alike are `same()`.
+
+    kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
+    class Triton distinguishes, None, or a constexpr's value; options: the compiler's
+    """
+
+    target: Target
+    tunable: str
+    key: registry.Key
+    layer: str
+    config: LaunchConfig
+    kernel: str
+    args: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def same(self) -> tuple:
+        return self.target.arch, self.kernel, self.args, self.options
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run."""
+
+    launch: Launch
+    resources: Resources | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def illegal(self) -> str:
+        if self.resources is None:
+            return ""
+        target = self.launch.target
+        return backend(target.vendor).illegal(target, self.launch.config, self.resources.shared) or ""
+
+    @property
+    def ok(self) -> bool:
+        return self.resources is not None and not self.illegal
+
+    def to_json(self) -> dict[str, Any]:
+        launch = self.launch
+        return {
+            "target": launch.target.arch,
+            "tunable": launch.tunable,
+            "key": list(launch.key),
+            "layer": launch.layer,
+            "config": launch.config.to_json(),
+            "kernel": launch.kernel.split(":")[1],
+            "error": self.error,
+            "illegal": self.illegal,
+            "seconds": round(self.seconds, 3),
+            "resources": self.resources.to_json() if self.resources else None,
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.launch.target.arch} {self.launch.tunable} {self.launch.key} {self.launch.layer}"
+        r = self.resources
+        if r is None:
+            return f"{head}: {self.error}"
+        what = f"{r.registers} registers, {r.spills} spilled, {r.shared} B shared, {r.threads} threads"
+        return f"{head}: {what}, occupancy {r.occupancy:.0%}{', ILLEGAL: ' + self.illegal if self.illegal else ''}"
+
+
+# -- recording -------------------------------------------------------------------------------------------------------
+
+
+def trace(
+    op: str,
+    sizes: Sequence[int],
+    dtype: "torch.dtype",
+    target: Target,
+    options: Mapping[str, Any] | None = None,
+    *,
+    configs: Mapping[str, LaunchConfig] | None = None,
+    shipped: bool = True,
+) -> list[Launch]:
+    """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
+
+    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped: whether the shipped
+    tables are asked before the heuristic (the user's cache and lock file never are). Nothing runs and nothing is compiled.
+    """
+    import torch
+
+    from ..kernels import _launch, _triton
+
+    _triton.require()
+    if _triton.INTERPRET:
+        raise RuntimeError("kernels are interpreted in this process; compile in one without LIGER_HW_INTERPRET")
+    entry = registry.get_op(op)
+    found: list[Launch] = []
+
+    def record(plan: registry.Plan, kernel: Any, grid: tuple, values: tuple) -> None:
+        args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
+        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+        choices = tuple(sorted(plan.options.items()))
+        found.append(Launch(target, plan.tunable.name, plan.key, plan.layer, plan.config, name, args, choices))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registry.pretend(target))
+        stack.enter_context(_tables_of(target, shipped))
+        for scope, config in (configs or {}).items():
+            stack.enter_context(registry.override(scope, config))
+        before, _launch.redirect = _launch.redirect, record
+        stack.callback(setattr, _launch, "redirect", before)
+        stack.enter_context(_launcher_mode())
+        sample = entry.sample(tuple(sizes), dtype, torch.device("meta"), None, **(options or {}))
+        outputs = entry.function(*sample.args, **sample.kwargs)
+        outputs = [o for o in _tensors(outputs) if o.requires_grad]
+        inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+        if outputs:
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
+    return found
+
+
+def _stand_in(parameter: Any, value: Any) -> Any:
+    """What stands for an argument: equal for values that Triton compiles alike."""
+    if parameter.is_constexpr or value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        wide = not -_INT32 <= value < _INT32
+        if value == 1 and not parameter.do_not_specialize:
+            return 1
+        aligned = value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        return (1 << 40 if wide else 16) + (0 if aligned else 1)
+    if isinstance(value, float):
+        return 0.5
+    aligned = value.storage_offset() * value.itemsize % 16 == 0
+    return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
+
+
+@contextlib.contextmanager
+def _tables_of(target: Target, shipped: bool) -> Iterator[None]:
+    """The registry with the shipped tables of `target` alone, or with none."""
+    from . import store
+
+    layers = [(name, table) for name, table in store.layers(target) if name.startswith("shipped")] if shipped else []
+    misses = registry.misses()
+    registry.set_tables(target, layers)
+    try:
+        yield
+    finally:
+        registry._tables.pop(target, None)
+        registry._misses.clear()
+        registry._misses.update(misses)
+
+
+def _launcher_mode() -> Any:
+    """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ..kernels._op import launchers
+
+    class Launching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launcher = launchers.get(func._schema.name.removeprefix("liger_hw::"))
+            if launcher is None or func.namespace != "liger_hw":
+                return func(*args, **(kwargs or {}))
+            with self:  # an operator may call another
+                return launcher(*args, **(kwargs or {}))
+
+    return Launching()
+
+
+def _tensors(tree: Any) -> list["torch.Tensor"]:
+    import dataclasses
+
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tuple(tree.values())
+    elif dataclasses.is_dataclass(tree):
+        tree = tuple(getattr(tree, f.name) for f in dataclasses.fields(tree))
+    return [t for part in tree for t in _tensors(part)] if isinstance(tree, (tuple, list)) else []
+
+
+# -- compiling -------------------------------------------------------------------------------------------------------
+
+
+def certify(launches: Iterable[Launch], workers: "Workers") -> Iterator[Certificate]:
+    """One Certificate a launch, in order of completion; launches that Triton compiles alike are compiled once."""
+    groups: dict[tuple, list[Launch]] = {}
+    for launch in launches:
+        groups.setdefault(launch.same(), []).append(launch)
+    known = list(groups.values())
+    for index, answer in workers.run([_job(group[0]) for group in known]):
+        resources = Resources.from_json(answer["resources"]) if "resources" in answer else None
+        for launch in known[index]:
+            yield Certificate(launch, resources, answer.get("error", ""), answer["seconds"])
+
+
+def _job(launch: Launch) -> dict[str, Any]:
+    if backend(launch.target.vendor).triton_target(launch.target) is None:
+        raise ValueError(f"the stock Triton has no compiler for {launch.target.arch} ({launch.target.vendor})")
+    target = {**launch.target.to_json(), "warp_sizes": list(launch.target.warp_sizes)}
+    return {"target": target, "kernel": launch.kernel, "args": launch.args, "options": dict(launch.options)}
+
+
+class Workers:
+    """Processes that compile, one kernel at a time each. A context manager.
+
+    count: processes; timeout: seconds after which a compilation counts as hung and its process is replaced
+    """
+
+    def __init__(self, count: int = 2, timeout: float = 300.0) -> None:
+        self.count, self.timeout = count, timeout
+        self._idle: list[_Worker] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        while self._idle:
+            self._idle.pop().stop()
+
+    def run(self, jobs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(index of the job, its answer) as they come: `{"resources": ..., "seconds": ...}` or `{"error": ...}`."""
+        waiting = deque(enumerate(jobs))
+        busy: dict[_Worker, int] = {}
+        with selectors.DefaultSelector() as selector:
+            try:
+                while waiting or busy:
+                    while waiting and len(busy) < self.count:
+                        worker = self._idle.pop() if self._idle else _Worker()
+                        index, job = waiting.popleft()
+                        worker.send(job)
+                        busy[worker] = index
+                        selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                    deadline = min(worker.since for worker in busy) + self.timeout
+                    ready = {key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
+                    late = {w for w in busy if w not in ready and time.monotonic() - w.since >= self.timeout}
+                    for worker in ready | late:
+                        selector.unregister(worker.process.stdout)
+                        index = busy.pop(worker)
+                        answer = worker.receive() if worker in ready else worker.kill(f"no end after {self.timeout:.0f} s")
+                        if worker.process.poll() is None:
+                            self._idle.append(worker)
+                        yield index, answer
+            finally:
+                for worker in busy:
+                    worker.kill("abandoned")
+
+
+class _Worker:
+    """A process running this module; jobs and answers are lines of JSON, its stderr is kept for the last words."""
+
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._words = tempfile.TemporaryFile()
+        command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=environment
+        )
+        self.since = 0.0
+
+    def send(self, job: Mapping[str, Any]) -> None:
+        self.since = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is found when it is asked for its answer
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = self.process.wait()
+        return self.kill(f"the compiler ended its process with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+    def kill(self, why: str) -> dict[str, Any]:
+        seconds = time.monotonic() - self.since
+        self.stop()
+        return {"error": why, "seconds": seconds}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self._words.close()
+
+
+# -- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Compile what comes in on stdin until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a compiler prints must not get between the answers
+    for line in sys.stdin.buffer:
+        started = time.monotonic()
+        try:
+            answer: dict[str, Any] = {"resources": _compile(json.loads(line)).to_json()}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
+        answer["seconds"] = time.monotonic() - started
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _compile(job: Mapping[str, Any]) -> Resources:
+    from triton.runtime import driver
+
+    target = Target(**{**job["target"], "warp_sizes": tuple(job["target"]["warp_sizes"])})
+    vendor = backend(target.vendor)
+    driver.set_active(_device(vendor.triton_target(target)))
+    module, name = job["kernel"].split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    args = [_Pointer(*arg[1:]) if isinstance(arg, list) else arg for arg in job["args"]]
+    return vendor.resources(target, kernel.warmup(*args, grid=(1,), **job["options"]))
+
+
+class _Pointer:
+    """Looks to Triton's argument binder like a tensor."""
+
+    def __init__(self, dtype: str, aligned: bool, small: bool) -> None:
+        import torch
+
+        self.dtype = getattr(torch, dtype)
+        self._address, self._range = 0 if aligned else 4, 1 << 20 if small else 1 << 40
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return self._range
+
+
+class _device:
+    """Stands for Triton's driver. Each target is a device of its own number, as the JIT keeps its kernels by device."""
+
+    _numbers: dict[str, int] = {}
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.number = self._numbers.setdefault(str(target), len(self._numbers))
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0

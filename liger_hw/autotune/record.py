@@ -1,0 +1,176 @@
+"""Seeing what an op does on the device: which operators it calls, which kernels those launch, with which arguments.
+
+The tuner runs an op once under `Recorder` and afterwards re-runs only the one operator that launches the kernel of
+interest, with the candidate's plan installed, and replays only that kernel's launches under the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import registry
+from ..backends import LaunchConfig, Target
+from ..kernels import _launch
+from ..registry import Candidate, Key, Plan, Tunable
+
+
+@dataclass
+class Launch:
+    """One kernel launch. `before` holds copies of its tensor arguments as they were, when those were asked for."""
+
+    plan: Plan
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    flags: tuple[Any, ...]
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    compiled: Any = None
+
+
+@dataclass
+class Call:
+    """One operator call: arguments as they were before it ran (overwritten ones copied) and what it launched."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    overwritten: tuple[int, ...]
+    launches: list[Launch] = field(default_factory=list)
+
+    def again(self) -> list[torch.Tensor]:
+        """Run the operator on the original arguments; its outputs, then the arguments it overwrote."""
+        args = [a.clone() if i in self.overwritten else a for i, a in enumerate(self.args)]
+        result = self.operator(*args, **self.kwargs)
+        return tensors_in(result) + [args[i] for i in self.overwritten]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor of an op's result: a tensor, a tuple or list of them, or an object with tensors as attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors_in(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_in(item)]
+    return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
+
+
+class Recorder:
+    """While active, notes operator calls and kernel launches.
+
+    keep: copy tensor arguments before a launch: None never, or `(launch) -> indices to copy`. Only the first launch of
+    each kernel in an operator call is kept: the rest of a chunked loop repeats it.
+    repeatable: copy what operators overwrite, so that their calls can be run again.
+    """
+
+    def __init__(self, keep: Any = None, repeatable: bool = False) -> None:
+        self.calls: list[Call] = []
+        self.launches: list[Launch] = []
+        self._keep, self._repeatable, self._call = keep, repeatable, None
+
+    def __enter__(self) -> "Recorder":
+        self._ordinary, _launch._launch_ordinary = _launch._launch_ordinary, self._launched
+        self._mode = _OperatorMode(self)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        _launch._launch_ordinary = self._ordinary
+
+    def _launched(self, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple = ()) -> Any:
+        launch = Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags))
+        place = self.launches if self._call is None else self._call.launches
+        if not any(known.kernel is kernel and known.plan.key == plan.key for known in place):
+            if self._keep is not None:
+                wanted = self._keep(launch)
+                launch.before = {i: copy_of(a) for i, a in enumerate(args) if i in wanted}
+            place.append(launch)
+        launch.compiled = self._ordinary(plan, kernel, grid, args, flags)
+        return launch.compiled
+
+    def operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        overwritten = tuple(
+            i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        )
+        kept = tuple(a.clone() if self._repeatable and i in overwritten else a for i, a in enumerate(args))
+        before, self._call = self._call, Call(func, kept, kwargs, overwritten)
+        self.calls.append(self._call)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._call = before
+
+
+class _OperatorMode(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "namespace", "") == "liger_hw":
+            return self.recorder.operator(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Poison(TorchFunctionMode):
+    """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found."""
+
+    _makers = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in self._makers and result.is_floating_point() and result.numel():
+            result.fill_(float("nan"))
+        return result
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def plan_for(tunable: Tunable, target: Target, device: Any, key: Key, config: LaunchConfig) -> Plan:
+    """A plan for one candidate, outside the registry's layers."""
+    return Plan(tunable, target, device, key, Candidate("explicit", config, {"kind": "explicit"}, "tuner"))
+
+
+@contextlib.contextmanager
+def installed(plan: Plan) -> Iterator[None]:
+    """Let launchers use `plan` for its (device, key); nothing else is invalidated."""
+    plans, place = plan.tunable._plans, (plan.device, plan.key)
+    before = plans.get(place)
+    plans[place] = plan
+    try:
+        yield
+    finally:
+        if before is None:
+            plans.pop(place, None)
+        else:
+            plans[place] = before
+
+
+@contextlib.contextmanager
+def everywhere(plan: Plan) -> Iterator[None]:
+    """Let launchers use `plan` whatever their key."""
+    plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del plan.tunable.plan
+
+
+@contextlib.contextmanager
+def strictly() -> Iterator[None]:
+    """A configuration that fails raises here, instead of being set aside for the next layer."""
+    before, registry.quarantine = registry.quarantine, lambda plan, error: False
+    try:
+        yield
+    finally:
+        registry.quarantine = before

@@ -1,0 +1,81 @@
+"""The text form of a table: what ships with the package, what `cache export` writes, what a lock file holds.
+
+One JSON object with a header and a list of entries, one line an entry, sorted by (op, variant, key), so that a changed
+configuration is a one-line diff:
+
+    {"schema": 1, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
+    {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd"}
+    ]}
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Iterable, Mapping
+
+from ..backends import LaunchConfig
+from ..registry import Entry, Key
+
+SCHEMA = 1
+Name = tuple[str, str, Key]
+"""(op, variant, key)"""
+
+
+def to_record(name: Name, entry: Entry) -> dict[str, Any]:
+    """One entry as plain JSON data."""
+    op, variant, key = name
+    provenance = dict(entry.provenance)
+    if entry.kernel_hash:
+        provenance["kernel_hash"] = entry.kernel_hash
+    return {"op": op, "variant": variant, "key": list(key), "config": entry.config.to_json(), "provenance": provenance}
+
+
+def from_record(record: Any, source: str) -> tuple[Name, Entry]:
+    """One entry from untrusted JSON data. Raises `ValueError` that names what is wrong."""
+    if not isinstance(record, dict):
+        raise ValueError(f"an entry is a JSON object, got {type(record).__name__}")
+    if missing := sorted({"op", "variant", "key", "config", "provenance"} - set(record)):
+        raise ValueError(f"the entry has no {missing[0]!r}")
+    op, variant, key, provenance = record["op"], record["variant"], record["key"], record["provenance"]
+    if not (isinstance(op, str) and isinstance(variant, str)):
+        raise ValueError("op and variant must be strings")
+    if not isinstance(key, list) or not all(type(part) is int for part in key):
+        raise ValueError(f"key must be a list of integers, got {key!r}")
+    if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
+        raise ValueError("provenance must be an object with a `kind`")
+    kernel_hash = provenance.get("kernel_hash")
+    if kernel_hash is not None and not isinstance(kernel_hash, str):
+        raise ValueError("provenance.kernel_hash must be a string")
+    config = LaunchConfig.from_json(record["config"])
+    return (op, variant, tuple(key)), Entry(config, provenance, kernel_hash, source)
+
+
+def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tuple[Name, Entry]]) -> str:
+    """Canonical text: equal tables give equal bytes."""
+    items = table.items() if isinstance(table, Mapping) else table
+    records = sorted((to_record(name, entry) for name, entry in items), key=lambda r: (r["op"], r["variant"], r["key"]))
+    head = json.dumps({"schema": SCHEMA, **header})[:-1]
+    lines = ",\n".join(json.dumps(record, sort_keys=True) for record in records)
+    return f'{head}, "entries": [\n{lines}\n]}}\n' if records else f'{head}, "entries": []}}\n'
+
+
+def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
+    """(header, entries, what is wrong with single entries). Raises `ValueError` when the whole file cannot be used."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
+        raise ValueError("not a table of liger_hw: no list of entries")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
+    entries: dict[Name, Entry] = {}
+    problems = []
+    for number, record in enumerate(data.pop("entries")):
+        try:
+            name, entry = from_record(record, source)
+        except (ValueError, TypeError) as error:
+            problems.append(f"entry {number}: {error}")
+            continue
+        entries[name] = entry
+    return data, entries, problems

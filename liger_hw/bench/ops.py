@@ -1,0 +1,374 @@
+"""Op x size x arm -> rows: times, share of the floor, host time, peak memory, error against fp64.
+
+    rows = bench(["rms_norm"], against=("torch", "liger"), sizes=["mistral_7b", "8192x8192"])
+
+A row is a plain dict (see `_row`), one for each op, size, mode and arm, `liger_hw` included. `mode`: `fwd` is the
+forward as training runs it, `full` forward and backward, `bwd` the difference of the two.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+from .. import registry
+from ..registry import Op
+from . import peers
+from .timing import Budget, Calls, Inputs, Meter, OutOfBudget, Product, Replay, Stats, Work
+from .timing import first_line, interleave, sample_sets, tensors_in
+
+MODES = ("fwd", "bwd", "full")
+ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
+"""Names of problem sizes (`Tunable.dims`) that may shrink without changing what is computed for one row."""
+
+
+class DeviceLost(RuntimeError):
+    """The device no longer answers after an arm failed: nothing further can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    op: Op
+    label: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {'x'.join(map(str, self.sizes))}"
+
+
+@dataclass
+class Arm:
+    """One implementation in one case, and everything seen of it."""
+
+    name: str
+    function: Callable[..., Any] | None = None
+    status: str = "ok"
+    note: str = ""
+    works: dict[str, Work] = field(default_factory=dict)
+    runners: dict[str, Replay | Calls] = field(default_factory=dict)
+    times: dict[str, Stats] = field(default_factory=dict)
+    eager: dict[str, Stats] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+    peak_mib: float | None = None
+    errors: tuple[float | None, float | None] = (None, None)
+
+    def fail(self, error: BaseException) -> None:
+        kind = {peers.Absent: "absent", peers.Unsupported: "unsupported", OutOfBudget: "skipped"}
+        self.status = kind.get(type(error), "error")
+        self.note = str(error) if self.status != "error" else first_line(error)
+        self.works.clear()
+        self.runners.clear()
+
+
+def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
+    """The cases to run: each op at its workloads, or at `sizes` (workload names, or numbers as `8192x4096`).
+
+    Every op when `ops` is empty. Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
+    """
+    table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
+    found, used = [], set()
+    for op in table:
+        if not sizes:
+            found += [Case(op, name, shape, dtype) for name, shape in op.workloads.items()]
+            continue
+        for text in sizes:
+            numbers = tuple(int(part) for part in text.split("x")) if text.replace("x", "").isdigit() else ()
+            dims = op.tunables[0].dims
+            if text in op.workloads:
+                found.append(Case(op, text, op.workloads[text], dtype))
+            elif len(numbers) == len(dims) and min(numbers) > 0:
+                found.append(Case(op, text, numbers, dtype))
+            else:
+                continue
+            used.add(text)
+    if missing := [text for text in sizes if text not in used]:
+        takes = "; ".join(f"{op.name}: {'x'.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
+        raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
+    return found
+
+
+def bench(
+    todo: Iterable[Case],
+    device: torch.device | str,
+    *,
+    against: Sequence[str] = peers.DEFAULT,
+    modes: Sequence[str] = ("full",),
+    repeats: int = 3,
+    budget: Budget | None = None,
+    meter: Meter | None = None,
+    copy_rate: float | None = None,
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Measure every case and return its rows. `on_rows` gets the rows of a case as soon as it is done.
+
+    Raises `OutOfBudget` when the budget ends before the last case and `DeviceLost` when a peer broke the device; what
+    was done by then has gone through `on_rows`.
+    """
+    budget = budget or Budget()
+    meter = meter or Meter(device)
+    copy_rate = copy_rate or meter.copy_rate()
+    rows: list[dict[str, Any]] = []
+    for case in todo:
+        budget.check()
+        try:
+            found = _bench_case(case, meter, copy_rate, (peers.OURS, *against), modes, repeats, budget)
+        finally:
+            meter.forget()
+        rows += found
+        on_rows(found)
+    return rows
+
+
+def _bench_case(
+    case: Case, meter: Meter, copy_rate: float, names: Sequence[str], modes: Sequence[str], repeats: int, budget: Budget
+) -> list[dict[str, Any]]:
+    started = time.perf_counter()
+    arms = [Arm(name) for name in names]
+    needed = tuple(mode for mode in ("full", "fwd") if mode in modes or "bwd" in modes)
+    try:
+        sets = sample_sets(lambda seed: make_inputs(case, case.sizes, meter.device, seed), meter.l2)
+        floors, kind = _floors(case, sets[0], meter, copy_rate)
+        check = Accuracy(case, meter, sets[0])
+    except Exception as error:
+        _alive(meter, error)
+        for arm in arms:
+            arm.fail(error)
+        return [_row(case, arm, mode, {}, "", [], meter, started) for arm in arms for mode in modes]
+    for arm in arms:
+        try:
+            budget.check()
+            _prepare(arm, case, meter, sets, needed, floors, check)
+        except Exception as error:
+            arm.fail(error)
+            _alive(meter, error)
+    del check
+    _measure(arms, case, meter, needed, repeats, budget)
+    rows = [_row(case, arm, mode, floors, kind, sets, meter, started) for arm in arms for mode in modes]
+    for arm in arms:
+        arm.works.clear()
+        arm.runners.clear()
+    return rows
+
+
+def _prepare(arm: Arm, case: Case, meter: Meter, sets: list[Inputs], needed: tuple, floors: dict, check: "Accuracy") -> None:
+    arm.function = peers.arm(arm.name, case.op)
+    for mode in needed:
+        work = Work(arm.function, sets, backward=mode == "full")
+        work.learn_overwrites()  # the first call: compiles
+        for _ in range(2):
+            work.call()
+        work.restore()
+        if arm.peak_mib is None:
+            arm.peak_mib = meter.peak_mib(work)
+        arm.works[mode] = work
+        arm.runners[mode] = runner = meter.runner(work, floors[mode])
+        if runner.why and meter.graphs:
+            arm.note = runner.why
+    if arm.name != "compile" or check.sizes == case.sizes:  # another shape would compile again, for seconds
+        arm.errors = check.of(arm.function)
+
+
+def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int, budget: Budget) -> None:
+    runners = {(arm.name, mode): arm.runners[mode] for arm in arms for mode in arm.runners}
+    times, errors = interleave(runners, repeats, None)
+    for arm in arms:
+        for mode in arm.runners:
+            if (arm.name, mode) in times:
+                arm.times[mode] = times[arm.name, mode]
+        if failed := [errors[arm.name, mode] for mode in arm.runners if (arm.name, mode) in errors]:
+            arm.status, arm.note = "error", failed[0]
+    _alive(meter, RuntimeError("timing"))
+
+    loops: dict[tuple[str, str], Callable[[], list[float]]] = {}
+    samples: dict[tuple[str, str], list[list[float]]] = {}
+    live = [arm for arm in arms if arm.status == "ok" and arm.times]
+    for arm in live:
+        for mode, work in arm.works.items():
+            loops[arm.name, mode] = meter.eager(work)
+            samples[arm.name, mode] = []
+    for _ in range(repeats):
+        for place, loop in loops.items():
+            samples[place].append(loop())
+    for arm in live:
+        for mode in arm.works:
+            arm.eager[mode] = Stats.of(samples[arm.name, mode])
+
+    small = [make_inputs(case, with_few_rows(case, 16), meter.device, 7)]
+    for arm in live:
+        for mode, work in arm.works.items():
+            try:
+                if arm.name == "compile":  # small inputs would compile again
+                    arm.host[mode] = meter.host_us(work, calls=5, blocks=8)
+                else:
+                    arm.host[mode] = meter.host_us(Work(arm.function, small, work.backward))
+            except Exception as error:
+                arm.note = arm.note or f"host time: {first_line(error)}"
+                _alive(meter, error)
+
+
+def _alive(meter: Meter, error: BaseException) -> None:
+    try:
+        meter.synchronize()
+    except Exception as dead:
+        raise DeviceLost(f"the device stopped answering ({first_line(dead)}) after: {first_line(error)}") from error
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    sample = case.op.sample(sizes, case.dtype, device, generator)
+    return Inputs(sample.args, sample.kwargs, seed=1000 + seed, moved=sample.moved)
+
+
+def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
+    """The case's sizes with every row-like one at most `most`; the columns, which kernels are compiled for, stay."""
+    dims = case.op.tunables[0].dims
+    rows = [name in ROW_DIMS for name in dims]
+    if not any(rows):
+        rows[0] = True
+    return tuple(min(size, most) if row else size for size, row in zip(case.sizes, rows))
+
+
+class Accuracy:
+    """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
+
+    On all rows where that is at most 2^26 elements an argument, else on as many as fit.
+    """
+
+    def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
+        limit = 1 << (26 if meter.module is not None else 20)
+        rows = max(case.sizes)
+        self.sizes, self.inputs = case.sizes, first
+        while rows > 16 and max(tensor.numel() for tensor in self.inputs.given) > limit:
+            rows //= 2
+            sizes = with_few_rows(case, rows)
+            if sizes != self.sizes:
+                self.sizes = sizes
+                self.inputs = make_inputs(case, sizes, meter.device, 0)
+        self.inputs = self.inputs.clone()
+        self.meter = meter
+        exact = self.inputs.clone(torch.float64)
+        with torch.enable_grad():
+            outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
+            outputs = [output for output in outputs if output.is_floating_point()]
+            flowing = [self.inputs.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
+            pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
+            grads = torch.autograd.grad([o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True)
+        self.flowing = [flow.clone() for flow in flowing]
+        self.outputs, self.grads = [output.detach() for output in outputs], grads
+
+    def of(self, function: Callable[..., Any]) -> tuple[float | None, float | None]:
+        """(largest error of an output, largest error of a gradient) of an arm."""
+        mine = self.inputs.clone()
+        outputs = [o for o in tensors_in(function(*mine.args, **mine.kwargs)) if o.is_floating_point()]
+        wanted = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
+        values = [output.detach().clone() for output in outputs]  # a backward may overwrite them
+        flowing = [flow.to(output.dtype, copy=True) for output, flow in wanted]
+        grads = torch.autograd.grad([output for output, _ in wanted], mine.leaves, flowing, allow_unused=True)
+        return _worst(values, self.outputs), _worst(grads, self.grads)
+
+
+def _worst(found: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float | None:
+    errors = []
+    for one, other in zip(found, exact):
+        if one is None or other is None:
+            continue
+        scale = float(other.norm())
+        errors.append(float((one.double().reshape(other.shape) - other).norm()) / (scale or 1.0))
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error) if errors else None
+
+
+# -- floors ----------------------------------------------------------------------------------------------------------
+
+
+def _linear_head(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
+    logits = (n_tokens, vocab, hidden, "nt")
+    return [logits], [logits, (n_tokens, hidden, vocab, "nn"), (vocab, hidden, n_tokens, "tn")]
+
+
+PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {"fused_linear_cross_entropy": _linear_head}
+"""The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
+
+
+def _floors(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
+    """Milliseconds by mode that the measured copy or the measured products need, and which of the two it is."""
+    if case.op.name in PRODUCTS:
+        forward, both = (meter.products_ms(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
+        return {"fwd": forward, "full": both, "bwd": both - forward}, "gemm"
+    few = with_few_rows(case, 1)
+    one = make_inputs(case, few, meter.device, 0)
+    outputs = tensors_in(case.op.reference(*one.args, **one.kwargs))
+    scale = math.prod(case.sizes) // math.prod(few)
+    written = sum(out.numel() * out.element_size() for out in outputs if out.dim()) * scale
+    read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.given)
+    ms = 1e-6 / copy_rate
+    return {"fwd": (read + written) * ms, "full": inputs.moved * ms, "bwd": (inputs.moved - read - written) * ms}, "copy"
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _row(
+    case: Case, arm: Arm, mode: str, floors: dict, kind: str, sets: list[Inputs], meter: Meter, started: float
+) -> dict[str, Any]:
+    """One line of the results. Times are ms a call, `share` is floor over time, errors are relative to fp64."""
+
+    def difference(table: dict[str, Any]) -> Any:
+        if mode != "bwd":
+            return table.get(mode)
+        if "full" not in table or "fwd" not in table:
+            return None
+        full, fwd = table["full"], table["fwd"]
+        return full.minus(fwd) if isinstance(full, Stats) else full - fwd
+
+    times, eager = difference(arm.times), difference(arm.eager)
+    runner = arm.runners.get("full" if mode == "bwd" else mode)
+    floor = floors.get(mode)
+    peer = peers.PEERS.get(arm.name)
+    footprint = sum(inputs.bytes for inputs in sets)
+    return {
+        "op": case.op.name,
+        "workload": case.label,
+        "sizes": list(case.sizes),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "mode": mode,
+        "arm": arm.name,
+        "version": peer.version() if peer else None,
+        "status": arm.status,
+        "note": arm.note,
+        "ms": times.to_json() if times else None,
+        "method": runner.method if runner else None,
+        "calls_in_graph": runner.calls if runner else None,
+        "input_sets": len(sets),
+        "l2_cold": footprint >= 2 * meter.l2,
+        "floor_ms": floor,
+        "floor": kind,
+        "share": floor / times.median if times and floor and times.median > 0 else None,
+        "eager_ms": eager.to_json() if eager else None,
+        "host_us": difference(arm.host),
+        "peak_mib": arm.peak_mib,
+        "error_out": arm.errors[0],
+        "error_grad": arm.errors[1],
+        "config": _config(case, meter) if arm.name == peers.OURS and arm.status == "ok" else None,
+        "case_seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def _config(case: Case, meter: Meter) -> list[dict[str, Any]]:
+    found = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
+    return [
+        {
+            "tunable": one.tunable,
+            "layer": one.chosen.layer,
+            "provenance": dict(one.chosen.provenance),
+            "config": one.chosen.config.to_json(),
+        }
+        for one in found
+    ]

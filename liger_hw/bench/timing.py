@@ -1,0 +1,581 @@
+"""How one call is measured on one device.
+
+Graph replay times the kernels: calls over several input sets are captured once and replayed, the forwards of all sets
+before their backwards, so that nothing is found in L2 that a larger model would have evicted. Arms are interleaved.
+Where a device has no graphs, or a call waits for the device and cannot be captured, the same call is timed between
+events (`method="events"`); on the CPU by the wall clock (`method="wall"`). Floors are measured here too, in the same
+process: a large copy, and the exact matrix products an op consists of.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+from ..backends import target_of
+
+MIB = 1024 * 1024
+
+
+class OutOfBudget(Exception):
+    """The time given with `--budget` is spent; what was measured so far stands."""
+
+
+class NotCapturable(RuntimeError):
+    """A call cannot be captured in a graph; the message says why."""
+
+
+class Budget:
+    """Seconds of wall time from now; None never ends."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.started, self.seconds = time.perf_counter(), seconds
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.started
+
+    def check(self, margin: float = 0.0) -> None:
+        """Raise `OutOfBudget` when less than `margin` seconds are left."""
+        if self.seconds is not None and self.spent + margin >= self.seconds:
+            raise OutOfBudget(f"the budget of {self.seconds:g} s is spent")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Milliseconds a call: over all samples, and the median of each repeat."""
+
+    median: float
+    p20: float
+    p80: float
+    repeats: tuple[float, ...]
+    samples: int
+
+    @classmethod
+    def of(cls, repeats: Sequence[Sequence[float]]) -> "Stats":
+        flat = sorted(value for repeat in repeats for value in repeat)
+        return cls(
+            median=statistics.median(flat),
+            p20=flat[int(0.2 * (len(flat) - 1) + 0.5)],
+            p80=flat[int(0.8 * (len(flat) - 1) + 0.5)],
+            repeats=tuple(statistics.median(repeat) for repeat in repeats),
+            samples=len(flat),
+        )
+
+    def minus(self, other: "Stats") -> "Stats":
+        """This minus `other`, for the backward as full minus forward; the spread is the widest either allows."""
+        return Stats(
+            median=self.median - other.median,
+            p20=self.p20 - other.p80,
+            p80=self.p80 - other.p20,
+            repeats=tuple(a - b for a, b in zip(self.repeats, other.repeats)),
+            samples=min(self.samples, other.samples),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "median": self.median,
+            "p20": self.p20,
+            "p80": self.p80,
+            "repeats": list(self.repeats),
+            "samples": self.samples,
+        }
+
+
+# -- a call ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result: a tensor, a tuple or list of them, or an object with a `loss`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return tensors_in(getattr(value, "loss", ()))
+
+
+@dataclass
+class Inputs:
+    """Arguments of one call, and the gradients that flow into it (drawn once, the same for every arm).
+
+    moved: bytes the roofline counts, forward and backward
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    moved: int = 0
+    flowing: dict[tuple, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        return [*tensors_in(self.args), *tensors_in(tuple(self.kwargs.values()))]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self.given if tensor.requires_grad]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.given, *self.flowing.values()])
+
+    def gradient_for(self, position: int, output: torch.Tensor) -> torch.Tensor:
+        """The gradient of output number `position`, laid out like it: random, or one for a scalar loss."""
+        place = (position, tuple(output.shape), output.stride(), output.dtype)
+        if place not in self.flowing:
+            if output.numel() == 1:
+                self.flowing[place] = torch.ones_like(output, requires_grad=False)
+            else:
+                generator = torch.Generator(output.device).manual_seed(self.seed + position)
+                values = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32)
+                self.flowing[place] = torch.empty_like(output, requires_grad=False).copy_(values)
+        return self.flowing[place]
+
+    def clone(self, dtype: torch.dtype | None = None) -> "Inputs":
+        """A copy that shares nothing; floating tensors become `dtype`. The gradients that flow in are not copied."""
+
+        def copy(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                # as a copy of its strides too: layouts are part of a workload
+                fresh = torch.empty_like(value, dtype=wanted).copy_(value.detach())
+                return fresh.requires_grad_(value.requires_grad)
+            if isinstance(value, (tuple, list)):
+                return type(value)(copy(item) for item in value)
+            return value
+
+        return Inputs(copy(self.args), {k: copy(v) for k, v in self.kwargs.items()}, self.seed)
+
+
+class Work:
+    """A function over its input sets; `backward` says whether a call includes the gradients of every leaf."""
+
+    def __init__(self, function: Callable[..., Any], sets: list[Inputs], backward: bool) -> None:
+        self.function, self.sets, self.backward = function, sets, backward
+        self.saved: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in sets]
+        self.overwrites_inputs = False
+
+    def forward(self, inputs: Inputs) -> list[torch.Tensor]:
+        outputs = tensors_in(self.function(*inputs.args, **inputs.kwargs))
+        return [output for output in outputs if output.requires_grad]
+
+    def gradients(self, inputs: Inputs, outputs: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        flowing = [inputs.gradient_for(i, output) for i, output in enumerate(outputs)]
+        return torch.autograd.grad(outputs, inputs.leaves, flowing, allow_unused=True)
+
+    def call(self, index: int = 0) -> tuple:
+        """One call on input set `index`: its outputs, and its gradients if they belong to it."""
+        inputs = self.sets[index]
+        outputs = self.forward(inputs)
+        return outputs, self.gradients(inputs, outputs) if self.backward else ()
+
+    def sweep(self) -> None:
+        """One call on every set, all forwards first: by the time a backward runs, its inputs have left the L2."""
+        outputs = [self.forward(inputs) for inputs in self.sets]
+        if self.backward:
+            for inputs, output in zip(self.sets, outputs):
+                self.gradients(inputs, output)
+
+    def learn_overwrites(self) -> None:
+        """Find which tensors a call overwrites, so that `restore` can put them back. Runs the call on every set."""
+        with torch.no_grad():
+            before = [tensor.detach().clone() for tensor in self.sets[0].given]
+        outputs = self.forward(self.sets[0])
+        for position, output in enumerate(outputs):  # drawn now, not inside a timed call
+            for inputs in self.sets:
+                inputs.gradient_for(position, output)
+        flowing = list(self.sets[0].flowing.values())
+        with torch.no_grad():
+            before += [tensor.clone() for tensor in flowing]
+        if self.backward:
+            self.gradients(self.sets[0], outputs)
+        del outputs
+        tensors = [*self.sets[0].given, *flowing]
+        changed = [i for i, (old, new) in enumerate(zip(before, tensors)) if not torch.equal(old, new.detach())]
+        self.overwrites_inputs = any(i < len(self.sets[0].given) for i in changed)
+        for number, inputs in enumerate(self.sets):
+            now = [*inputs.given, *inputs.flowing.values()]
+            kept = before if number == 0 else [tensor.detach().clone() if i in changed else None for i, tensor in enumerate(now)]
+            self.saved[number] = [(now[i].detach(), kept[i]) for i in changed]
+        self.restore()
+
+    def restore(self) -> None:
+        for pairs in self.saved:
+            for tensor, kept in pairs:
+                tensor.copy_(kept)
+
+
+Product = tuple[int, int, int, str]
+"""A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
+
+
+# -- the device ------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
+
+    Where they can, a stream of its own becomes the current one until `close()`: a capture must not meet autograd nodes
+    that were made on the default stream.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self.module: Any = None
+        if device.type != "cpu":
+            self.module = torch.get_device_module(device)
+            index = self.module.current_device() if device.index is None else device.index
+            device = torch.device(device.type, index)
+            self.module.set_device(index)
+        self.device = device
+        self.l2 = target_of(device).l2
+        self._graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
+        self._pool: Any = None
+        self._before = None
+        if self.graphs:
+            self._before = self.module.current_stream()
+            self._before.synchronize()
+            self.module.set_stream(self.module.Stream())
+        self._filler: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._products: dict[tuple, float] = {}
+
+    @property
+    def graphs(self) -> bool:
+        return self._graph is not None and hasattr(self.module, "graph_pool_handle")
+
+    @property
+    def method(self) -> str:
+        """What times a call that is not captured."""
+        return "wall" if self.module is None else "events"
+
+    def synchronize(self) -> None:
+        if self.module is not None:
+            self.module.synchronize()
+
+    def forget(self) -> None:
+        """Give the memory of finished cases back: the next case's peak and captures start clean."""
+        gc.collect()
+        self._pool = None
+        if self.module is not None:
+            self.module.synchronize()
+            self.module.empty_cache()
+
+    def close(self) -> None:
+        """Put the stream back that was current before."""
+        self.synchronize()
+        if self._before is not None:
+            self.module.set_stream(self._before)
+
+    # -- capture
+
+    def waits(self, work: Work) -> str:
+        """Why a (warm) call waits for the device, or an empty string. Asked before a capture, since one that fails
+        leaves the process's random state unusable."""
+        if not hasattr(self.module, "set_sync_debug_mode"):
+            return ""
+        self.synchronize()
+        before = self.module.get_sync_debug_mode()
+        self.module.set_sync_debug_mode("error")
+        try:
+            work.call()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return "syncs"
+        finally:
+            self.module.set_sync_debug_mode(before)
+            work.restore()
+            self.synchronize()
+        return ""
+
+    def capture(self, work: Work, rounds: int = 1) -> "Replay":
+        """`rounds` sweeps over the sets as one graph. The call must be warm. Raises `NotCapturable`."""
+        if not self.graphs:
+            raise NotCapturable("no graphs")
+        if why := self.waits(work):
+            raise NotCapturable(why)
+        if self._pool is None:
+            self._pool = self.module.graph_pool_handle()  # one pool: arms never run at the same time
+        options = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
+        graph = self._graph()
+        self.synchronize()
+        graph.capture_begin(pool=self._pool, **options)
+        try:
+            for _ in range(rounds):
+                work.sweep()
+        except BaseException as error:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                pass  # says only that the capture failed, which `error` explains better
+            if isinstance(error, Exception):
+                raise NotCapturable(f"capture failed: {first_line(error)}") from error
+            raise
+        graph.capture_end()
+        self.synchronize()
+        work.restore()
+        return Replay(self, work, graph, rounds)
+
+    def runner(self, work: Work, floor_ms: float) -> "Replay | Calls":
+        """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
+
+        The graph is made long enough (about 2 ms at the floor) that its own launch does not count.
+        """
+        sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
+        rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 64 // len(work.sets), 2.0 / sweep_ms)))
+        try:
+            return self.capture(work, rounds)
+        except NotCapturable as error:
+            return Calls(self, work, why=str(error))
+
+    # -- other measures
+
+    def busy(self) -> None:
+        """Give the device about a millisecond to do, so that the host is ahead when timing starts; flushes L2 too."""
+        if self.module is None:
+            return
+        if self._filler is None:
+            size = max(4 * self.l2, 256 * MIB)
+            self._filler = tuple(torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        for _ in range(8):
+            self._filler[0].copy_(self._filler[1])
+
+    def event(self) -> Any:
+        return self.module.Event(enable_timing=True)
+
+    def eager(self, work: Work, budget_ms: float = 20.0) -> Callable[[], list[float]]:
+        """A function that returns wall milliseconds a call in a plain loop: what a user feels, host time included."""
+        work.call()
+        self.synchronize()
+        start = time.perf_counter()
+        work.call()
+        self.synchronize()
+        once = (time.perf_counter() - start) * 1e3
+        work.restore()
+        calls = int(max(1, min(100, budget_ms / 3 / max(once, 1e-3))))
+
+        def measure() -> list[float]:
+            samples = []
+            for _ in range(3):
+                if work.overwrites_inputs:
+                    work.restore()
+                self.synchronize()
+                start = time.perf_counter()
+                for i in range(1 if work.overwrites_inputs else calls):
+                    work.call(i % len(work.sets))
+                self.synchronize()
+                samples.append((time.perf_counter() - start) * 1e3 / (1 if work.overwrites_inputs else calls))
+            work.restore()
+            return samples
+
+        return measure
+
+    def host_us(self, work: Work, calls: int = 20, blocks: int = 12) -> float:
+        """Microseconds the host needs to enqueue one call: the median over blocks, waiting only between them.
+
+        `work` should be small, so that the device keeps up and the launch queue never fills.
+        """
+        for _ in range(3):
+            work.call()
+        samples = []
+        for _ in range(blocks):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                work.call()
+            samples.append((time.perf_counter() - start) * 1e6 / calls)
+        self.synchronize()
+        work.restore()
+        return statistics.median(samples)
+
+    def peak_mib(self, work: Work) -> float | None:
+        """MiB a call allocates at its highest beyond what was allocated before, results included. None on the CPU."""
+        if self.module is None:
+            return None
+        work.call()
+        work.restore()
+        self.synchronize()
+        before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+        result = work.call()
+        self.synchronize()
+        peak = self.module.max_memory_allocated() - before
+        del result
+        work.restore()
+        return peak / MIB
+
+    # -- floors
+
+    def copy_rate(self) -> float:
+        """GB/s of a large device-to-device copy, bytes read plus bytes written: the roofline of a memory-bound op."""
+        size = 1024 * MIB if self.module is not None else 32 * MIB
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        ms = self._time(lambda: target.copy_(source), 20 if self.module is not None else 5).median
+        return 2 * size / ms / 1e6
+
+    def products_ms(self, products: Iterable["Product"], dtype: torch.dtype) -> float:
+        """Milliseconds of matrix products, one after the other: the floor of a GEMM-bound op. Random data, torch.mm."""
+        total = 0.0
+        for product in products:
+            if (product, dtype) not in self._products:
+                m, n, k, layout = product
+                a = torch.randn((k, m) if layout[0] == "t" else (m, k), device=self.device).to(dtype)
+                b = torch.randn((n, k) if layout[1] == "t" else (k, n), device=self.device).to(dtype)
+                a = a.t() if layout[0] == "t" else a
+                b = b.t() if layout[1] == "t" else b
+                out = torch.empty(m, n, device=self.device, dtype=dtype)
+                self._products[product, dtype] = self._time(lambda: torch.mm(a, b, out=out), 10).median
+                del a, b, out
+            total += self._products[product, dtype]
+        return total
+
+    def _time(self, call: Callable[[], Any], times: int) -> Stats:
+        for _ in range(2):
+            call()
+        self.synchronize()
+        repeats = []
+        for _ in range(3):
+            if self.module is None:
+                marks = [time.perf_counter()]
+                for _ in range(times):
+                    call()
+                    marks.append(time.perf_counter())
+                repeats.append([(b - a) * 1e3 for a, b in zip(marks, marks[1:])])
+                continue
+            self.busy()
+            events = [self.event() for _ in range(times + 1)]
+            events[0].record()
+            for event in events[1:]:
+                call()
+                event.record()
+            self.synchronize()
+            repeats.append([a.elapsed_time(b) for a, b in zip(events, events[1:])])
+        return Stats.of(repeats)
+
+
+# -- runners: what is interleaved ------------------------------------------------------------------------------------
+
+
+class Replay:
+    """A captured graph; `burst(n)` replays it n times and returns milliseconds a call."""
+
+    method, why = "graph", ""
+
+    def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
+        self.meter, self.work, self.graph, self.rounds = meter, work, graph, rounds
+        self.calls = rounds * len(work.sets)
+
+    def burst(self, times: int) -> list[float]:
+        meter = self.meter
+        meter.busy()
+        marks = []
+        for _ in range(times):
+            self.work.restore()
+            start, end = meter.event(), meter.event()
+            start.record()
+            self.graph.replay()
+            end.record()
+            marks.append((start, end))
+        meter.synchronize()
+        return [start.elapsed_time(end) / self.calls for start, end in marks]
+
+    def cost_ms(self) -> float:
+        return self.burst(2)[-1] * self.calls
+
+
+class Calls:
+    """Single calls between events, or on the CPU by the wall clock, for what no graph can hold."""
+
+    def __init__(self, meter: Meter, work: Work, why: str) -> None:
+        self.meter, self.work, self.why = meter, work, why
+        self.method = meter.method
+        self.rounds, self.calls, self.turn = 1, 1, 0
+
+    def burst(self, times: int) -> list[float]:
+        meter, work = self.meter, self.work
+        if meter.module is None:
+            samples = []
+            for _ in range(times):
+                work.restore()
+                start = time.perf_counter()
+                work.call(self._next())
+                samples.append((time.perf_counter() - start) * 1e3)
+            return samples
+        meter.busy()
+        marks = []
+        for _ in range(times):
+            work.restore()
+            start, end = meter.event(), meter.event()
+            start.record()
+            work.call(self._next())
+            end.record()
+            marks.append((start, end))
+        meter.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+    def _next(self) -> int:
+        self.turn = (self.turn + 1) % len(self.work.sets)
+        return self.turn
+
+    def cost_ms(self) -> float:
+        return self.burst(2)[-1]
+
+
+def interleave(
+    runners: dict[Any, "Replay | Calls"],
+    repeats: int = 3,
+    budget: Budget | None = None,
+    burst_ms: float = 30.0,
+) -> tuple[dict[Any, Stats], dict[Any, str]]:
+    """Time every runner in turn, `repeats` times over; returns (statistics, errors) by the runners' names.
+
+    An arm that fails is left out of what follows. Raises `OutOfBudget` only when not one whole repeat was made.
+    """
+    samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
+    errors: dict[Any, str] = {}
+    times: dict[Any, int] = {}
+    for name, runner in runners.items():
+        try:
+            times[name] = int(max(3, min(50, burst_ms / max(runner.cost_ms(), 1e-3))))
+        except Exception as error:  # a peer's failure is a row of the table, not the end of it
+            errors[name] = first_line(error)
+    for repeat in range(max(1, repeats)):
+        try:
+            if budget is not None:
+                budget.check()
+        except OutOfBudget:
+            if repeat == 0:
+                raise
+            break
+        for name, runner in runners.items():
+            if name in errors:
+                continue
+            try:
+                samples[name].append(runner.burst(times[name]))
+            except Exception as error:
+                errors[name] = first_line(error)
+    return {name: Stats.of(found) for name, found in samples.items() if found and name not in errors}, errors
+
+
+def first_line(error: BaseException, width: int = 160) -> str:
+    """`Type: message`, one line of it."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:width].rstrip(": ")
+
+
+def sample_sets(make: Callable[[int], Inputs], l2: int, most: int = 32) -> list[Inputs]:
+    """As many input sets as keep a sweep out of L2: 4 times its size, one set when a single one is 16 times that.
+
+    `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use.
+    """
+    first = make(0)
+    if first.bytes >= 16 * l2:
+        return [first]
+    count = max(2, min(most, -(-4 * l2 // max(1, first.bytes))))
+    return [first, *(make(seed) for seed in range(1, count))]
