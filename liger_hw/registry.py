@@ -182,6 +182,8 @@ class Op:
     sample: Callable[..., "Sample"]
     options: tuple[Mapping[str, Any], ...] = ({},)
     """Option sets the shared tests run; the first is the default."""
+    small: tuple[tuple[int, ...], ...] = ()
+    """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
 
 
 @dataclass

@@ -69,7 +69,8 @@ def disagreements(found: list[torch.Tensor], expected: list[torch.Tensor]) -> st
 def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
     """Outputs and input gradients of one call on fresh copies of the sample's tensors.
 
-    A scalar output gets gradient 1, as a loss does; any other gets the same random one for the same `seed`.
+    A scalar output gets gradient 1/2, as a loss under two steps of accumulation does (1 lets kernels return at once);
+    any other gets the same random one for the same `seed`.
     """
     args = [_leaf(a) for a in sample.args]
     kwargs = {name: _leaf(value) for name, value in sample.kwargs.items()}
@@ -92,7 +93,7 @@ def _leaf(value: Any) -> Any:
 
 def _gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
     if output.dim() == 0:
-        return torch.ones_like(output)
+        return torch.full_like(output, 0.5)
     generator = torch.Generator(output.device).manual_seed(seed)
     return torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(output.dtype)
 

@@ -14,7 +14,6 @@ from .. import registry
 from ..backends import LaunchConfig, target_of
 from . import measure, store
 from .clock import Clock
-from .compiling import spec_of
 
 
 class LocalMeasurer:
@@ -47,24 +46,25 @@ class LocalMeasurer:
             "copy_gbs": round(self.clock.copy_bandwidth(), 1),
         }
 
-    def scan(self, op: str, sizes: list[int], dtype: str) -> list[dict[str, Any]]:
-        """[{variant, key, spec}] of everything `op` launches at this shape; `spec` is what a compiler needs to know."""
-        bench = self._open_bench(op, sizes, dtype)
-        return [
-            {"variant": variant, "key": list(key), "spec": [spec_of(one) for one in launches]}
-            for (variant, key), launches in bench.tunables().items()
-        ]
+    def scan(self, op: str, sizes: list[int], dtype: str) -> list[list[Any]]:
+        """[variant, key] of everything `op` launches at this shape, forward and backward."""
+        return [[variant, list(key)] for variant, key in self._open_bench(op, sizes, dtype).tunables()]
 
-    def open(self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int]) -> dict[str, Any]:
-        """Get ready for candidates of one tunable and key. `{baseline, bytes}`, or `{error}`."""
+    def open(self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list) -> dict[str, Any]:
+        """Get ready for candidates of one tunable and key. `{baseline, bytes, copies}`, or `{error}`.
+
+        context: [variant, key, configuration] of other tunables that were chosen before.
+        """
         bench = self._open_bench(op, sizes, dtype)
         if self._place not in self._reference:
             self._reference[self._place] = bench.against_reference()
         if self._reference[self._place]:
             return {"error": f"the heuristic disagrees with the reference: {self._reference[self._place]}"}
         self._arms.clear()
+        self._stage = None
+        others = tuple((v, tuple(k), LaunchConfig.from_json(c)) for v, k, c in context)
         try:
-            self._stage = bench.stage(variant, tuple(key))
+            self._stage = bench.stage(variant, tuple(key), others)
         except measure.Rejected as reason:
             return {"error": str(reason)}
         return {"baseline": self._stage.baseline.to_json(), "bytes": self._stage.bytes, "copies": self._stage.copies}

@@ -9,19 +9,20 @@ several times. Arguments that a kernel overwrites in place are restored before e
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
 from ..kernels._launch import LaunchFailed, launch
-from ..registry import Key, Op, Tunable
+from ..registry import Key, Op, Plan, Tunable
 from . import check
 from .clock import Clock
-from .record import Call, Launch, Poison, Recorder, copy_of, everywhere, installed, plan_for, strictly
+from .record import Call, Launch, Recorder, copy_of, everywhere, installed, plan_for, poisoned, strictly
 
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
@@ -56,17 +57,13 @@ class Bench:
         self.target: Target = target_of(self.device)
         generator = torch.Generator(self.device).manual_seed(0)
         self._sample = op.sample(sizes, dtype, self.device, generator, **self.options)
-        self.failed_baselines: dict[str, str] = {}
         self.calls: list[Call] = self._record()
-        self._stages: dict[tuple[str, Key], "Stage"] = {}
 
     def _record(self) -> list[Call]:
-        for tunable in self.op.tunables:
-            tunable._plans.clear()
+        registry.invalidate()
         with Recorder(repeatable=True) as seen:
             check.run(self.op.function, self._sample)
-        for tunable in self.op.tunables:
-            tunable._plans.clear()
+        registry.invalidate()
         return seen.calls
 
     def tunables(self) -> dict[tuple[str, Key], list[Launch]]:
@@ -81,18 +78,17 @@ class Bench:
                 found.setdefault(place, launches)
         return found
 
-    def stage(self, variant: str, key: Key) -> "Stage":
-        """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here."""
-        place = (variant, key)
-        if place not in self._stages:
-            self._stages.clear()  # one at a time: it holds copies of large tensors
-            for call in self.calls:
-                for one in call.launches:
-                    if one.plan.tunable.op == self.op.name and one.plan.tunable.variant == variant and one.plan.key == key:
-                        self._stages[place] = Stage(self, call, one.plan.tunable, key)
-                        return self._stages[place]
-            raise Rejected(f"{self.op.name}.{variant} is not launched with key {key} at {self.sizes}")
-        return self._stages[place]
+    def stage(self, variant: str, key: Key, context: tuple[tuple[str, Key, LaunchConfig], ...] = ()) -> "Stage":
+        """What candidates of one tunable and key are measured with. Raises `Rejected` when it is not launched here.
+
+        context: (variant, key, configuration) of other tunables, where they are not to use their heuristic.
+        """
+        named = {tunable.variant: tunable for tunable in self.op.tunables}
+        plans = tuple(plan_for(named[v], self.target, self.device, k, c) for v, k, c in context if v != variant)
+        for call in self.calls:
+            if any(_is(one, named[variant], key) for one in call.launches):
+                return Stage(self, call, named[variant], key, plans)
+        raise Rejected(f"{self.op.name}.{variant} is not launched with key {key} at {self.sizes}")
 
     def against_reference(self) -> str:
         """Why the op and its reference disagree, or `""`, on fewer rows where the full size would not fit."""
@@ -113,51 +109,99 @@ class Bench:
 
 
 class Stage:
-    """One tunable at one key: the baseline's results and the tensors every candidate is timed on."""
+    """One tunable at one key: the baseline's results and the tensors every candidate is timed on.
 
-    def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key) -> None:
-        self.bench, self.call, self.tunable, self.key = bench, call, tunable, key
+    context: plans of the op's other tunables that were chosen before; the others use their heuristic.
+    """
+
+    def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key, context: tuple[Plan, ...] = ()) -> None:
+        self.bench, self.call, self.tunable, self.key, self.context = bench, call, tunable, key, context
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
         self.baseline = self._first_that_runs()
-        self.expected, launches = self._run(self.baseline, keep=lambda one: _tensor_indices(one.args))
-        self.roles = [self._role(one) for one in launches]
-        self.expected = [t.clone() for t in self.expected]  # replays write into the launch's own tensors
-        self.bytes = sum(self._moved(one, roles) for one, roles in zip(launches, self.roles))
+        self.timed = self._affected()
+        outputs, launches = self._run(self.baseline, keep=lambda one: _tensor_indices(one.args))
+        self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
+        self.shared = {id(one.kernel): one for one in launches}
+        self.roles = {name: self._role(one) for name, one in self.shared.items()}
+        self.bytes = sum(self._moved(one, self.roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
         footprint = max(1, sum(_footprint(one.args) for one in launches))
-        self.copies = max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
-        if self.clock.on_cpu:
-            self.copies = 1
-        self._sets: list[list[dict[int, torch.Tensor]]] = [[self._first_set(one) for one in launches]]
-        self._pristine = [
-            {i: one.before[i] for i, role in roles.items() if role == "inout"} for one, roles in zip(launches, self.roles)
-        ]
-        for _ in range(1, self.copies):
-            self._sets.append([_copies(tensors) for tensors in self._sets[0]])
+        self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
+        first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in self.shared.items()}
+        self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
+        self._pristine = {
+            (name, i): one.before[i]
+            for name, one in self.shared.items()
+            for i, role in self.roles[name].items()
+            if role == "inout"
+        }
+        for one in launches:
+            one.before = {}
         self.restore_all()
 
     def _first_that_runs(self) -> LaunchConfig:
         """The heuristic, or the safe configuration where the heuristic does not launch."""
+        failed = []
         for config in (self.tunable.heuristic(self.target, self.key), self.tunable.safe(self.target, self.key)):
             try:
                 if self.tunable.illegal(self.target, self.key, config) is None:
                     self._run(config)
                     return config
             except Rejected as reason:
-                self.bench.failed_baselines[config.to_text()] = str(reason)
-        raise Rejected(f"neither the heuristic nor the safe configuration launches: {self.bench.failed_baselines}")
+                failed.append(str(reason))
+        raise Rejected(f"neither the heuristic nor the safe configuration launches: {'; '.join(failed)}")
+
+    def _affected(self) -> set[int]:
+        """The kernels a candidate's time must include: the tunable's own, and any other whose launch depends on it.
+
+        A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
+        second kernel. Found by noting, without launching, what the extremes of the space would launch.
+        """
+        noted = [self._note(config) for config in _extremes(self._space(), self.baseline)]
+        own = {one for launches in noted for one, (mine, _) in launches.items() if mine}
+        everywhere_alike = {
+            name for name in noted[0] if all(name in launches and launches[name] == noted[0][name] for launches in noted)
+        }
+        return own | {name for launches in noted for name in launches if name not in everywhere_alike}
+
+    def _space(self) -> list[LaunchConfig]:
+        space = self.tunable.space(self.target, self.key)
+        return [c for c in space if self.tunable.illegal(self.target, self.key, c) is None]
+
+    def _note(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
+        """Kernel -> (whether it is the tunable's own, what its launch looks like) under `config`; nothing runs."""
+        plan = plan_for(self.tunable, self.target, self.device, self.key, config)
+        with torch.no_grad(), self._installed(plan), Recorder(launching=False) as seen:
+            self.call.again()
+        found = {}
+        for one in (one for call in seen.calls for one in call.launches):
+            looks = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
+            found[id(one.kernel)] = (one.plan is plan, (one.grid, looks))
+        return found
+
+    @contextlib.contextmanager
+    def _installed(self, plan: Plan) -> Iterator[None]:
+        registry.invalidate()  # a plan that has launched before would not come by the recorder
+        with contextlib.ExitStack() as stack:
+            stack.callback(registry.invalidate)
+            for other in self.context:
+                stack.enter_context(installed(plan_for(other.tunable, self.target, self.device, other.key, other.config)))
+            stack.enter_context(installed(plan))
+            yield
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
-        """Results of the operator under `config`, and this tunable's launches in it."""
+        """Results of the operator under `config`, and the launches of it that are timed."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), strictly(), installed(plan), Recorder(keep) as seen, Poison():
+        with torch.no_grad(), strictly(), self._installed(plan), Recorder(keep) as seen, poisoned():
             try:
                 outputs = self.call.again()
             except LaunchFailed as failure:
-                raise Rejected(f"{type(failure.cause).__name__}: {str(failure.cause).splitlines()[0][:200]}") from None
-        launches = [one for call in seen.calls for one in call.launches if one.plan is plan]
-        if not launches:
+                said = str(failure.cause).strip().splitlines() or [""]
+                raise Rejected(f"{type(failure.cause).__name__}: {said[0][:200]}") from None
+        launches = [one for call in seen.calls for one in call.launches]
+        if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
-        return outputs, launches
+        timed = getattr(self, "timed", None)
+        return outputs, [one for one in launches if timed is None or id(one.kernel) in timed]
 
     def _role(self, one: Launch) -> dict[int, str]:
         """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
@@ -168,9 +212,6 @@ class Stage:
             fresh = before.is_floating_point() and bool(torch.isnan(before).all())
             roles[i] = "output" if fresh else "inout" if changed else "input"
         return roles
-
-    def _first_set(self, one: Launch) -> dict[int, torch.Tensor]:
-        return {i: one.args[i] for i in _tensor_indices(one.args)}
 
     def _moved(self, one: Launch, roles: dict[int, str]) -> int:
         """Bytes that must pass: each tensor once, those overwritten in place twice."""
@@ -183,9 +224,8 @@ class Stage:
 
     def restore_all(self) -> None:
         for tensors in self._sets:
-            for position, kept in enumerate(self._pristine):
-                for i, before in kept.items():
-                    tensors[position][i].copy_(before)
+            for (name, i), before in self._pristine.items():
+                tensors[name][i].copy_(before)
 
     def prepare(self, config: LaunchConfig) -> Arm:
         """Check a candidate and capture it. Raises `Rejected` with the reason it must not be timed."""
@@ -197,15 +237,13 @@ class Stage:
             raise Rejected(reason)
         if reason := check.disagreements(outputs, self.expected):
             raise Rejected(f"wrong result: {reason}")
-        if len(launches) != len(self.roles):
-            raise Rejected(f"launches {len(launches)} kernels where the heuristic launches {len(self.roles)}")
         steps = [step for number in range(self.copies) for step in self._steps(launches, number)]
 
         def run_once() -> None:
             for plan, kernel, grid, args, flags in steps:
                 launch(plan, kernel, grid, args, flags)
 
-        in_place = any(self._pristine)
+        in_place = bool(self._pristine)
         run_once()
         repeats = 1
         if not self.clock.on_cpu and not in_place:
@@ -220,17 +258,21 @@ class Stage:
         return Arm(config, self.restore_all if in_place else _nothing, replay, self.copies * repeats, resources)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple]:
-        """The launches with their tensors replaced by shared set `number`; odd-shaped ones get their own copies."""
+        """The launches with their tensors replaced by shared set `number`; odd-shaped ones get copies of their own."""
         steps = []
-        for position, one in enumerate(launches):
-            shared, own = self._sets[number][position], {}
+        own: dict[tuple, torch.Tensor] = {}
+        for one in launches:
+            shared = self._sets[number].get(id(one.kernel), {})
             args = list(one.args)
             for i in _tensor_indices(one.args):
                 mine, theirs = one.args[i], shared.get(i)
                 if theirs is not None and _alike(mine, theirs):
                     args[i] = theirs
                 elif number:
-                    args[i] = own.setdefault((mine.data_ptr(), mine.shape), copy_of(mine))
+                    place = mine.data_ptr(), mine.shape
+                    if place not in own:
+                        own[place] = copy_of(mine)
+                    args[i] = own[place]
             steps.append((one.plan, one.kernel, one.grid, tuple(args), one.flags))
         return steps
 
@@ -272,15 +314,30 @@ def _footprint(args: tuple) -> int:
     return sum({args[i].data_ptr(): args[i].numel() * args[i].element_size() for i in _tensor_indices(args)}.values())
 
 
-def _copies(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
+    return one.plan.tunable is tunable and one.plan.key == key
+
+
+def _copies(first: dict[int, dict[int, torch.Tensor]]) -> dict[int, dict[int, torch.Tensor]]:
     """Copies that keep strides, and share memory where the originals did."""
     made: dict[tuple, torch.Tensor] = {}
+    for tensor in (t for tensors in first.values() for t in tensors.values()):
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in made:
+            made[place] = copy_of(tensor)
     return {
-        i: made.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), copy_of(t))
-        if (t.data_ptr(), t.shape, t.stride(), t.dtype) not in made
-        else made[t.data_ptr(), t.shape, t.stride(), t.dtype]
-        for i, t in tensors.items()
+        name: {i: made[t.data_ptr(), t.shape, t.stride(), t.dtype] for i, t in tensors.items()}
+        for name, tensors in first.items()
     }
+
+
+def _extremes(space: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
+    """The baseline and, for each knob that decides a grid, a configuration with its least and one with its greatest."""
+    chosen = [baseline]
+    knobs = [lambda c: c.ctas_per_mp, *(lambda c, n=n: c.blocks.get(n, 0) for n in baseline.blocks)]
+    for knob in knobs:
+        chosen += [pick(space, key=knob) for pick in (min, max)] if space else []
+    return list(dict.fromkeys(chosen))
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

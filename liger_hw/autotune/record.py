@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
@@ -61,18 +60,28 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
 
 
+class _NotCompiled:
+    """What a launch that did not happen returns in place of a compiled kernel."""
+
+    run = function = packed_metadata = None
+
+
+_NOT_COMPILED = _NotCompiled()
+
+
 class Recorder:
     """While active, notes operator calls and kernel launches.
 
     keep: copy tensor arguments before a launch: None never, or `(launch) -> indices to copy`. Only the first launch of
     each kernel in an operator call is kept: the rest of a chunked loop repeats it.
     repeatable: copy what operators overwrite, so that their calls can be run again.
+    launching: False notes launches without running them: nothing is compiled and results are garbage.
     """
 
-    def __init__(self, keep: Any = None, repeatable: bool = False) -> None:
+    def __init__(self, keep: Any = None, repeatable: bool = False, launching: bool = True) -> None:
         self.calls: list[Call] = []
         self.launches: list[Launch] = []
-        self._keep, self._repeatable, self._call = keep, repeatable, None
+        self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
 
     def __enter__(self) -> "Recorder":
         self._ordinary, _launch._launch_ordinary = _launch._launch_ordinary, self._launched
@@ -92,6 +101,8 @@ class Recorder:
                 wanted = self._keep(launch)
                 launch.before = {i: copy_of(a) for i, a in enumerate(args) if i in wanted}
             place.append(launch)
+        if not self._launching:
+            return _NOT_COMPILED
         launch.compiled = self._ordinary(plan, kernel, grid, args, flags)
         return launch.compiled
 
@@ -119,16 +130,32 @@ class _OperatorMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Poison(TorchFunctionMode):
-    """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found."""
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found.
 
-    _makers = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+    By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
+    """
+    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in self._makers and result.is_floating_point() and result.numel():
-            result.fill_(float("nan"))
-        return result
+    def poisoning(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result = make(*args, **kwargs)
+            return result.fill_(float("nan")) if result.is_floating_point() and result.numel() else result
+
+        return made
+
+    originals = [(owner, name, getattr(owner, name)) for owner, name in makers]
+    for owner, name, make in originals:
+        setattr(owner, name, poisoning(make))
+    try:
+        yield
+    finally:
+        for owner, name, make in originals:
+            if owner is torch.Tensor:
+                delattr(owner, name)  # inherited again
+            else:
+                setattr(owner, name, make)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

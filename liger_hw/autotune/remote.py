@@ -36,6 +36,9 @@ class Worker:
         inherited = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([package, *([inherited] if inherited else [])])
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
+        if kind == "compile":
+            for name in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET"):
+                kept.pop(name, None)
         settings = {"LIGER_HW_AUTOTUNE": "0", "LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "liger_hw.autotune.worker", kind, json.dumps(setting)],
@@ -149,7 +152,7 @@ class CompilePool:
             thread.start()
 
     def submit(self, recipe: str, args: list[Any], urgent: bool = False) -> None:
-        """Queue `compile_one(target, *args)` under the name `recipe`, once."""
+        """Queue a candidate (op, sizes, dtype, variant, configuration) under the name `recipe`, once."""
         with self._done:
             if recipe in self._results:
                 return
@@ -158,7 +161,7 @@ class CompilePool:
             self._queue.put((0 if urgent else 1, self._sequence, recipe, args))
 
     def wait(self, recipe: str) -> dict[str, Any]:
-        """`{shared}`, `{error}` or `{unknown}` of a submitted candidate."""
+        """`{resources}`, `{error}` or `{unknown}` of a submitted candidate."""
         with self._done:
             while self._results.get(recipe) is None and not self._stop and self._threads:
                 self._done.wait(1.0)

@@ -47,13 +47,37 @@ def _measuring(setting: dict[str, Any]) -> Callable[[str, list], Any]:
 
 
 def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
-    from .compiling import compile_one, pretend_device, target_from_json
+    """Compiles what a candidate would launch, so that Triton's on-disk cache has it when the measuring worker asks."""
+    import torch
 
-    target = target_from_json(setting["target"])
-    usable = pretend_device(target)
+    from ..backends import LaunchConfig, Target, backend
+    from . import compile as ahead
 
-    def compile_candidate(name: str, args: list) -> Any:
-        return compile_one(target, *args) if usable else {"unknown": "no compiler for this target"}
+    target = Target(**{**setting["target"], "warp_sizes": tuple(setting["target"]["warp_sizes"])})
+    usable = backend(target.vendor).triton_target(target) is not None
+    known: dict[tuple, dict[str, Any]] = {}
+
+    def compile_candidate(name: str, args: list) -> dict[str, Any]:
+        if not usable:
+            return {"unknown": f"the stock Triton has no compiler for {target.arch}"}
+        op, sizes, dtype, variant, config = args
+        forced = {f"{op}.{variant}": LaunchConfig.from_json(config)}
+        try:
+            launches = ahead.trace(op, sizes, getattr(torch, dtype), target, configs=forced, shipped=False)
+        except Exception as error:  # the op does not run on meta tensors: the measuring worker compiles for itself
+            return {"unknown": f"{type(error).__name__}: {error}"}
+        answer: dict[str, Any] = {"resources": {}}
+        for launch in launches:
+            if launch.same() not in known:
+                try:
+                    known[launch.same()] = ahead._compile(ahead._job(launch)).to_json()
+                except Exception as error:
+                    known[launch.same()] = {"error": f"{type(error).__name__}: {str(error).strip()[:200]}"}
+            if launch.tunable == f"{op}.{variant}" and launch.layer == "explicit":
+                if "error" in known[launch.same()]:
+                    return known[launch.same()]
+                answer["resources"] = known[launch.same()]
+        return answer
 
     return compile_candidate
 

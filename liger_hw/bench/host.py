@@ -11,8 +11,8 @@ call: each part is measured on its own, through the very objects the call uses, 
 
 from __future__ import annotations
 
-import importlib
 import statistics
+import sys
 import time
 from typing import Any, Callable, Sequence
 
@@ -117,12 +117,13 @@ class _Seen:
 def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
     """One forward and one full call of an op, with every launch and operator it makes written down."""
     seen = _Seen()
-    modules = [m for m in _modules_of(op) if getattr(m, "launch", None) is _launch.launch]
+    original = _launch.launch
+    modules = [m for m in _kernel_modules() if m is not _launch and getattr(m, "launch", None) is original]
     launches: list[tuple] = []
 
     def launch(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple = ()) -> None:
         launches.append((plan, kernel, grid, args, flags))
-        _launch.launch(plan, kernel, grid, args, flags)
+        original(plan, kernel, grid, args, flags)
 
     class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -144,15 +145,12 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
         seen.launches_full = list(launches)
     finally:
         for module in modules:
-            module.launch = _launch.launch
+            module.launch = original
     return seen
 
 
-def _modules_of(op: registry.Op) -> list[Any]:
-    import sys
-
-    importlib.import_module(op.function.__module__)
-    package = op.function.__module__.rsplit(".", 1)[0]
+def _kernel_modules() -> list[Any]:
+    package = _launch.__name__.rsplit(".", 1)[0]
     return [module for name, module in list(sys.modules.items()) if name.startswith(package + ".") and module]
 
 

@@ -217,6 +217,14 @@ Product = tuple[int, int, int, str]
 # -- the device ------------------------------------------------------------------------------------------------------
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """`cuda` as `cuda:0` (or whichever is current), the CPU as it is."""
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 class Meter:
     """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
 
@@ -224,15 +232,13 @@ class Meter:
     that were made on the default stream.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        device = torch.device(device)
-        self.module: Any = None
+    def __init__(self, device: torch.device | str, module: Any = None) -> None:
+        """module: stands in for torch's module of the device's type, for tests"""
+        self.device = device = with_index(device)
+        self.module: Any = module
         if device.type != "cpu":
             self.module = torch.get_device_module(device)
-            index = self.module.current_device() if device.index is None else device.index
-            device = torch.device(device.type, index)
-            self.module.set_device(index)
-        self.device = device
+            self.module.set_device(device.index)
         self.l2 = target_of(device).l2
         self._graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
         self._pool: Any = None

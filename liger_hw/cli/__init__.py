@@ -23,6 +23,7 @@ from .. import __version__
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
     "explain": "why an op launches as it does at a shape, on this or another device",
+    "bench": "time the ops against their peers; also the registry, the host cost and a whole model",
     "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
 }
 

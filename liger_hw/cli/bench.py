@@ -155,9 +155,9 @@ def _where(facts: dict[str, Any]) -> str:
 def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import registry_cost, report, timing
 
-    meter = timing.Meter(device)
-    found = registry_cost.measure(meter.device)
-    document = {"machine": report.machine(meter.device, arguments.commit), **found}
+    device = timing.with_index(device)
+    found = registry_cost.measure(device)
+    document = {"machine": report.machine(device, arguments.commit), **found}
     if arguments.json:
         report.save(arguments.json, document)
     if arguments.json != "-":
@@ -185,7 +185,7 @@ def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import e2e, report, timing
 
-    meter = timing.Meter(device)
+    device = timing.with_index(device)
     try:
         plan = e2e.Plan(
             model=arguments.model,
@@ -202,13 +202,13 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         )
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
-    facts = report.machine(meter.device, arguments.commit)
+    facts = report.machine(device, arguments.commit)
 
     def keep(found: dict[str, Any]) -> None:
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, **found})
 
-    found = e2e.measure(plan, meter.device, timing.Budget(arguments.budget), keep, _progress)
+    found = e2e.measure(plan, device, timing.Budget(arguments.budget), keep, _progress)
     if arguments.json == "-":
         print(json.dumps({"machine": facts, **found}, indent=1, default=str))
         return 0

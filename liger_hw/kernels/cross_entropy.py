@@ -124,6 +124,38 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
     return rows.sum() / total + z, z.detach(), hits, top
 
 
+def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64: the formula the kernel has.
+
+    Not by autograd, which is not there where an operator runs under a dispatch mode.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s, slope = logits.to(wide), 1.0
+    if options.softcap:
+        t = torch.tanh(s / options.softcap)
+        s, slope = options.softcap * t, 1.0 - t.square()
+    target = target.long()
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
+    lse = torch.logsumexp(s, -1)
+    push = (1.0 - options.label_smoothing) * w[y]
+    smooth = torch.full_like(lse, options.label_smoothing / logits.shape[1])
+    pull = push + smooth * w.sum()
+    z_pull = 2.0 * options.lse_square_scale * lse
+    if options.reduction == MEAN:
+        total = torch.where(counted, w[y], 0.0).sum()
+        push, pull, smooth, z_pull = push / total, pull / total, smooth / total, z_pull / counted.sum()
+    factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
+    if options.token_scaling:
+        factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
+    grad = ((pull + z_pull) * factor)[:, None] * torch.exp(s - lse[:, None])
+    if options.label_smoothing:
+        grad -= (smooth * factor)[:, None] * w
+    grad.scatter_add_(1, y[:, None], -(push * factor)[:, None])
+    return torch.where(counted[:, None], grad * slope, 0.0)
+
+
 def pack(loss, z_loss, hits, top, extra: tuple[bool, bool, bool]) -> torch.Tensor | CrossEntropyOutput:
     """The loss alone, or a CrossEntropyOutput with the extras asked for: (z_loss, token_accuracy, predicted_tokens)."""
     if not any(extra):
@@ -209,7 +241,10 @@ def _scan_block(
     ARGMAX: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take one block into the running maximum m, sum d of exp(s - m), sum of w * s, and first largest logit."""
+    """Take one block into the running maximum m, sum d of exp(s - m), sum of w * s, and first largest logit.
+
+    MASKED: the block ends past n_cols, where x is -inf.
+    """
     s = x
     if SOFTCAP:
         s = softcap * _tanh(x * (1.0 / softcap))
@@ -220,14 +255,12 @@ def _scan_block(
         if MASKED:
             ws = tl.where(cols < n_cols, ws, 0.0)
         weighted += tl.sum(ws)
-    if MASKED:
+    if MASKED and SOFTCAP:
         s = tl.where(cols < n_cols, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
     d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
     if ARGMAX:
-        if MASKED:
-            x = tl.where(cols < n_cols, x, float("-inf"))
         block_top = tl.max(x)
         first = tl.min(tl.where(x == block_top, cols, n_cols))
         argmax = tl.where(block_top > top, first, argmax)
@@ -338,6 +371,7 @@ def _cross_entropy_fwd_kernel(
     x_tail = tl.load(X_ptr + tail_cols, mask=tail_cols < n_stored, other=0.0).to(tl.float32)
     if BIAS_ptr is not None:
         x_tail += tl.load(BIAS_ptr + tail_cols, mask=tail_cols < n_cols, other=0.0).to(tl.float32)
+    x_tail = tl.where(tail_cols < n_cols, x_tail, float("-inf"))
     m, d, weighted, top, argmax = _scan_block(
         x_tail, tail_cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, True
     )
@@ -694,7 +728,7 @@ def launch_sum(rows: RowResults, stats: torch.Tensor, options: Options, dtype: t
         hits = None if hits is None else torch.empty((), dtype=torch.float32, device=device)
         plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
         launch(plan, _cross_entropy_sum_kernel, (1,), (stats, *rows[:3], loss, z_loss, hits, n_rows))
-    return loss, *(_absent(stats) if t is None else t for t in (z_loss, hits, top))
+    return loss, *(absent(stats) if t is None else t for t in (z_loss, hits, top))
 
 
 def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, z, accuracy, top, grad):
@@ -710,7 +744,7 @@ def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, red
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
     late = grad and divides_late(x.dtype, options)
     outputs = launch_sum(rows, stats, options, dtype)
-    return *outputs, _absent(x) if dx is None else dx, stats if late else _absent(stats)
+    return *outputs, absent(x) if dx is None else dx, stats if late else absent(stats)
 
 
 def _scale(grad, out, grad_output, stats) -> None:
@@ -743,7 +777,7 @@ def _bwd_in_place(grad, grad_output, stats):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _absent(like: torch.Tensor) -> torch.Tensor:
+def absent(like: torch.Tensor) -> torch.Tensor:
     """Stands for a result that was not asked for: an operator may not return None."""
     return like.new_empty(0)
 
@@ -759,14 +793,13 @@ def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int)
         )
 
 
+@torch.no_grad()
 def _fwd_reference(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
     options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
     check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
     *extra, grad = wanted
-    with torch.enable_grad():
-        x = input.detach().requires_grad_(grad)
-        outputs = reference_losses(x, target, weight, options)
-        dx = torch.autograd.grad(outputs[0].sum(), x)[0].contiguous() if grad else _absent(input)
+    outputs = reference_losses(input, target, weight, options)
+    dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
     stats = torch.ones(5) if grad and divides_late(input.dtype, options) else torch.empty(0)
     return *reference_outputs(outputs, dtype, extra), dx, stats
 
@@ -776,7 +809,7 @@ def reference_outputs(outputs, dtype: torch.dtype, extra) -> tuple[torch.Tensor,
     loss, z_loss, hits, top = outputs
     absent = torch.empty(0, dtype=torch.float32)
     z_loss, hits, top = (t if asked else absent for t, asked in zip((z_loss.to(dtype), hits, top), extra))
-    return loss.detach().to(dtype), z_loss, hits, top
+    return loss.to(dtype), z_loss, hits, top
 
 
 def _bwd_reference(grad, grad_output, stats):
@@ -804,7 +837,7 @@ def fake_outputs(like, n_rows, reduction: int, dtype: torch.dtype, extra) -> tup
 def _fwd_fake(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
     options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
     *extra, grad = wanted
-    dx = input.new_empty(input.shape) if grad else _absent(input)
+    dx = input.new_empty(input.shape) if grad else absent(input)
     stats = input.new_empty(5 if grad and divides_late(input.dtype, options) else 0, dtype=torch.float32)
     return *fake_outputs(input, input.shape[0], reduction, dtype, extra), dx, stats
 

@@ -202,11 +202,16 @@ def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int
 
 
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """About 4096 elements of q a program, two loads of 16 bytes a thread for each half of the rotary width."""
-    heads, _, width, _, itemsize = key
-    block_h = max(1, min(heads, 4096 // width))
-    block_t = max(1, min(8, 2048 // (block_h * width)))
-    warps = target.warps(block_t * block_h * width, 64 // itemsize, 8)
+    """About 5000 elements of q and k a program, 128 bytes a thread: then even few heads of k fill 16-byte loads."""
+    q_heads, k_heads, width, _, itemsize = key
+    block_h = q_heads
+    while block_h > 1 and block_h * (q_heads + k_heads) * width > 6144 * q_heads:
+        block_h //= 2
+    elements = max(1, block_h * (q_heads + k_heads) // q_heads) * width
+    block_t = 1
+    while block_t < 8 and 2 * block_t * elements <= 6144:
+        block_t *= 2
+    warps = target.warps(block_t * elements, 128 // itemsize, 8)
     return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
 
 
@@ -217,14 +222,12 @@ def _safe(target: Target, key: registry.Key) -> LaunchConfig:
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     heads, _, width, _, _ = key
     return [
-        LaunchConfig({"BLOCK_T": tokens, "BLOCK_H": block_h}, warps, hint=hint)
-        for tokens in (1, 2, 4, 8, 16)
+        LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps, hint=hint)
+        for block_t in (1, 2, 4, 8, 16)
         for block_h in (1, 2, 4, 8, 16, 32, 64, 128)
-        for warps in (1, 2, 4, 8, 16)
+        for warps in (1, 2, 4, 8)
         for hint in ("none", "stream")
-        if block_h <= heads
-        and (tokens == 1 or tokens * block_h * width <= 16384)
-        and 8 <= tokens * block_h * width // (warps * target.warp_size) <= 64
+        if block_h <= heads and 8 <= block_t * block_h * width // (warps * target.warp_size) <= 128
     ]
 
 

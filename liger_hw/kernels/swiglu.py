@@ -46,19 +46,32 @@ def fused_gate_up_swiglu_reference(
 
 @triton.jit
 def _tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, mask) of this program: a stretch of one row, or of all rows as one when they lie end to end."""
+    """(row, first column, columns of a row) of this program; FLAT when rows lie end to end and count as one."""
     pid = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_SIZE)
     if FLAT:
-        row = pid * 0
-        cols = pid * BLOCK_SIZE + offsets
-        mask = cols < n_rows.to(tl.int64) * n_cols  # a product: n_cols keeps its known divisibility, rows stay generic
+        return pid * 0, pid * BLOCK_SIZE, n_rows.to(tl.int64) * n_cols
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        row = pid // tiles
-        cols = (pid % tiles) * BLOCK_SIZE + offsets
-        mask = cols < n_cols
-    return row, cols, mask
+        return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
+
+
+@triton.jit
+def _swiglu_fwd_tile(
+    a_ptrs,
+    b_ptrs,
+    c_ptrs,
+    mask,
+    gate_multiplier,
+    down_multiplier,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    a_raw = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    gate = (a_raw.to(tl.float32) * gate_multiplier).to(a_raw.dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(a_raw.dtype).to(tl.float32)
+    c = silu * b * down_multiplier
+    tl.store(c_ptrs, c.to(c_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -77,15 +90,41 @@ def _swiglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
-    a_raw = tl.load(a_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    c_ptrs = C_ptr + row * n_cols + cols
+    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
+        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, cols < size, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+
+
+@triton.jit
+def _swiglu_bwd_tile(
+    dc_ptrs,
+    a_ptrs,
+    b_ptrs,
+    da_ptrs,
+    db_ptrs,
+    mask,
+    gate_multiplier,
+    down_multiplier,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    a_raw = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
     gate = (a_raw.to(tl.float32) * gate_multiplier).to(a_raw.dtype).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(a_raw.dtype).to(tl.float32)
-    c = silu * b * down_multiplier
-    tl.store(C_ptr + row * n_cols + cols, c.to(C_ptr.dtype.element_ty), mask=mask)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    d = dc * down_multiplier
+    da = d * b * gate_multiplier * (sigmoid + silu * (1.0 - sigmoid))
+    db = d * silu.to(a_raw.dtype).to(tl.float32)
+    tl.store(da_ptrs, da.to(da_ptrs.dtype.element_ty), mask=mask)
+    tl.store(db_ptrs, db.to(db_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -108,21 +147,17 @@ def _swiglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    dc_ptrs = DC_ptr + row * DC_row_stride + cols
-    a_ptrs = A_ptr + row * A_row_stride + cols
-    b_ptrs = B_ptr + row * B_row_stride + cols
-    a_raw = tl.load(a_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    dc = tl.load(dc_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    gate = (a_raw.to(tl.float32) * gate_multiplier).to(a_raw.dtype).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    d = dc * down_multiplier
-    da = d * b * gate_multiplier * (sigmoid + silu * (1.0 - sigmoid))
-    db = d * silu.to(a_raw.dtype).to(tl.float32)
-    tl.store(DA_ptr + row * D_row_stride + cols, da.to(DA_ptr.dtype.element_ty), mask=mask)
-    tl.store(DB_ptr + row * D_row_stride + cols, db.to(DB_ptr.dtype.element_ty), mask=mask)
+    row, start, size = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
+    dc = DC_ptr + row * DC_row_stride + cols
+    a = A_ptr + row * A_row_stride + cols
+    b = B_ptr + row * B_row_stride + cols
+    da = DA_ptr + row * D_row_stride + cols
+    db = DB_ptr + row * D_row_stride + cols
+    if start + BLOCK_SIZE <= size:
+        _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _swiglu_bwd_tile(dc, a, b, da, db, cols < size, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -154,11 +189,11 @@ def _valid(config: LaunchConfig, key: registry.Key) -> str | None:
     return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
 
 
-def _tunable(op: str, variant: str, kernel) -> Tunable:
+def _tunable(op: str, variant: str, *kernels) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(kernel, _tile),
+        kernels=(*kernels, _tile),
         key=row_key,
         dims=_DIMS,
         heuristic=_heuristic,
@@ -169,10 +204,10 @@ def _tunable(op: str, variant: str, kernel) -> Tunable:
     )
 
 
-FWD = _tunable("swiglu", "fwd", _swiglu_fwd_kernel)
-BWD = _tunable("swiglu", "bwd", _swiglu_bwd_kernel)
-FUSED_FWD = _tunable("fused_gate_up_swiglu", "fwd", _swiglu_fwd_kernel)
-FUSED_BWD = _tunable("fused_gate_up_swiglu", "bwd", _swiglu_bwd_kernel)
+FWD = _tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
+BWD = _tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
+FUSED_FWD = _tunable("fused_gate_up_swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
+FUSED_BWD = _tunable("fused_gate_up_swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

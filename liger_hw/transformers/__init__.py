@@ -34,7 +34,8 @@ def __getattr__(name: str) -> Any:
         import difflib
 
         near = difflib.get_close_matches(name, _HOME, 1)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     module = importlib.import_module(f"liger_hw.{_HOME[name]}")
     value = module if _HOME[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value

@@ -2,7 +2,7 @@
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary function in the family's modeling
 module, so models made before and after are patched alike. On an instance it binds the same functions to that model's
-modules only. Nothing else is changed: no function of torch, none that families share, no parameter, no class of a module.
+modules only. Nothing else changes: no function of torch, none that families share, no parameter, no module's class.
 """
 
 from __future__ import annotations
@@ -97,12 +97,16 @@ class _Engine:
             self._rope()
         elif part == "rms_norm":
             spec = self.spec
-            self._forwards(part, "rms_norm", "norms", lambda _: parts.rms_norm_forward(spec.casting_mode, spec.offset, spec.eps))
+            self._forwards(
+                part, "rms_norm", "norms", lambda _: parts.rms_norm_forward(spec.casting_mode, spec.offset, spec.eps)
+            )
         elif part == "swiglu":
             self._forwards(part, "swiglu", "mlps", parts.swiglu_forward, parts.why_not_swiglu)
         elif part in _LOSSES:
             fused = part == "fused_linear_cross_entropy"
-            self._forwards(part, part, "causal_lms", lambda original: causal_lm_forward(original, self.spec.head, fused))
+            self._forwards(
+                part, part, "causal_lms", lambda original: causal_lm_forward(original, self.spec.head, fused)
+            )
         else:
             raise ValueError(f"spec {self.spec.name!r} names a part {part!r} that the engine does not know")
 
@@ -129,7 +133,7 @@ class _Engine:
             elif reason and reason != ALREADY:
                 reason = f"left alone: {reason}"
             if reason:
-                self.report.rows.append(PatchRow(part, where, kernel, reason))
+                self._leave(part, where, kernel, reason)
                 continue
             original = getattr(current, "__func__", current)
             if original not in made:
@@ -138,7 +142,8 @@ class _Engine:
             self.report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, slot, replacement))
         if not seen:
             names = " or ".join(self.spec.class_names(kind))
-            self.report.rows.append(PatchRow(part, names, kernel, f"left alone: {self._absent()} has none"))
+            absent = self.modeling.__name__ if self.model is None else f"this {type(self.model).__name__}"
+            self._leave(part, names, kernel, f"left alone: {absent} has none")
 
     def _owners(self, kind: str) -> Iterator[tuple[Any, type]]:
         """(owner of the attribute, class) pairs: the class itself twice, or each module of the model with its class."""
@@ -155,14 +160,13 @@ class _Engine:
         name = self.spec.rotary
         where = f"{self.modeling.__name__.rpartition('.')[2]}.{name}"
         current = getattr(self.modeling, name, None)
-        row = lambda state, place=where: PatchRow("rope", place, "rope", state)  # noqa: E731
         if current is None:
-            self.report.rows.append(row(f"left alone: {self.modeling.__name__} has no {name}"))
+            self._leave("rope", where, "rope", f"left alone: {self.modeling.__name__} has no {name}")
         elif getattr(current, _MARK, None) is not None:
-            self.report.rows.append(row(ALREADY))
+            self._leave("rope", where, "rope", ALREADY)
         elif self.model is None:
             rotary = _marked(parts.rotary_function(current), "rope", name, current)
-            self.report.change(row(PATCHED), Patch(self.modeling, name, rotary))
+            self.report.change(PatchRow("rope", where, "rope", PATCHED), Patch(self.modeling, name, rotary))
         else:
             private = PREFIX + name
             if not hasattr(self.modeling, private):  # harmless, shared by every patched instance, so never taken away
@@ -170,10 +174,10 @@ class _Engine:
             try:
                 self._forwards("rope", "rope", "attentions", lambda original: rebind(original, name))
             except CannotRebind as error:
-                self.report.rows.append(row(f"left alone: {error}; patch the classes instead (model=None)"))
+                self._leave("rope", where, "rope", f"left alone: {error}; patch the classes instead (model=None)")
 
-    def _absent(self) -> str:
-        return self.modeling.__name__ if self.model is None else f"this {type(self.model).__name__}"
+    def _leave(self, part: str, where: str, kernel: str, state: str) -> None:
+        self.report.rows.append(PatchRow(part, where, kernel, state))
 
 
 def _marked(function: Callable, part: str, name: str, original: Callable) -> Callable:
@@ -212,14 +216,15 @@ def _modeling_module(spec: FamilySpec) -> Any:
     try:
         import transformers
     except ImportError:
-        raise ImportError(f"{spec.function_name} patches transformers models: pip install 'liger_hw[transformers]'") from None
+        raise ImportError(f"{spec.function_name} patches transformers models: pip install transformers") from None
     try:
         return importlib.import_module(spec.modeling_module)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("transformers.models."):
             raise
+        version = transformers.__version__
         raise ImportError(
-            f"transformers {transformers.__version__} has no {spec.modeling_module}; install a version that has {spec.name}"
+            f"transformers {version} has no {spec.modeling_module}; install a version that has {spec.name}"
         ) from None
 
 

@@ -5,9 +5,9 @@ except that its output head is an `OutputHead`, whose result is a `DeferredLogit
 the model, so this works in threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)` alike.
 
 The head's weight is read outside its forward only where nothing can hang on that forward: a plain `nn.Linear` (or the
-active copy of a PEFT `modules_to_save`) without hooks. A head that FSDP2 shards on its own, or that accelerate placed on
-a device, is called through its hooks with the loss in place of the product. Every other head (LoRA, quantised, tensor
-parallel, offloaded, hooked) computes its logits itself, and one warning says why and what to do.
+active copy of a PEFT `modules_to_save`) without hooks. A head that FSDP2 shards on its own, or that accelerate placed
+on a device, is called through its hooks with the loss in place of the product. Every other head (LoRA, quantised,
+tensor parallel, offloaded, hooked) computes its logits itself, and one warning says why and what to do.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ class OutputHead:
             return self.module(hidden)
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """Loss of `logits` [n, vocab] for `target` int64 [n]; options: weight, ignore_index, reduction, label_smoothing."""
+        """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
         if self._can_fuse(logits):
             if not self.slot:
                 return self._fused(logits, logits._hidden, target, options)
-            return _in_place_of(self.linear, self.slot, lambda x: self._fused(logits, x, target, options), logits._hidden)
+            return _in_place_of(
+                self.linear, self.slot, lambda x: self._fused(logits, x, target, options), logits._hidden
+            )
         from .functional import liger_cross_entropy
 
         result = liger_cross_entropy(logits.materialise(), target, return_token_accuracy=self.wants_accuracy, **options)
@@ -177,10 +179,8 @@ _ADAPTER = (
 
 
 def _hooked_by(module: nn.Module) -> str:
-    """"" for no hooks, "fsdp2" when all of them are FSDP2's own, else "other"."""
-    if not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ):
+    """An empty string for no hooks, "fsdp2" when all of them are FSDP2's own, else "other"."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return ""
     if module._backward_hooks or module._backward_pre_hooks:
         return "other"
@@ -207,8 +207,8 @@ def _refuse_shard(weight: torch.Tensor) -> None:
     if type(weight).__name__ == "DTensor":
         raise RuntimeError(
             "liger_hw: the output head's weight is a shard (DTensor) when the loss needs it whole. With FSDP2 call the "
-            "model itself (model(...), not model.forward(...)), so that its hooks gather the weight, or fully_shard the "
-            "head on its own; otherwise apply the patch with fused_linear_cross_entropy=False."
+            "model itself (model(...), not model.forward(...)), so that its hooks gather the weight, or fully_shard "
+            "the head on its own; otherwise apply the patch with fused_linear_cross_entropy=False."
         )
 
 
@@ -245,7 +245,7 @@ def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callab
             labels = kwargs["labels"] = kwargs["shift_labels"]
         if labels is None:
             if skip_logits:
-                raise ValueError("skip_logits=True needs labels or shift_labels: without a loss there is nothing to return")
+                raise ValueError("skip_logits=True needs labels or shift_labels: there is nothing else to return")
             return original(self, *args, **kwargs)
         skip = fused and (self.training if skip_logits is None else bool(skip_logits))
         if fused and not skip and not return_token_accuracy:

@@ -13,7 +13,7 @@ import torch
 
 
 def rms_norm_forward(casting_mode: str, offset: float, eps_name: str) -> Callable:
-    """RMSNorm with the module's own `weight` and epsilon. Output dtype is Hugging Face's: x's, promoted with weight's."""
+    """RMSNorm with the module's own `weight` and epsilon; x's dtype, promoted with the weight's as in torch."""
     from .functional import liger_rms_norm
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

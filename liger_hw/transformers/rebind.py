@@ -47,7 +47,8 @@ def _copy(function: types.FunctionType, code: types.CodeType, closure: tuple | N
     copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__annotations__ = function.__annotations__
-    copied.__qualname__, copied.__module__, copied.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    copied.__qualname__, copied.__module__ = function.__qualname__, function.__module__
+    copied.__doc__ = function.__doc__
     copied.__dict__.update(function.__dict__)
     return copied
 

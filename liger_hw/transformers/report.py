@@ -40,7 +40,7 @@ class Patch:
     def revert(self) -> None:
         """Restore the very object that was there, unless somebody has replaced ours since."""
         if vars(self.owner).get(self.name, _MISSING) is not self.replacement:
-            log.warning("liger_hw: %s of %s was changed after patching and is left as it is", self.name, _named(self.owner))
+            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, _named(self.owner))
         elif self.original is _MISSING:
             delattr(self.owner, self.name)
         else:

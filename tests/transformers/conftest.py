@@ -5,14 +5,16 @@ No `__init__.py` in this folder: it would shadow the package `transformers`.
 
 from __future__ import annotations
 
-import copy
+import importlib
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from liger_hw.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_mistral, functional  # noqa: E402
+import liger_hw.transformers  # noqa: E402
+from liger_hw.transformers import functional  # noqa: E402
+from liger_hw.transformers.models import FAMILIES as NAMES  # noqa: E402
 
 VOCAB = 61
 SIZES = {
@@ -32,12 +34,13 @@ SIZES = {
 class Family:
     """One family: its public function and its transformers classes."""
 
-    def __init__(self, name, apply):
-        prefix = name.capitalize()
-        self.name, self.apply = name, apply
+    def __init__(self, name):
+        spec = importlib.import_module(f"liger_hw.transformers.models.{name}").SPEC
+        prefix = spec.prefix
+        self.name, self.apply = name, getattr(liger_hw.transformers, spec.function_name)
         self.config_class = getattr(transformers, f"{prefix}Config")
         self.causal_lm = getattr(transformers, f"{prefix}ForCausalLM")
-        self.modeling = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=["_"])
+        self.modeling = importlib.import_module(spec.modeling_module)
         self.norm = getattr(self.modeling, f"{prefix}RMSNorm")
         self.mlp = getattr(self.modeling, f"{prefix}MLP")
         self.attention = getattr(self.modeling, f"{prefix}Attention")
@@ -57,10 +60,7 @@ class Family:
         return [*owners, (self.modeling, "apply_rotary_pos_emb")]
 
 
-FAMILIES = {
-    "mistral": Family("mistral", apply_liger_kernel_to_mistral),
-    "llama": Family("llama", apply_liger_kernel_to_llama),
-}
+FAMILIES = {name: Family(name) for name in NAMES}
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -144,9 +144,3 @@ def same_step():
         return outputs
 
     return check
-
-
-@pytest.fixture
-def twin():
-    """A deep copy: the unpatched arm of an instance-patched model."""
-    return copy.deepcopy

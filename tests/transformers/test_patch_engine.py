@@ -255,7 +255,7 @@ def test_wrong_models_raise_with_what_to_do(mistral, llama):
     with pytest.raises(TypeError, match="got str; load it first"):
         mistral.apply(model="mistralai/Mistral-7B-v0.1")
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
-    with pytest.raises(TypeError, match="GPT2LMHeadModel, not a Mistral model; liger_hw has functions for llama, mistral"):
+    with pytest.raises(TypeError, match="GPT2LMHeadModel, not a Mistral model; liger_hw has functions for .*llama"):
         mistral.apply(model=gpt2)
     with pytest.raises(TypeError, match="Linear, not a Mistral model"):
         mistral.apply(model=torch.nn.Linear(2, 2))

@@ -50,34 +50,35 @@ class Original:
     def _foreign(self) -> str:
         for place, saved in zip(self.places, self.saved):
             for name, value in saved.items():
-                origin = getattr(value, "__module__", None) or ""
-                if origin.split(".")[0] in ("liger_hw", "liger_kernel"):
+                if origin := _kernel_package(value):
                     return f"{place.__name__}.{name} comes from {origin}"
         return ""
 
     def changes(self) -> list[str]:
-        """Names that are not what they were."""
+        """Names that are not what they were, and functions and classes that are new."""
         found = []
         for place, saved in zip(self.places, self.saved):
             now = vars(place)
-            found += [f"{place.__name__}.{n}" for n in {**saved, **now} if _differs(saved, now, n)]
+            found += [f"{place.__name__}.{name}" for name in saved if now.get(name, _MISSING) is not saved[name]]
+            found += [f"{place.__name__}.{name}" for name in now if name not in saved and callable(now[name])]
         return found
 
     def restore(self) -> None:
         for place, saved in zip(self.places, self.saved):
-            for name in [n for n in {**saved, **vars(place)} if _differs(saved, vars(place), n)]:
-                if name in saved:
-                    setattr(place, name, saved[name])
-                else:
-                    delattr(place, name)
+            for name in [name for name in vars(place) if name not in saved and callable(vars(place)[name])]:
+                delattr(place, name)
+            for name, value in saved.items():
+                if vars(place).get(name, _MISSING) is not value:
+                    setattr(place, name, value)
 
 
 _MISSING = object()
-_BOOKKEEPING = frozenset({"__warningregistry__", "__annotations_cache__", "__annotate_func__", "__static_attributes__"})
 
 
-def _differs(saved: Any, now: Any, name: str) -> bool:
-    return name not in _BOOKKEEPING and saved.get(name, _MISSING) is not now.get(name, _MISSING)
+def _kernel_package(value: Any) -> str:
+    """Name of the liger module a function or class was written in, whatever it calls itself; else an empty string."""
+    written = getattr(value, "__globals__", {}).get("__name__") or getattr(value, "__module__", None) or ""
+    return written if written.split(".")[0] in ("liger_hw", "liger_kernel") else ""
 
 
 @contextlib.contextmanager

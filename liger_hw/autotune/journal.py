@@ -1,0 +1,91 @@
+"""Every measurement the tuner takes, one JSON line each, written as it is taken. `--resume` reads it.
+
+A line is handed to the operating system at once, so a killed run (kill -9 too) loses nothing but the candidate in
+flight. The disk is flushed once a second and at the end of a tunable: only a power cut can lose that second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Iterator
+
+from . import store
+
+FLUSH_SECONDS = 1.0
+
+
+class Journal:
+    """Append-only lines `{op, variant, key, dtype, stage, ...}`, bound to a kernel source and Triton version each."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._flushed = 0.0
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError as error:
+                store.warn_once("journal", f"cannot write {path}: {error}; this run cannot be resumed")
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, (json.dumps(line, sort_keys=True) + "\n").encode())
+            if time.monotonic() - self._flushed > FLUSH_SECONDS:
+                self.flush()
+        except OSError as error:
+            store.warn_once("journal", f"cannot write {self.path}: {error}; this run cannot be resumed")
+            self.close()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file)
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Every whole line written so far, by any run; a torn last line is skipped."""
+        if self.path is None:
+            return
+        try:
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                for text in file:
+                    try:
+                        line = json.loads(text)
+                    except ValueError:
+                        continue
+                    if isinstance(line, dict):
+                        yield line
+        except OSError:
+            return
+
+
+class Past:
+    """What earlier runs measured that still holds: same kernel source, same Triton minor version, same device folder."""
+
+    def __init__(self, journal: Journal | None, triton: str) -> None:
+        self.finished: dict[tuple, dict[str, Any]] = {}
+        self.coarse: dict[tuple, dict[str, float]] = {}
+        self.failed: dict[tuple, dict[str, str]] = {}
+        for line in journal.read() if journal else ():
+            if store.minor(str(line.get("triton", ""))) != store.minor(triton):
+                continue
+            try:
+                place = (line["op"], line["variant"], tuple(line["key"]), line["kernel_hash"])
+                if line["stage"] == "done":
+                    self.finished[place] = line
+                elif line["stage"] == "failed":
+                    self.failed.setdefault(place, {})[json.dumps(line["config"], sort_keys=True)] = str(line["reason"])
+                elif line["stage"] == "coarse":
+                    self.coarse.setdefault(place, {})[json.dumps(line["config"], sort_keys=True)] = float(line["us"])
+            except (KeyError, TypeError, ValueError):
+                continue

@@ -1,0 +1,94 @@
+"""Which configurations to try, and at which problem sizes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any, Iterable, Mapping, Sequence
+
+from ..backends import LaunchConfig, Target
+from ..registry import Key, Op, Tunable
+
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
+
+
+def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
+    """(the heuristic, then every other legal configuration of the space, each once; how often each reason refused one)."""
+    refused: Counter = Counter()
+    found: dict[LaunchConfig, None] = {}
+    for config in (tunable.heuristic(target, key), *tunable.space(target, key)):
+        reason = tunable.illegal(target, key, config)
+        if reason is None:
+            found[config] = None
+        else:
+            refused[reason] += 1
+    return list(found), refused
+
+
+def knobs(config: LaunchConfig) -> dict[str, Any]:
+    data = config.to_json()
+    return {**data.pop("blocks"), **data.pop("vendor"), **data}
+
+
+def distance(a: LaunchConfig, b: LaunchConfig) -> int:
+    """Number of knobs that differ."""
+    one, other = knobs(a), knobs(b)
+    return sum(one.get(name) != other.get(name) for name in {*one, *other})
+
+
+def neighbours(space: Iterable[LaunchConfig], config: LaunchConfig) -> list[LaunchConfig]:
+    """Configurations that differ from `config` in one knob."""
+    return [other for other in space if distance(other, config) == 1]
+
+
+def shortlist(
+    space: Sequence[LaunchConfig], start: LaunchConfig, most: int, scores: Mapping[LaunchConfig, float], seed: str
+) -> list[LaunchConfig]:
+    """At most `most` configurations to measure first; `start` leads.
+
+    scores: relative times (1.0 is the best) of configurations at neighbouring keys. With scores, two thirds of the list
+    are the best known and the rest are new; without, half are `start`'s neighbours and the rest are spread over the space.
+    """
+    if len(space) <= most:
+        return [start, *(c for c in space if c != start)]
+    chances = random.Random(seed)
+    chosen: dict[LaunchConfig, None] = {start: None}
+    known = sorted((c for c in space if c in scores), key=lambda c: scores[c])
+    if known:
+        chosen.update(dict.fromkeys(known[: most * 2 // 3]))
+        near = neighbours(space, known[0])
+    else:
+        near = neighbours(space, start)
+        chances.shuffle(near)
+        near = near[: most // 2]
+    for config in near:
+        if len(chosen) < most:
+            chosen[config] = None
+    rest = [c for c in space if c not in chosen]
+    chances.shuffle(rest)
+    chosen.update(dict.fromkeys(rest[: most - len(chosen)]))
+    return list(chosen)
+
+
+def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:
+    """(problem sizes, dtype) that have this key, found by trying the numbers in it; None where none are found.
+
+    A recorded miss holds a key only. Row counts are stored as log2 buckets and column counts as they are, so each number
+    of the key stands for itself or for a power of two; the largest sizes of a bucket are taken.
+    """
+    numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
+    usable = sorted((n for n in numbers if n > 0), reverse=True)[:12]
+    guesses: list[tuple[int, ...]] = []
+    for sizes in op.workloads.values():
+        guesses += [(max(1, sizes[0] * factor // 64), *sizes[1:]) for factor in (64, 1, 2, 4, 8, 16, 32, 128, 256, 512)]
+    if len(tunable.dims) <= 4:
+        guesses += itertools.product(usable, repeat=len(tunable.dims))
+    for itemsize, dtype in sorted(DTYPES.items(), key=lambda item: (item[0] not in key, item[0] != 2)):
+        for sizes in guesses:
+            try:
+                if tunable.key(*sizes, itemsize) == key:
+                    return tuple(sizes), dtype
+            except (ValueError, ArithmeticError):
+                continue
+    return None

@@ -1,0 +1,453 @@
+"""Cross entropy of a linear head, loss(input @ weight^T + bias, target), without the logits of all rows at once.
+
+Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
+-> loss [] or [n_rows]. The loss of a row is that of cross_entropy.py, whose row kernel runs here on chunks of rows;
+use_token_scaling multiplies a row's loss by exp(-(lse - s[y])), its probability of the target, taken as a constant.
+Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded to
+it as a linear layer's are, before the bias, which is added in fp32. Losses and statistics are fp32; so is the result.
+
+The forward computes the gradients of input, weight and bias that will be needed, chunk by chunk, in place on the chunk's
+logits: they are what is saved. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
+reduction="none" the incoming gradient of each row is needed first: the forward saves its inputs, and backward computes
+the logits again. See _linear_head.py for the chunks' size and the precision of the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Op, Sample, Tunable, row_key
+from . import cross_entropy as ce
+from ._linear_head import HeadGradients, logits_buffer, plan_chunks
+from ._op import check, check_tensors, define
+from .cross_entropy import REDUCTIONS, CrossEntropyOutput, Options, RowResults
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_cross_entropy_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> torch.Tensor | CrossEntropyOutput:
+    """The specification in plain torch: a linear layer, then cross_entropy's reference, in fp32 (fp64 for fp64)."""
+    options = Options(
+        ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction], use_token_scaling
+    )
+    outputs = ce.reference_losses(_logits(input, weight, bias), target, ce_weight, options)
+    return ce.pack(*outputs, (return_z_loss, return_token_accuracy, return_predicted_tokens))
+
+
+def _logits(input, weight, bias):
+    logits = F.linear(input, weight)
+    if bias is None:
+        return logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide) + bias.to(wide)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("n_rows", "hidden", "vocab")
+
+
+def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
+    return row_key(plan_chunks(n_rows, hidden, vocab, itemsize).rows, vocab, itemsize)
+
+
+FWD = Tunable(
+    "fused_linear_cross_entropy",
+    "fwd",
+    kernels=ce.ROW_KERNELS,
+    key=_key,
+    dims=_DIMS,
+    heuristic=ce.rows_heuristic,
+    safe=ce.rows_safe,
+    space=ce.rows_space,
+    valid=ce.FWD.valid,
+)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+_NAME = "liger_fused_linear_cross_entropy"
+
+
+@torch.no_grad()
+def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const, extra, wanted, row_grads=None):
+    """(rows' results, stats, gradients of x, weight and bias): forward's work, and backward's for reduction="none"."""
+    target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
+    (n_rows, hidden), vocab, gradients = x.shape, weight.shape[0], any(wanted)
+    size = x.dtype.itemsize
+    chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, scale=chunk_mem_const)
+    stats = ce.launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
+    rows = RowResults() if row_grads is not None else ce.row_buffers(n_rows, options, torch.float32, x.device, extra)
+    grads = HeadGradients(x, weight, wanted, chunks.wide)
+    plan = FWD.plan(x.device, row_key(chunks.rows, vocab, size))
+    buffer = logits_buffer(min(chunks.rows, n_rows), vocab, x)
+    for start in range(0, n_rows, chunks.rows):
+        part = x[start : start + chunks.rows]
+        logits = buffer[: part.shape[0]]
+        torch.mm(part, weight.t(), out=logits)
+        ce.launch_rows(
+            *(plan, logits, target, ce_weight, stats, options, rows, logits if gradients else None),
+            bias=bias,
+            row_grads=row_grads,
+            row_start=start,
+            owned=True,
+        )
+        if gradients:
+            grads.add(logits, part, weight, start)
+    dbias = None if grads.dbias is None else grads.dbias.to(bias.dtype)
+    return rows, stats, tuple(ce.absent(x) if g is None else g for g in (grads.dx, grads.dweight_as_weight(), dbias))
+
+
+def _fwd(x, weight, target, bias, ce_weight, *call):
+    options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
+    extra, wanted = tuple(wanted[:3]), tuple(wanted[3:])
+    rows, stats, grads = _chunked(x, weight, target, bias, ce_weight, options, wide, const, extra, wanted)
+    late = any(wanted) and ce.divides_late(x.dtype, options)
+    return *ce.launch_sum(rows, stats, options, torch.float32), *grads, stats if late else ce.absent(stats)
+
+
+def _bwd(grad_output, x, weight, target, bias, ce_weight, *call):
+    options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
+    extra = (False, False, False)
+    return _chunked(x, weight, target, bias, ce_weight, options, wide, const, extra, tuple(wanted), grad_output)[2]
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dlogits = ce.reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
+    return (
+        (dlogits @ weight.to(wide)).to(x.dtype) if wanted[0] else ce.absent(x),
+        (dlogits.t() @ x.to(wide)).to(weight.dtype) if wanted[1] else ce.absent(x),
+        dlogits.sum(0).to(bias.dtype) if wanted[2] else ce.absent(x),
+    )
+
+
+@torch.no_grad()
+def _fwd_reference(x, weight, target, bias, ce_weight, *call):
+    options, (_, _, *wanted) = Options(*call[:6]), call[6:]
+    extra, wanted = wanted[:3], wanted[3:]
+    ce.check_targets(_NAME, target, weight.shape[0], options.ignore_index)
+    outputs = ce.reference_losses(_logits(x, weight, bias), target, ce_weight, options)
+    none = (ce.absent(x), ce.absent(x), ce.absent(x))
+    grads = _reference_grads(x, weight, target, bias, ce_weight, options, wanted) if any(wanted) else none
+    stats = torch.ones(5) if any(wanted) and ce.divides_late(x.dtype, options) else torch.empty(0)
+    return *ce.reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), extra), *grads, stats
+
+
+@torch.no_grad()
+def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, *call):
+    return _reference_grads(x, weight, target, bias, ce_weight, Options(*call[:6]), call[8:], grad_output)
+
+
+def _fake_grads(x, weight, bias, wanted):
+    shapes = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight if bias is None else bias))
+    return tuple(like.new_empty(shape) if w else ce.absent(x) for (shape, like), w in zip(shapes, wanted))
+
+
+def _fwd_fake(x, weight, target, bias, ce_weight, *call):
+    options, (_, _, *wanted) = Options(*call[:6]), call[6:]
+    extra, wanted = wanted[:3], wanted[3:]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    outputs = ce.fake_outputs(x, x.shape[0], options.reduction, wide, extra)
+    late = any(wanted) and ce.divides_late(x.dtype, options)
+    stats = x.new_empty(5 if late else 0, dtype=torch.float32)
+    return *outputs, *_fake_grads(x, weight, bias, wanted), stats
+
+
+def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, *call):
+    return _fake_grads(x, weight, bias, call[8:])
+
+
+_CALL = (
+    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, int ignore_index, "
+    "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool token_scaling, bool wide, "
+    "int chunk_mem_const, "
+)
+_WANTED = "bool dinput, bool dweight, bool dbias"
+fused_linear_cross_entropy_fwd = define(
+    f"fused_linear_cross_entropy_fwd({_CALL} bool z_loss, bool token_accuracy, bool predicted_tokens, {_WANTED}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+fused_linear_cross_entropy_bwd = define(
+    f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_CALL} {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+    """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none"."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ce_weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        accum_dtype=None,
+        use_token_scaling=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+        chunk_mem_const=1,
+    ):
+        tensors = _input, weight, target, bias, ce_weight
+        call = _call(
+            *(weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling),
+            *(accum_dtype, chunk_mem_const),
+        )
+        wanted = *ctx.needs_input_grad[:2], ctx.needs_input_grad[3]
+        ctx.call, ctx.wanted, ctx.per_row = call, wanted, reduction == "none"
+        now = (False, False, False) if ctx.per_row else wanted
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        *results, stats = fused_linear_cross_entropy_fwd(*tensors, *call, *extra, *now)
+        outputs, grads = results[:4], results[4:]
+        ctx.save_for_backward(*(tensors if ctx.per_row else (*grads, stats)))
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output, *_not_differentiable):
+        if grad_output is None:
+            return (None,) * 16
+        if ctx.per_row:
+            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, *ctx.call, *ctx.wanted)
+        else:
+            *grads, stats = ctx.saved_tensors
+            grads = scale_wanted(grads, ctx.wanted, grad_output, stats)
+        dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
+        return dx, dweight, None, dbias, *(None,) * 12
+
+
+def scale_wanted(grads, wanted, grad_output, stats):
+    """`scale_gradients` of those that are wanted; the others are empty."""
+    scaled = iter(ce.scale_gradients([g for g, w in zip(grads, wanted) if w], grad_output, stats))
+    return tuple(next(scaled) if w else g for g, w in zip(grads, wanted))
+
+
+def _call(weight, ignore_index, smoothing, lse_scale, softcap, reduction, scaling, accum_dtype, const) -> tuple:
+    """The operators' arguments from ignore_index to chunk_mem_const."""
+    options = Options(
+        ignore_index, float(smoothing), float(lse_scale), float(softcap or 0.0), REDUCTIONS[reduction], scaling
+    )
+    return *options, accum_dtype is torch.float32 and weight.dtype.itemsize < 4, const
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> torch.Tensor | CrossEntropyOutput:
+    """Cross entropy of input @ weight^T + bias with class indices, without materialising the logits.
+
+    input: [n_rows, hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU), or
+    any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32 sums
+    the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the memory budget LIGER_HW_LOSS_MEMORY_MIB.
+    use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
+    Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
+    Raises as `liger_cross_entropy` does.
+    """
+    check_tensors(_NAME, input=input, weight=weight, bias=bias)
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+        input, weight, bias = input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
+    if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
+        check(
+            False,
+            _NAME,
+            f"input must be [n_rows, hidden] and weight [vocab, hidden], got {tuple(input.shape)} and {tuple(weight.shape)}",
+        )
+    if input.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        kinds = ", ".join(str(t.dtype) for t in (input, weight, bias) if t is not None)
+        check(False, _NAME, f"input, weight and bias must share one dtype, got {kinds}; cast them or use torch.autocast")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        check(False, _NAME, f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if accum_dtype not in (None, torch.float32, weight.dtype):
+        check(False, _NAME, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
+    if type(chunk_mem_const) is not int or chunk_mem_const < 1:
+        check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
+    ce.check_arguments(
+        _NAME, input, target, weight.shape[0], ce_weight, ignore_index, label_smoothing, reduction, softcap
+    )
+    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
+        outputs = LigerFusedLinearCrossEntropyFunction.apply(
+            *(input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens),
+            chunk_mem_const,
+        )
+    else:
+        call = _call(
+            *(weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling),
+            *(accum_dtype, chunk_mem_const),
+        )
+        no_grads = (False, False, False)
+        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, *call, *extra, *no_grads)[:4]
+    return ce.pack(*outputs, extra)
+
+
+class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    """`liger_fused_linear_cross_entropy` as a module, with the same arguments.
+
+    forward(lin_weight [vocab, hidden], _input [n_rows, hidden], target [n_rows], bias [vocab] or None)
+    """
+
+    def __init__(
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        chunk_mem_const: int = 1,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("ce_weight", ce_weight)
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.accum_dtype = reduction, softcap, accum_dtype
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens, self.use_token_scaling = return_predicted_tokens, use_token_scaling
+        self.chunk_mem_const = chunk_mem_const
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor | CrossEntropyOutput:
+        return liger_fused_linear_cross_entropy(
+            _input,
+            lin_weight,
+            target,
+            bias,
+            self.ce_weight,
+            ignore_index=self.ignore_index,
+            lse_square_scale=self.lse_square_scale,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            accum_dtype=self.accum_dtype,
+            use_token_scaling=self.use_token_scaling,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+            chunk_mem_const=self.chunk_mem_const,
+        )
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (8192, 4096, 32768),
+    "llama3_8b": (8192, 4096, 128256),
+    "qwen3_8b": (8192, 4096, 151936),
+    "gemma2_2b": (4096, 2304, 256000),
+}
+"""Problem sizes (n_rows, hidden, vocab) of real models."""
+
+
+def _sample(
+    sizes, dtype, device, generator, *, ignored=0.1, weighted=False, biased=False, frozen=False, **options: Any
+) -> Sample:
+    n_rows, hidden, vocab = sizes
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+        return (values * scale).to(dtype)
+
+    x, weight = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
+    bias = random(vocab).requires_grad_() if biased else None
+    ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
+    products = 2 if frozen else 3
+    return Sample(
+        args=(x, weight.requires_grad_(not frozen), ce.sample_targets(n_rows, vocab, device, generator, ignored), bias, ce_weight),
+        kwargs=options,
+        reduction=max(hidden, vocab),
+        grad_reduction=max(n_rows, hidden, vocab),
+        moved=(2 * n_rows * hidden + 3 * vocab * hidden) * dtype.itemsize,
+        flops=2 * products * n_rows * hidden * vocab,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_linear_cross_entropy",
+        function=liger_fused_linear_cross_entropy,
+        reference=fused_linear_cross_entropy_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"biased": True, "weighted": True, "label_smoothing": 0.1},
+            {"softcap": 30.0, "lse_square_scale": 1e-4, "return_z_loss": True, "accum_dtype": torch.float32},
+            {"reduction": "sum", "return_token_accuracy": True, "return_predicted_tokens": True, "frozen": True},
+            {"reduction": "none", "biased": True},
+            {"use_token_scaling": True},
+        ),
+    )
+)

@@ -1,0 +1,205 @@
+"""Squared ReLU: y = max(x, 0)^2, element by element.
+
+Shapes: x of any shape -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in fp32, rounded once. NaN stays NaN.
+Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
+
+Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", https://arxiv.org/abs/2109.08668
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Op, Sample, row_key
+from ._op import check_tensors, define, launch
+from ._triton import tl, triton
+from .swiglu import _grid, _rows, _tile, _tunable
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).relu().square().to(x.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _relu_squared_fwd_kernel(
+    X_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    FLAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    x_ptrs = X_ptr + row * X_row_stride + cols
+    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    y = tl.where(x <= 0.0, 0.0, x * x)
+    tl.store(Y_ptr + row * n_cols + cols, y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _relu_squared_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    DX_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    FLAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    dy_ptrs = DY_ptr + row * DY_row_stride + cols
+    x_ptrs = X_ptr + row * X_row_stride + cols
+    dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    dx = tl.where(x <= 0.0, 0.0, 2.0 * x * dy)
+    tl.store(DX_ptr + row * n_cols + cols, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# The tiles of swiglu; with fewer streams the measured tables may prefer wider ones.
+
+FWD = _tunable("relu_squared", "fwd", _relu_squared_fwd_kernel)
+BWD = _tunable("relu_squared", "bwd", _relu_squared_bwd_kernel)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        x, stride = _rows(x)
+        n_cols = x.shape[-1]
+        n_rows = x.numel() // n_cols
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        flat = stride == n_cols
+        args = (x, y, stride, n_rows, n_cols)
+        launch(plan, _relu_squared_fwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
+    return y
+
+
+def _bwd(dy, x):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        (dy, dy_stride), (x, x_stride) = _rows(dy), _rows(x)
+        n_cols = x.shape[-1]
+        n_rows = x.numel() // n_cols
+        plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        flat = dy_stride == x_stride == n_cols
+        args = (dy, x, dx, dy_stride, x_stride, n_rows, n_cols)
+        launch(plan, _relu_squared_bwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
+    return dx
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x):
+    return relu_squared_reference(x).contiguous()
+
+
+def _bwd_reference(dy, x):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    slope = 2.0 * x.to(wide).relu()
+    return torch.where(x <= 0, 0.0, slope * dy.to(wide)).to(x.dtype).contiguous()
+
+
+def _fwd_fake(x):
+    return x.new_empty(x.shape)
+
+
+def _bwd_fake(dy, x):
+    return x.new_empty(x.shape)
+
+
+relu_squared_fwd = define(
+    "relu_squared_fwd(Tensor x) -> Tensor",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+relu_squared_bwd = define(
+    "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerReLUSquaredFunction(torch.autograd.Function):
+    """Autograd for the squared ReLU: saves x."""
+
+    @staticmethod
+    def forward(ctx, X):
+        ctx.save_for_backward(X)
+        return relu_squared_fwd(X)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY):
+        return relu_squared_bwd(dY, *ctx.saved_tensors)
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2, element by element.
+
+    x: of any shape, in fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like x.
+    Raises `ValueError` for another dtype.
+    """
+    check_tensors("liger_relu_squared", x=x)
+    if not x.dim():
+        return liger_relu_squared(x.view(1)).view(())
+    return LigerReLUSquaredFunction.apply(x)
+
+
+class LigerReLUSquared(torch.nn.Module):
+    """The squared ReLU as a module without parameters; `relu2` in Hugging Face's table of activations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_relu_squared(x)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "nemotron_4_15b": (8192, 24576),
+    "nemotron_mini_4b": (8192, 9216),
+    "minitron_8b": (8192, 16384),
+    "nemotron_h_8b": (8192, 21504),
+}
+"""Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
+
+
+def _sample(sizes, dtype, device, generator) -> Sample:
+    n_rows, n_cols = sizes
+    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    return Sample(args=(x.requires_grad_(),), moved=5 * n_rows * n_cols * dtype.itemsize)
+
+
+OP = registry.register(
+    Op(
+        name="relu_squared",
+        function=liger_relu_squared,
+        reference=relu_squared_reference,
+        tunables=(FWD, BWD),
+        workloads=WORKLOADS,
+        sample=_sample,
+    )
+)

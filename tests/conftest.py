@@ -1,0 +1,187 @@
+"""Lanes, devices and hermetic state for every test.
+
+A lane is a marker, by the hardware a test needs: cpu, interpret, aot, gpu, multigpu (see pyproject.toml). A test that
+takes the fixture `lane` runs in all of cpu, interpret and gpu (fewer with `@pytest.mark.lanes(...)`), and once for each
+dtype the lane is exact in when it takes `dtype` too. Fixture `op` is every registered op, `case` every op with every
+option set. Any other test without a lane marker is a cpu test. A lane this process cannot serve is skipped with what it
+would take. `pytest -m interpret` starts the interpreter by itself;
+elsewhere a process interprets kernels when it was started with LIGER_HW_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LANES = ("cpu", "interpret", "aot", "gpu", "multigpu")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a shared test body runs: its name, the torch device, and the dtypes that are exact enough to test there."""
+
+    name: str
+    device: str
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_DTYPES = {
+    "cpu": ("float32", "bfloat16"),
+    "interpret": ("float32", "float16"),  # bf16 arithmetic is wrong in Triton's interpreter
+    "gpu": ("float32", "float16", "bfloat16"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default=None, help="torch device of the gpu lane (default: the current accelerator)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr", "").strip() == "interpret":
+        os.environ["LIGER_HW_INTERPRET"] = "1"
+    config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
+    config.addinivalue_line("markers", "unpoisoned: uninitialised memory is left as it is")
+    if str(_ROOT) not in sys.path:
+        sys.path.insert(0, str(_ROOT))
+    for name in [n for n in os.environ if n.startswith("LIGER_HW_") and n != "LIGER_HW_INTERPRET"]:
+        del os.environ[name]
+    cache = tempfile.mkdtemp(prefix="liger_hw-tests-")
+    os.environ["LIGER_HW_CACHE_DIR"] = cache  # never the user's
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+
+
+def interprets() -> bool:
+    """Whether this process runs kernels in the interpreter."""
+    return os.environ.get("LIGER_HW_INTERPRET") == "1" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def gpu_device(config: pytest.Config) -> str | None:
+    """The device of the gpu lane, or None when there is no accelerator."""
+    import torch
+
+    chosen = config.getoption("--device")
+    if chosen and torch.device(chosen).type != "cpu":
+        return chosen
+    if chosen is None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        return f"{device.type}:{torch.accelerator.current_device_index()}"
+    return None
+
+
+def why_not(lane: str, config: pytest.Config) -> str | None:
+    """Why this process cannot serve a lane, or None."""
+    if lane == "interpret":
+        if not interprets():
+            return "kernels are not interpreted in this process: pytest -m interpret, or LIGER_HW_INTERPRET=1"
+        return _no_triton()
+    if interprets():
+        return f"kernels are interpreted in this process: run pytest -m {lane} in one without LIGER_HW_INTERPRET"
+    if lane == "aot":
+        return _no_triton()
+    if lane in ("gpu", "multigpu"):
+        device = gpu_device(config)
+        if device is None:
+            return "torch sees no accelerator here" + (" (--device cpu)" if config.getoption("--device") else "")
+        if lane == "multigpu":
+            import torch
+
+            count = torch.accelerator.device_count()
+            return f"needs two GPUs, this machine has {count}" if count < 2 else None
+    return None
+
+
+def _no_triton() -> str | None:
+    from liger_hw.kernels import _triton
+
+    return None if _triton.AVAILABLE else "Triton is not installed"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = metafunc.fixturenames
+    if "lane" in names:
+        device = gpu_device(metafunc.config) or "none"
+        chosen = next((mark.args for mark in metafunc.definition.iter_markers("lanes")), tuple(_DTYPES))
+        lanes = [Lane(name, device if name == "gpu" else "cpu", _DTYPES[name]) for name in chosen]
+        marks = {lane: getattr(pytest.mark, lane.name) for lane in lanes}
+        if "dtype" in names:
+            import torch
+
+            pairs = [(lane, name) for lane in lanes for name in lane.dtypes]
+            values = [pytest.param(l, getattr(torch, n), marks=marks[l], id=f"{l}-{n}") for l, n in pairs]
+            metafunc.parametrize(("lane", "dtype"), values)
+        else:
+            metafunc.parametrize("lane", [pytest.param(lane, marks=marks[lane], id=lane.name) for lane in lanes])
+    if "op" in names or "case" in names:
+        from liger_hw import registry
+
+        ops = registry.ops().values()
+        if "op" in names:
+            metafunc.parametrize("op", list(ops), ids=[op.name for op in ops])
+        else:
+            cases = [(op, options) for op in ops for options in op.options]
+            ids = [f"{op.name}-{_name(options)}" for op, options in cases]
+            metafunc.parametrize("case", cases, ids=ids)
+
+
+def _name(options: dict) -> str:
+    return ",".join(f"{k}={v}" for k, v in options.items()).replace("/", "_") or "default"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        lanes = [name for name in LANES if item.get_closest_marker(name)]
+        if not lanes:
+            item.add_marker("cpu")
+            lanes = ["cpu"]
+        for lane in lanes:
+            if lane not in reasons:
+                reasons[lane] = why_not(lane, config)
+            if reasons[lane]:
+                item.add_marker(pytest.mark.skip(reason=f"lane {lane}: {reasons[lane]}"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number of its own for every test, the same in every run."""
+    return zlib.crc32(request.node.name.encode())
+
+
+@pytest.fixture
+def generator(seed: int):
+    """A seeded CPU generator."""
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
+    from liger_hw import registry
+
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
+    state = dict(registry._state)
+
+    def wipe() -> None:
+        registry._quarantined.clear()
+        registry._misses.clear()
+        registry._overrides.clear()
+        registry.reload()
+
+    wipe()
+    yield registry
+    monkeypatch.undo()
+    registry._state.update(state)
+    wipe()

@@ -1,0 +1,153 @@
+"""What the shared kernel tests do with an op: sizes to try, samples, one forward and backward, and the fp64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Mapping
+
+import torch
+from tolerance import assert_close
+
+from liger_hw.registry import Op, Sample
+
+Sizes = tuple[int, ...]
+
+
+def small_sizes(op: Op) -> list[Sizes]:
+    """Small problem sizes of an op: its own `small`, or its first workload shrunk, odd, single and even."""
+    if op.small:
+        return list(op.small)
+    large = next(iter(op.workloads.values()))
+
+    def shrunk(of_thousands: int, of_hundreds: int, of_few: int, step: int) -> Sizes:
+        sizes = (of_thousands if s >= 1024 else of_hundreds if s >= 64 else min(s, of_few) for s in large)
+        return tuple(s + step * i * (s > 3) for i, s in enumerate(sizes))
+
+    single = shrunk(17, 10, 1, 0)
+    return [shrunk(131, 37, 3, 2), (1, *single[1:]), shrunk(64, 16, 2, 0)]
+
+
+def wide_sizes(op: Op) -> Sizes:
+    """Few rows of a last dimension that takes more than one 4096-wide tile, where the op has such a dimension."""
+    large = next(iter(op.workloads.values()))
+    first = tuple(min(s, 3) if s >= 1024 else min(s, 10) for s in large)
+    return (*first[:-1], 4500) if large[-1] >= 1024 else first
+
+
+def real_sizes(op: Op) -> Sizes:
+    """The first workload with a few rows: its real width, for a GPU."""
+    large = next(iter(op.workloads.values()))
+    return (min(7, large[0]), *large[1:])
+
+
+def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, options: Mapping[str, Any] = {}) -> Sample:
+    """A seeded sample of `op`."""
+    return op.sample(sizes, dtype, torch.device(device), torch.Generator(device).manual_seed(seed), **options)
+
+
+def leaf(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return t.requires_grad_() if requires_grad else t
+
+
+def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`tree` (tuples, lists, dicts) with every tensor changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    return type(tree)(mapped(part, change) for part in tree) if type(tree) in (tuple, list) else tree
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    elif dataclasses.is_dataclass(tree):
+        tree = tuple(getattr(tree, f.name) for f in dataclasses.fields(tree))
+    return [t for part in tree for t in tensors(part)] if isinstance(tree, (tuple, list)) else []
+
+
+@dataclass
+class Result:
+    """Outputs and gradients of one call, as flat lists; a gradient is None where an input got none."""
+
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+    def bits(self) -> list[torch.Tensor]:
+        return [t for t in (*self.outputs, *self.gradients) if t is not None]
+
+
+def wanted(sample: Sample) -> list[torch.Tensor]:
+    """The inputs whose gradient is checked."""
+    return [t for t in tensors((sample.args, sample.kwargs)) if t.requires_grad]
+
+
+def forward(function: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
+    return tensors(function(*sample.args, **sample.kwargs))
+
+
+def output_grads(outputs: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
+    """Random gradients of the differentiable outputs, the same on every device, representable in the outputs' dtype."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    made = []
+    for o in outputs:
+        g = torch.randn(o.shape, generator=generator, dtype=torch.float32)
+        made.append(g.to(o.dtype).to(o.device) if o.requires_grad else None)
+    return made
+
+
+def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list | None = None) -> Result:
+    """Forward, then backward with `grads` (default: `output_grads(seed)`)."""
+    outputs = forward(function, sample)
+    grads = output_grads(outputs, seed) if grads is None else grads
+    inputs = wanted(sample)
+    pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None]
+    found = [None] * len(inputs)
+    if pairs and inputs:
+        found = list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+    return Result([o.detach() for o in outputs], inputs, found)
+
+
+def oracle(op: Op, sample: Sample, grads: list[torch.Tensor | None]) -> Result:
+    """The op's reference in fp64 on the same values."""
+    return _reference(op, sample, grads, torch.float64)
+
+
+def _reference(op: Op, sample: Sample, grads: list, dtype: torch.dtype | None) -> Result:
+    def wide(t: torch.Tensor) -> torch.Tensor:
+        exact = t.detach().to(dtype) if t.is_floating_point() and dtype else t.detach().clone()
+        return leaf(exact, t.requires_grad)
+
+    copy = dataclasses.replace(sample, args=mapped(sample.args, wide), kwargs=mapped(sample.kwargs, wide))
+    outputs = forward(op.reference, copy)
+    cast = [g if g is None else g.to(o.dtype) for o, g in zip(outputs, grads)]
+    return run(op.reference, copy, grads=cast)
+
+
+def check(op: Op, sample: Sample, result: Result, grads: list[torch.Tensor | None]) -> None:
+    """Compare a Result with the oracle, within the bounds of `tolerance`."""
+    exact, spec = oracle(op, sample, grads), _reference(op, sample, grads, None)
+    dtype = next(t.dtype for t in tensors(sample.args) if t.is_floating_point())
+    assert len(result.outputs) == len(exact.outputs), f"{len(result.outputs)} outputs, expected {len(exact.outputs)}"
+    for i, (got, expected, plain) in enumerate(zip(result.outputs, exact.outputs, spec.outputs)):
+        assert got.dtype == plain.dtype, f"output {i}: {got.dtype}, the reference gives {plain.dtype}"
+        assert_close(f"output {i}", got, expected, sample.reduction, dtype, plain)
+    for i, (t, got) in enumerate(zip(result.inputs, result.gradients)):
+        expected, plain = exact.gradients[i], spec.gradients[i]
+        assert (got is None) == (expected is None), f"gradient {i}: {got} against {expected}"
+        if got is not None:
+            assert got.dtype == t.dtype, f"gradient {i}: {got.dtype} for an input of {t.dtype}"
+            assert_close(f"gradient {i}", got, expected, sample.grad_reduction, dtype, plain)
+
+
+def verify(op: Op, sample: Sample, seed: int) -> Result:
+    """Run the op's function and check it against the oracle."""
+    grads = output_grads(forward(op.function, sample), seed)
+    result = run(op.function, sample, grads=grads)
+    check(op, sample, result, grads)
+    return result

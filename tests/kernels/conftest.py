@@ -1,0 +1,52 @@
+"""Kernel tests see NaN wherever a kernel forgot to write, and a configuration that fails is a failed test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+_INTEGER_POISON = 0x5A
+
+
+def _poisoned(make):
+    def empty(*args, **kwargs):
+        made = make(*args, **kwargs)
+        if made.device.type == "meta" or not made.numel():
+            return made
+        with torch.no_grad():
+            if made.is_floating_point():
+                made.fill_(float("nan"))
+            elif made.dtype is not torch.bool:
+                made.fill_(_INTEGER_POISON)
+        return made
+
+    return empty
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Uninitialised memory holds NaN (integers 0x5a), so a result that was never stored cannot pass by luck."""
+    if request.node.get_closest_marker("unpoisoned"):
+        return
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def no_failed_configuration():
+    """In production a configuration that fails is set aside and the next layer answers; a test must see it."""
+    from liger_hw import registry
+
+    before = dict(registry._quarantined)
+    yield
+    failed = {mark: why for mark, why in registry._quarantined.items() if mark not in before}
+    for mark in failed:
+        del registry._quarantined[mark]
+    registry.invalidate()
+    assert not failed, "\n".join(f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items())

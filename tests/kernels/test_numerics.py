@@ -1,0 +1,49 @@
+"""Every op against its reference in fp64: all options, odd sizes, all dtypes of the lane, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make, real_sizes, small_sizes, verify, wide_sizes
+
+from liger_hw import registry
+
+
+def test_options(lane, dtype, case, seed):
+    op, options = case
+    for sizes in small_sizes(op):
+        verify(op, make(op, sizes, dtype, lane.device, seed, options), seed)
+
+
+def test_wide(lane, dtype, case, seed):
+    op, options = case
+    verify(op, make(op, wide_sizes(op), dtype, lane.device, seed, options), seed)
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("pick", ["safe", "narrowest", "widest", "middle"])
+def test_other_configurations(lane, op, pick, seed, monkeypatch):
+    """What the tuner may choose gives the same result: the safe configuration and the corners of the search space."""
+    for tunable in op.tunables:
+        monkeypatch.setattr(tunable, "heuristic", tunable.safe if pick == "safe" else _picker(tunable, pick))
+    registry.invalidate()
+    for sizes in (small_sizes(op)[0], wide_sizes(op)):
+        verify(op, make(op, sizes, torch.float32, lane.device, seed), seed)
+
+
+def _picker(tunable, pick):
+    def choose(target, key):
+        legal = [c for c in tunable.space(target, key) if tunable.illegal(target, key, c) is None]
+        if not legal:
+            return tunable.safe(target, key)
+        legal.sort(key=lambda c: (sorted(c.blocks.items()), c.num_warps, c.num_stages, c.ctas_per_mp, c.hint))
+        return legal[{"narrowest": 0, "widest": -1, "middle": len(legal) // 2}[pick]]
+
+    return choose
+
+
+@pytest.mark.lanes("gpu")
+def test_real_width(lane, dtype, case, seed):
+    """A few rows of the first workload's real width, with the configuration users get."""
+    op, options = case
+    verify(op, make(op, real_sizes(op), dtype, lane.device, seed, options), seed)
