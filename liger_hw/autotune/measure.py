@@ -19,10 +19,10 @@ import torch
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
 from ..kernels._launch import LaunchFailed, launch
-from ..registry import Key, Op, Plan, Tunable
+from ..registry import Key, Op, Plan, Sample, Tunable
 from . import check
 from .clock import Clock
-from .record import Call, Launch, Recorder, copy_of, everywhere, installed, plan_for, poisoned, strictly
+from .record import Call, Launch, Recorder, checksum, copy_of, everywhere, installed, mark, plan_for, poisoned, strictly
 
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
@@ -56,13 +56,14 @@ class Bench:
         self.device, self.options = clock.device, dict(options or {})
         self.target: Target = target_of(self.device)
         generator = torch.Generator(self.device).manual_seed(0)
-        self._sample = op.sample(sizes, dtype, self.device, generator, **self.options)
-        self.calls: list[Call] = self._record()
+        sample = op.sample(sizes, dtype, self.device, generator, **self.options)
+        self.moved = sample.moved
+        self.calls: list[Call] = self._record(sample)
 
-    def _record(self) -> list[Call]:
+    def _record(self, sample: Sample) -> list[Call]:
         registry.invalidate()
         with Recorder(repeatable=True) as seen:
-            check.run(self.op.function, self._sample)
+            check.run(self.op.function, sample)
         registry.invalidate()
         return seen.calls
 
@@ -93,7 +94,7 @@ class Bench:
     def against_reference(self) -> str:
         """Why the op and its reference disagree, or `""`, on fewer rows where the full size would not fit."""
         sizes = self.sizes
-        scale = self._sample.moved // CHECK_BYTES
+        scale = self.moved // CHECK_BYTES
         while scale > 1 and sizes[0] > 256:
             sizes, scale = (max(256, sizes[0] // 2), *sizes[1:]), scale // 2
         while True:
@@ -119,20 +120,21 @@ class Stage:
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
-        outputs, launches = self._run(self.baseline, keep=lambda one: _tensor_indices(one.args))
+        outputs, launches = self._run(self.baseline, keep=mark)
+        self.roles = {id(one.kernel): self._role(one) for one in launches}
+        if any("inout" in roles.values() for roles in self.roles.values()):
+            outputs, launches = self._run(self.baseline, keep=self._keep_overwritten)
         self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
-        self.shared = {id(one.kernel): one for one in launches}
-        self.roles = {name: self._role(one) for name, one in self.shared.items()}
+        by_kernel = {id(one.kernel): one for one in launches}
         self.bytes = sum(self._moved(one, self.roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
         footprint = max(1, sum(_footprint(one.args) for one in launches))
         self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
-        first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in self.shared.items()}
+        first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
         self._pristine = {
             (name, i): one.before[i]
-            for name, one in self.shared.items()
-            for i, role in self.roles[name].items()
-            if role == "inout"
+            for name, one in by_kernel.items()
+            for i in one.before
         }
         for one in launches:
             one.before = {}
@@ -206,12 +208,13 @@ class Stage:
     def _role(self, one: Launch) -> dict[int, str]:
         """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
         roles = {}
-        for i, before in one.before.items():
-            now = one.args[i]
-            changed = not _same_bits(now, before)
-            fresh = before.is_floating_point() and bool(torch.isnan(before).all())
-            roles[i] = "output" if fresh else "inout" if changed else "input"
+        for i, (fresh, before) in one.marks.items():
+            roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
         return roles
+
+    def _keep_overwritten(self, one: Launch) -> None:
+        roles = self.roles.get(id(one.kernel), {})
+        one.before = {i: copy_of(one.args[i]) for i, role in roles.items() if role == "inout"}
 
     def _moved(self, one: Launch, roles: dict[int, str]) -> int:
         """Bytes that must pass: each tensor once, those overwritten in place twice."""
@@ -342,15 +345,3 @@ def _extremes(space: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchC
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of equal shape hold equal elements, NaN equal to NaN; without full-size copies."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, flat_a.numel(), check.CHUNK):
-        x, y = flat_a[start : start + check.CHUNK], flat_b[start : start + check.CHUNK]
-        if not bool(((x == y) | (x.isnan() & y.isnan())).all()):
-            return False
-    return True

@@ -21,7 +21,7 @@ from ..registry import Candidate, Key, Plan, Tunable
 
 @dataclass
 class Launch:
-    """One kernel launch. `before` holds copies of its tensor arguments as they were, when those were asked for."""
+    """One kernel launch. Of its tensor arguments, when asked for: copies, and (still poisoned, checksum), as they were."""
 
     plan: Plan
     kernel: Any
@@ -29,6 +29,7 @@ class Launch:
     args: tuple[Any, ...]
     flags: tuple[Any, ...]
     before: dict[int, torch.Tensor] = field(default_factory=dict)
+    marks: dict[int, tuple[bool, int]] = field(default_factory=dict)
     compiled: Any = None
 
 
@@ -72,8 +73,8 @@ _NOT_COMPILED = _NotCompiled()
 class Recorder:
     """While active, notes operator calls and kernel launches.
 
-    keep: copy tensor arguments before a launch: None never, or `(launch) -> indices to copy`. Only the first launch of
-    each kernel in an operator call is kept: the rest of a chunked loop repeats it.
+    keep: called with each launch before it happens; notes what it needs of the arguments. Only the first launch of each
+    kernel in an operator call is kept: the rest of a chunked loop repeats it.
     repeatable: copy what operators overwrite, so that their calls can be run again.
     launching: False notes launches without running them: nothing is compiled and results are garbage.
     """
@@ -98,8 +99,7 @@ class Recorder:
         place = self.launches if self._call is None else self._call.launches
         if not any(known.kernel is kernel and known.plan.key == plan.key for known in place):
             if self._keep is not None:
-                wanted = self._keep(launch)
-                launch.before = {i: copy_of(a) for i, a in enumerate(args) if i in wanted}
+                self._keep(launch)
             place.append(launch)
         if not self._launching:
             return _NOT_COMPILED
@@ -156,6 +156,25 @@ def poisoned() -> Iterator[None]:
                 delattr(owner, name)  # inherited again
             else:
                 setattr(owner, name, make)
+
+
+def mark(launch: Launch) -> None:
+    """Note of each tensor argument whether it is still poisoned, and a checksum of its bits."""
+    launch.marks = {i: (is_poisoned(a), checksum(a)) for i, a in enumerate(launch.args) if isinstance(a, torch.Tensor)}
+
+
+def is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is as `poisoned` made it, judged by its ends."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    ends = [tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]] if tensor.dim() else [tensor]
+    return all(bool(torch.isnan(end)) for end in ends)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Sum of the bits of a tensor's elements as integers."""
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.detach().view(widths[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

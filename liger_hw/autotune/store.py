@@ -170,6 +170,16 @@ def save(target: Target, name: Name, entry: Entry) -> Path | None:
     return path if write_atomic(path, json.dumps(record, sort_keys=True) + "\n") else None
 
 
+def discard(target: Target, name: Name, entry: Entry) -> None:
+    """Remove the entry that is valid for what `entry` is valid for: it was measured again and the heuristic is as good."""
+    path = entry_path(target, name, entry)
+    try:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        warn_once(f"write {path.parent}", f"cannot remove {path}: {error}")
+
+
 def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
     """Every entry of the user cache for a device, newest first."""
     folder = home(target)

@@ -48,10 +48,9 @@ def _measuring(setting: dict[str, Any]) -> Callable[[str, list], Any]:
 
 def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
     """Compiles what a candidate would launch, so that Triton's on-disk cache has it when the measuring worker asks."""
-    import torch
-
     from ..backends import LaunchConfig, Target, backend
     from . import compile as ahead
+    from . import plan
 
     target = Target(**{**setting["target"], "warp_sizes": tuple(setting["target"]["warp_sizes"])})
     usable = backend(target.vendor).triton_target(target) is not None
@@ -63,14 +62,14 @@ def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
         op, sizes, dtype, variant, config = args
         forced = {f"{op}.{variant}": LaunchConfig.from_json(config)}
         try:
-            launches = ahead.trace(op, sizes, getattr(torch, dtype), target, configs=forced, shipped=False)
+            launches = plan.trace(op, tuple(sizes), dtype, target, forced)
         except Exception as error:  # the op does not run on meta tensors: the measuring worker compiles for itself
             return {"unknown": f"{type(error).__name__}: {error}"}
         answer: dict[str, Any] = {"resources": {}}
         for launch in launches:
             if launch.same() not in known:
                 try:
-                    known[launch.same()] = ahead._compile(ahead._job(launch)).to_json()
+                    known[launch.same()] = ahead._compile(json.loads(json.dumps(ahead._job(launch)))).to_json()
                 except Exception as error:
                     known[launch.same()] = {"error": f"{type(error).__name__}: {str(error).strip()[:200]}"}
             if launch.tunable == f"{op}.{variant}" and launch.layer == "explicit":

@@ -1,10 +1,10 @@
 """Workloads -> timings -> table, JSON and plots: what `liger-hw bench` runs, as functions.
 
-    timing.py         how a call is measured: graph replay, eager wall time, host time, memory, floors
-    peers.py          the same computation by torch, torch.compile, Liger, quack and CCE
-    ops.py            op x size x peer -> rows
-    report.py         machine facts, table, JSON, plots
-    registry_cost.py  what a registry hit costs
-    host.py           where a call's host time goes
-    e2e.py            real Hugging Face models, trained
+timing.py         how a call is measured: graph replay, eager wall time, host time, memory, floors
+peers.py          the same computation by torch, torch.compile, Liger, quack and CCE
+ops.py            op x size x peer -> rows
+report.py         machine facts, table, JSON, plots
+registry_cost.py  what a registry hit costs
+host.py           where a call's host time goes
+e2e.py            real Hugging Face models, trained
 """

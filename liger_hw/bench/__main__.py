@@ -2,7 +2,6 @@
 
 import sys
 
-from ..cli import COMMANDS, main
+from ..cli import main
 
-COMMANDS.setdefault("bench", "the ops against their peers; registry, host and end-to-end costs")
 sys.exit(main(["bench", *sys.argv[1:]]))

@@ -39,7 +39,9 @@ class Shape:
     def scaled(self, hidden: int) -> "Shape":
         """The same proportions at another width, with four heads and bytes for a vocabulary: for a quick try."""
         inner = max(8, round(self.intermediate * hidden / self.hidden / 8) * 8)
-        return Shape(self.family, 256, hidden, inner, 4, max(1, 4 * self.kv_heads // self.heads), hidden // 4, self.attention)
+        return Shape(
+            self.family, 256, hidden, inner, 4, max(1, 4 * self.kv_heads // self.heads), hidden // 4, self.attention
+        )
 
 
 MODELS = {
@@ -120,7 +122,8 @@ def measure(
 def _line(run: dict[str, Any]) -> str:
     if not run.get("step_seconds"):
         return f"{run['status']} {run['note']}"
-    return f"{run['tokens_per_second']:.0f} tokens/s, {_gib(run['peak_gib'])}, loss {run['losses'][0]:.3f} -> {run['losses'][-1]:.3f}"
+    losses = f"loss {run['losses'][0]:.3f} -> {run['losses'][-1]:.3f}"
+    return f"{run['tokens_per_second']:.0f} tokens/s, {_gib(run['peak_gib'])}, {losses}"
 
 
 # -- arms ------------------------------------------------------------------------------------------------------------
@@ -358,7 +361,9 @@ def plots(found: dict[str, Any], folder: str) -> list[Path]:
     for number, row in enumerate(found["summary"]):
         memory = "" if row["peak_gib"] is None else f"\n{row['peak_gib']:.1f} GiB"
         right.bar(number, row["tokens_per_second"], label=row["arm"])
-        right.text(number, row["tokens_per_second"], f"{row['tokens_per_second']:.0f}{memory}", ha="center", va="bottom")
+        right.text(
+            number, row["tokens_per_second"], f"{row['tokens_per_second']:.0f}{memory}", ha="center", va="bottom"
+        )
     right.set_xticks(range(len(found["summary"])), [row["arm"] for row in found["summary"]])
     right.set_ylabel("tokens/s")
     right.margins(y=0.2)

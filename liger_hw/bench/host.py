@@ -1,12 +1,13 @@
 """Where the host time of an eager call goes: under small batches this, not the kernel, is the training speed.
 
 `calls` compares forward and forward plus backward of each op with its peers in one process. `parts` splits a liger_hw
-call: each part is measured on its own, through the very objects the call uses, with small inputs on the same device.
+call: each part is timed on its own, through the very objects the call uses, with small inputs on the same device.
 
-    registry   Tunable.plan on a hit                       launch     the fast path, kernel launch included
-    alloc      one torch.empty                             ordinary   the same launch through Triton's own launcher
-    launcher   allocate, resolve, launch: no dispatcher    operator   the launcher through torch.library
-    forward    the public function, autograd included      full       forward and backward
+    registry      Tunable.plan on a hit                  launch        the fast path, the driver's launch included
+    alloc         one torch.empty                        ordinary      the same launch through Triton's own launcher
+    launcher      allocate, resolve and launch           operator      the same through torch.library
+    dispatch      operator minus launcher                autograd      forward minus operator: checks and the Function
+    bwd_operator  the backward's operators               engine        the rest of full: autograd's own backward
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
 
 import torch
@@ -22,7 +24,8 @@ from .. import registry
 from ..cli._values import table
 from ..kernels import _launch, _op
 from . import ops, peers
-from .timing import Budget, Inputs, Meter, OutOfBudget, Work, first_line
+from .inputs import Inputs, Work
+from .timing import Budget, Meter, OutOfBudget, first_line
 
 
 def measure(
@@ -34,9 +37,9 @@ def measure(
 ) -> dict[str, Any]:
     """Host microseconds of each op's first workload with few rows. Raises `ValueError` for an unknown op."""
     budget = budget or Budget()
-    table_ = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
+    chosen = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
     rows, parts, ended = [], [], ""
-    for op in table_:
+    for op in chosen:
         try:
             budget.check()
         except OutOfBudget as stop:
@@ -61,31 +64,44 @@ def measure(
     return {"calls": rows, "parts": parts, "baseline": baseline(meter), "ended": ended}
 
 
-def breakdown(op: registry.Op, inputs: Inputs, meter: Meter) -> dict[str, Any]:
+PARTS = ("registry", "alloc", "launch", "ordinary", "launcher", "dispatch", "operator", "autograd", "forward")
+PARTS += ("bwd_operator", "engine", "full")
+
+
+def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, blocks: int = 12) -> dict[str, Any]:
     """Microseconds of each part of one call; a part that this device does not go through is None."""
-    seen = _watch(op, inputs)
-    found: dict[str, Any] = dict.fromkeys(("registry", "alloc", "launch", "ordinary", "launcher", "operator"))
-    found |= {"launches_fwd": len(seen.launches_fwd), "launches_full": len(seen.launches_full), "fast_launch": False}
-    if seen.launches_fwd:
-        arguments = seen.launches_fwd[0]
-        plan, kernel, grid, args, flags = arguments
-        device = args[0].device
-        found["registry"] = _us(meter, lambda: plan.tunable.plan(device, plan.key), 1000)
-        found["fast_launch"] = plan.compiled is not None
-        found["launch"] = _us(meter, lambda: _launch.launch(*arguments))
-        found["ordinary"] = _us(meter, lambda: _launch._launch_ordinary(*arguments))
-    first = inputs.given[0]
-    found["alloc"] = _us(meter, lambda: torch.empty(first.shape, dtype=first.dtype, device=first.device))
-    if seen.operators:
-        name, args = seen.operators[0]
-        overload = getattr(torch.ops.liger_hw, name).default
+
+    def us(call: Callable[[], Any], calls: int = calls) -> float:
         with torch.no_grad():
-            found["operator"] = _us(meter, lambda: overload(*args))
-            if seen.launches_fwd:
-                found["launcher"] = _us(meter, lambda: _op.launchers[name](*args))
-    found["forward"] = meter.host_us(Work(op.function, [inputs], backward=False))
-    found["full"] = meter.host_us(Work(op.function, [inputs], backward=True))
+            return _us(meter, call, calls, blocks)
+
+    seen = _watch(op, inputs)
+    found: dict[str, Any] = dict.fromkeys(PARTS)
+    found |= {"launches_fwd": len(seen.launches), "launches_full": len(seen.launches) + len(seen.bwd_launches)}
+    if seen.launches:
+        arguments = seen.launches[0]
+        plan = arguments[0]
+        device = arguments[3][0].device
+        found["fast_launch"] = plan.compiled is not None
+        found["registry"] = us(lambda: plan.tunable.plan(device, plan.key), 1000)
+        found["launch"] = us(lambda: _launch.launch(*arguments))
+        found["ordinary"] = us(lambda: _launch._launch_ordinary(*arguments))
+    first = inputs.given[0]
+    found["alloc"] = us(lambda: torch.empty(first.shape, dtype=first.dtype, device=first.device))
+    found["operator"] = sum(us(lambda: call(*args)) for call, args in seen.operators)
+    found["bwd_operator"] = sum(us(lambda: call(*args)) for call, args in seen.bwd_operators)
+    if seen.launches:
+        found["launcher"] = sum(us(lambda: _launcher(call)(*args)) for call, args in seen.operators)
+        found["dispatch"] = found["operator"] - found["launcher"]
+    found["forward"] = meter.host_us(Work(op.function, [inputs], backward=False), calls, blocks)
+    found["full"] = meter.host_us(Work(op.function, [inputs], backward=True), calls, blocks)
+    found["autograd"] = found["forward"] - found["operator"]
+    found["engine"] = found["full"] - found["forward"] - found["bwd_operator"]
     return found
+
+
+def _launcher(overload: Any) -> Callable[..., Any]:
+    return _op.launchers[overload._schema.name.split("::")[1]]
 
 
 def baseline(meter: Meter) -> dict[str, float]:
@@ -107,45 +123,55 @@ def baseline(meter: Meter) -> dict[str, float]:
     }
 
 
+@dataclass
 class _Seen:
-    def __init__(self) -> None:
-        self.launches_fwd: list[tuple] = []
-        self.launches_full: list[tuple] = []
-        self.operators: list[tuple[str, tuple]] = []
+    """Arguments of every launch and operator of one call, forward and backward apart."""
+
+    launches: list[tuple] = field(default_factory=list)
+    operators: list[tuple[Any, tuple]] = field(default_factory=list)
+    bwd_launches: list[tuple] = field(default_factory=list)
+    bwd_operators: list[tuple[Any, tuple]] = field(default_factory=list)
 
 
 def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
-    """One forward and one full call of an op, with every launch and operator it makes written down."""
-    seen = _Seen()
-    original = _launch.launch
-    modules = [m for m in _kernel_modules() if m is not _launch and getattr(m, "launch", None) is original]
+    """Run one call with every launch and operator of the kernel files written down, then put them back."""
+    work = Work(op.function, [inputs], backward=True)
+    work.call()
     launches: list[tuple] = []
+    operators: list[tuple[Any, tuple]] = []
+    original = _launch.launch
 
     def launch(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple = ()) -> None:
         launches.append((plan, kernel, grid, args, flags))
         original(plan, kernel, grid, args, flags)
 
-    class Operators(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            if function.namespace == "liger_hw":
-                seen.operators.append((function._schema.name.split("::")[1], args))
-            return function(*args, **(kwargs or {}))
+    def noted(overload: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            operators.append((overload, args))
+            return overload(*args)
 
-    work = Work(op.function, [inputs], backward=True)
-    work.call()
-    with torch.no_grad(), Operators():
-        op.function(*inputs.args, **inputs.kwargs)
-    for module in modules:
-        module.launch = launch
+        return call
+
+    replaced = []
+    for module in _kernel_modules():
+        for name, value in list(vars(module).items()):
+            if value is original and module is not _launch:
+                replaced.append((module, name, value, launch))
+            elif isinstance(value, torch._ops.OpOverload) and value.namespace == "liger_hw":
+                replaced.append((module, name, value, noted(value)))
     try:
-        work.forward(inputs)
-        seen.launches_fwd = list(launches)
+        for module, name, _, instead in replaced:
+            setattr(module, name, instead)
+        outputs = work.forward(inputs)
+        seen = _Seen(list(launches), list(operators))
         launches.clear()
-        work.call()
-        seen.launches_full = list(launches)
+        operators.clear()
+        if outputs:
+            work.gradients(inputs, outputs)
+        seen.bwd_launches, seen.bwd_operators = launches, operators
     finally:
-        for module in modules:
-            module.launch = original
+        for module, name, value, _ in replaced:
+            setattr(module, name, value)
     return seen
 
 
@@ -179,18 +205,17 @@ def as_text(found: dict[str, Any]) -> str:
         if "full_us" in ours and "full_us" in theirs:
             ratio = f"{ours['fwd_us'] / theirs['fwd_us']:.2f} / {ours['full_us'] / theirs['full_us']:.2f}"
         lines.append((op, *cells, ratio))
-    columns = ("registry", "alloc", "launch", "ordinary", "launcher", "operator", "forward", "full", "launches_full")
-    parts = [("op", *columns)]
+    parts = [("op", *PARTS, "launches")]
     for row in found["parts"]:
-        cells = [row.get(name) for name in columns]
-        parts.append((row["op"], *("-" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in cells)))
+        cells = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in PARTS]
+        parts.append((row["op"], *cells, str(row.get("launches_full", "-"))))
     base = found["baseline"]
     notes = [f"{r['arm']} {r['op']}: {r['note']}" for r in found["calls"] if r["status"] == "error"]
     notes += [f"breakdown of {r['op']}: {r['note']}" for r in found["parts"] if r.get("note")]
     return "\n".join(
         [
             *(table(parts).splitlines()),
-            f"an empty autograd.Function: {base['autograd_forward']:.1f} us forward, {base['autograd_full']:.1f} us full",
+            f"an empty autograd.Function: {base['autograd_forward']:.1f} us, full {base['autograd_full']:.1f} us",
             "",
             *(table(lines).splitlines()),
             *sorted(set(notes)),

@@ -18,8 +18,8 @@ import torch
 from .. import registry
 from ..registry import Op
 from . import peers
-from .timing import Budget, Calls, Inputs, Meter, OutOfBudget, Product, Replay, Stats, Work
-from .timing import first_line, interleave, sample_sets, tensors_in
+from .inputs import Inputs, Work, sample_sets, tensors_in
+from .timing import Budget, Calls, Meter, OutOfBudget, Product, Replay, Stats, first_line, interleave
 
 MODES = ("fwd", "bwd", "full")
 ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
@@ -77,7 +77,8 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
             found += [Case(op, name, shape, dtype) for name, shape in op.workloads.items()]
             continue
         for text in sizes:
-            numbers = tuple(int(part) for part in text.split("x")) if text.replace("x", "").isdigit() else ()
+            parts = text.split("x")
+            numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
             dims = op.tunables[0].dims
             if text in op.workloads:
                 found.append(Case(op, text, op.workloads[text], dtype))
@@ -87,7 +88,7 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
                 continue
             used.add(text)
     if missing := [text for text in sizes if text not in used]:
-        takes = "; ".join(f"{op.name}: {'x'.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
+        takes = "; ".join(f"{op.name}: {' x '.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
         raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
     return found
 
@@ -155,7 +156,9 @@ def _bench_case(
     return rows
 
 
-def _prepare(arm: Arm, case: Case, meter: Meter, sets: list[Inputs], needed: tuple, floors: dict, check: "Accuracy") -> None:
+def _prepare(
+    arm: Arm, case: Case, meter: Meter, sets: list[Inputs], needed: tuple, floors: dict, check: "Accuracy"
+) -> None:
     arm.function = peers.arm(arm.name, case.op)
     for mode in needed:
         work = Work(arm.function, sets, backward=mode == "full")
@@ -203,7 +206,8 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
         for mode, work in arm.works.items():
             try:
                 if arm.name == "compile":  # small inputs would compile again
-                    arm.host[mode] = meter.host_us(work, calls=5, blocks=8)
+                    slow = arm.eager[mode].median > 5
+                    arm.host[mode] = meter.host_us(work, calls=3 if slow else 5, blocks=3 if slow else 8)
                 else:
                     arm.host[mode] = meter.host_us(Work(arm.function, small, work.backward))
             except Exception as error:
@@ -239,19 +243,20 @@ def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
 class Accuracy:
     """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
 
-    On all rows where that is at most 2^26 elements an argument, else on as many as fit.
+    On all rows where no argument has more than 2^26 elements (2^20 on the CPU), else on as many as fit; 512 rows (16)
+    of a GEMM-bound op.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
-        limit = 1 << (26 if meter.module is not None else 20)
-        rows = max(case.sizes)
+        on_cpu = meter.module is None
         self.sizes, self.inputs = case.sizes, first
-        while rows > 16 and max(tensor.numel() for tensor in self.inputs.given) > limit:
+        rows = max(case.sizes)
+        if case.op.name in PRODUCTS:
+            self._shrink(case, meter, 16 if on_cpu else 512)
+            rows = 0
+        while rows > 16 and max(tensor.numel() for tensor in self.inputs.given) > 1 << (20 if on_cpu else 26):
             rows //= 2
-            sizes = with_few_rows(case, rows)
-            if sizes != self.sizes:
-                self.sizes = sizes
-                self.inputs = make_inputs(case, sizes, meter.device, 0)
+            self._shrink(case, meter, rows)
         self.inputs = self.inputs.clone()
         self.meter = meter
         exact = self.inputs.clone(torch.float64)
@@ -263,6 +268,11 @@ class Accuracy:
             grads = torch.autograd.grad([o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True)
         self.flowing = [flow.clone() for flow in flowing]
         self.outputs, self.grads = [output.detach() for output in outputs], grads
+
+    def _shrink(self, case: Case, meter: Meter, rows: int) -> None:
+        sizes = with_few_rows(case, rows)
+        if sizes != self.sizes:
+            self.sizes, self.inputs = sizes, make_inputs(case, sizes, meter.device, 0)
 
     def of(self, function: Callable[..., Any]) -> tuple[float | None, float | None]:
         """(largest error of an output, largest error of a gradient) of an arm."""
@@ -309,7 +319,11 @@ def _floors(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple
     written = sum(out.numel() * out.element_size() for out in outputs if out.dim()) * scale
     read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.given)
     ms = 1e-6 / copy_rate
-    return {"fwd": (read + written) * ms, "full": inputs.moved * ms, "bwd": (inputs.moved - read - written) * ms}, "copy"
+    return {
+        "fwd": (read + written) * ms,
+        "full": inputs.moved * ms,
+        "bwd": (inputs.moved - read - written) * ms,
+    }, "copy"
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

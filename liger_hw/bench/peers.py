@@ -10,6 +10,7 @@ that has it. A peer that is not installed is reported absent; an option it has n
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -111,8 +112,8 @@ def _fused_gate_up_swiglu(y, gate_multiplier=1.0, down_multiplier=1.0):
     return _swiglu(gate, up, gate_multiplier, down_multiplier)
 
 
-def _geglu(a, b):
-    return F.gelu(a, approximate="tanh") * b
+def _geglu(a, b, approximate="tanh"):
+    return F.gelu(a, approximate=approximate) * b
 
 
 def _cross_entropy(
@@ -192,14 +193,19 @@ def _liger(op: Op) -> Callable[..., Any]:
     function = getattr(functional, f"liger_{op.name}", None)
     if function is None:
         raise Absent(f"liger-kernel has no liger_{op.name}")
-    if op.name == "swiglu":  # its function takes no multipliers
+    narrower = {"swiglu": _liger_swiglu, "geglu": _liger_geglu}.get(op.name)
+    return functools.partial(narrower, function) if narrower else function
 
-        def swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-            _only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-            return function(a, b)
 
-        return swiglu
-    return function
+def _liger_swiglu(function, a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    given = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+    _only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, **given)
+    return function(a, b)
+
+
+def _liger_geglu(function, a, b, approximate="tanh"):
+    _only({"approximate": "tanh"}, approximate=approximate)
+    return function(a, b)
 
 
 def _quack(op: Op) -> Callable[..., Any]:
@@ -216,7 +222,9 @@ def _quack(op: Op) -> Callable[..., Any]:
         function = importlib.import_module("quack.cross_entropy").cross_entropy
         return function(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
 
-    def fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean", **more):
+    def fused_linear_cross_entropy(
+        input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean", **more
+    ):
         _only({}, bias=bias, ce_weight=ce_weight, **{name: value for name, value in more.items() if value})
         function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
         return function(input, weight, target, ignore_index=ignore_index, reduction=reduction)
@@ -236,7 +244,13 @@ def _cce(filter_eps: str | None) -> Callable[[Op], Callable[..., Any]]:
             _only({}, bias=bias, ce_weight=ce_weight, **{name: value for name, value in more.items() if value})
             function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
             return function(
-                input, weight, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction, filter_eps=filter_eps
+                input,
+                weight,
+                target,
+                ignore_index=ignore_index,
+                softcap=softcap,
+                reduction=reduction,
+                filter_eps=filter_eps,
             )
 
         return _lookup("cce", op, {"fused_linear_cross_entropy": fused_linear_cross_entropy})

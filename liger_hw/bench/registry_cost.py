@@ -80,10 +80,11 @@ def _readings(loops: int, clock: Callable[[], float]) -> None:
 
 def as_text(found: dict[str, Any]) -> str:
     verdict = "within" if found["within_budget"] else "OVER"
+    hit, floor, clock = found["hit_us"], found["loop_floor_us"], found["perf_counter_us"]
     return "\n".join(
         (
-            f"registry hit      {found['hit_us']:.3f} us (slowest {found['hit_us_worst']:.3f}), {verdict} {found['budget_us']} us",
-            f"with key building {found['lookup_us']:.3f} us",
-            f"subtracted        {found['loop_floor_us']:.4f} us a loop; reading the clock costs {found['perf_counter_us']:.3f} us",
+            f"registry hit       {hit:.3f} us (slowest {found['hit_us_worst']:.3f}), {verdict} {found['budget_us']} us",
+            f"with key building  {found['lookup_us']:.3f} us",
+            f"subtracted         {floor:.4f} us of loop from each; reading the clock costs {clock:.3f} us",
         )
     )

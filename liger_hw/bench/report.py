@@ -73,7 +73,9 @@ def git_commit() -> str | None:
         return None
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20
+        ).stdout.strip()
 
     commit = git("rev-parse", "--short=12", "HEAD")
     return commit + ("+" if git("status", "--porcelain", "--", "liger_hw") else "") if commit else None
@@ -104,7 +106,23 @@ def as_text(rows: Sequence[dict[str, Any]], brief: bool = False) -> str:
 
 
 def _details(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [("op", "sizes", "mode", "arm", "ms", "p20..p80", "share", "eager ms", "host us", "MiB", "err", "err grad", "note")]
+    lines = [
+        (
+            "op",
+            "sizes",
+            "mode",
+            "arm",
+            "ms",
+            "p20..p80",
+            "share",
+            "eager ms",
+            "host us",
+            "MiB",
+            "err",
+            "err grad",
+            "note",
+        )
+    ]
     for row in rows:
         if row["status"] != "ok":  # said once, below the tables
             continue
@@ -168,14 +186,26 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if "wall" in methods:
         lines.append("* wall clock on a CPU: torch's reference path, not a measurement of any kernel")
     elif "events" in methods:
-        waits = sorted({f"{row['arm']} {row['op']} ({row['note']})" for row in rows if row["ms"] and row["method"] == "events"})
-        lines.append("* timed between events, host time included, because no graph could hold it: " + "; ".join(waits)[:300])
-    warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in rows if not row["l2_cold"] and row["ms"]})
+        waits = sorted(
+            {f"{row['arm']} {row['op']} ({row['note']})" for row in rows if row["ms"] and row["method"] == "events"}
+        )
+        lines.append(
+            "* timed between events, host time included, because no graph could hold it: " + "; ".join(waits)[:300]
+        )
+    warm = sorted(
+        {f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in rows if not row["l2_cold"] and row["ms"]}
+    )
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
     absent = sorted({f"{row['arm']}: {row['note']}" for row in rows if row["status"] == "absent"})
     lines += [f"absent  {text}" for text in absent]
-    failed = sorted({f"{row['arm']} {row['op']}: {row['note']}" for row in rows if row["status"] in ("error", "unsupported", "skipped")})
+    failed = sorted(
+        {
+            f"{row['arm']} {row['op']}: {row['note']}"
+            for row in rows
+            if row["status"] in ("error", "unsupported", "skipped")
+        }
+    )
     lines += [f"failed  {text}" for text in failed]
     return lines
 
@@ -217,7 +247,9 @@ def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Pat
     for op in dict.fromkeys(row["op"] for row in timed):
         for mode in dict.fromkeys(row["mode"] for row in timed if row["op"] == op):
             figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-            mine = sorted((row for row in timed if row["op"] == op and row["mode"] == mode), key=lambda r: math.prod(r["sizes"]))
+            mine = sorted(
+                (row for row in timed if row["op"] == op and row["mode"] == mode), key=lambda r: math.prod(r["sizes"])
+            )
             ticks = list(dict.fromkeys("x".join(map(str, row["sizes"])) for row in mine))
             for arm in dict.fromkeys(row["arm"] for row in mine):
                 points = {"x".join(map(str, row["sizes"])): 100 * row["share"] for row in mine if row["arm"] == arm}

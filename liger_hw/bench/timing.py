@@ -12,12 +12,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
 
 from ..backends import target_of
+from .inputs import Work
 
 MIB = 1024 * 1024
 
@@ -87,129 +88,6 @@ class Stats:
         }
 
 
-# -- a call ----------------------------------------------------------------------------------------------------------
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result: a tensor, a tuple or list of them, or an object with a `loss`."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return tensors_in(getattr(value, "loss", ()))
-
-
-@dataclass
-class Inputs:
-    """Arguments of one call, and the gradients that flow into it (drawn once, the same for every arm).
-
-    moved: bytes the roofline counts, forward and backward
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    moved: int = 0
-    flowing: dict[tuple, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def given(self) -> list[torch.Tensor]:
-        return [*tensors_in(self.args), *tensors_in(tuple(self.kwargs.values()))]
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self.given if tensor.requires_grad]
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.given, *self.flowing.values()])
-
-    def gradient_for(self, position: int, output: torch.Tensor) -> torch.Tensor:
-        """The gradient of output number `position`, laid out like it: random, or one for a scalar loss."""
-        place = (position, tuple(output.shape), output.stride(), output.dtype)
-        if place not in self.flowing:
-            if output.numel() == 1:
-                self.flowing[place] = torch.ones_like(output, requires_grad=False)
-            else:
-                generator = torch.Generator(output.device).manual_seed(self.seed + position)
-                values = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32)
-                self.flowing[place] = torch.empty_like(output, requires_grad=False).copy_(values)
-        return self.flowing[place]
-
-    def clone(self, dtype: torch.dtype | None = None) -> "Inputs":
-        """A copy that shares nothing; floating tensors become `dtype`. The gradients that flow in are not copied."""
-
-        def copy(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                # as a copy of its strides too: layouts are part of a workload
-                fresh = torch.empty_like(value, dtype=wanted).copy_(value.detach())
-                return fresh.requires_grad_(value.requires_grad)
-            if isinstance(value, (tuple, list)):
-                return type(value)(copy(item) for item in value)
-            return value
-
-        return Inputs(copy(self.args), {k: copy(v) for k, v in self.kwargs.items()}, self.seed)
-
-
-class Work:
-    """A function over its input sets; `backward` says whether a call includes the gradients of every leaf."""
-
-    def __init__(self, function: Callable[..., Any], sets: list[Inputs], backward: bool) -> None:
-        self.function, self.sets, self.backward = function, sets, backward
-        self.saved: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in sets]
-        self.overwrites_inputs = False
-
-    def forward(self, inputs: Inputs) -> list[torch.Tensor]:
-        outputs = tensors_in(self.function(*inputs.args, **inputs.kwargs))
-        return [output for output in outputs if output.requires_grad]
-
-    def gradients(self, inputs: Inputs, outputs: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        flowing = [inputs.gradient_for(i, output) for i, output in enumerate(outputs)]
-        return torch.autograd.grad(outputs, inputs.leaves, flowing, allow_unused=True)
-
-    def call(self, index: int = 0) -> tuple:
-        """One call on input set `index`: its outputs, and its gradients if they belong to it."""
-        inputs = self.sets[index]
-        outputs = self.forward(inputs)
-        return outputs, self.gradients(inputs, outputs) if self.backward else ()
-
-    def sweep(self) -> None:
-        """One call on every set, all forwards first: by the time a backward runs, its inputs have left the L2."""
-        outputs = [self.forward(inputs) for inputs in self.sets]
-        if self.backward:
-            for inputs, output in zip(self.sets, outputs):
-                self.gradients(inputs, output)
-
-    def learn_overwrites(self) -> None:
-        """Find which tensors a call overwrites, so that `restore` can put them back. Runs the call on every set."""
-        with torch.no_grad():
-            before = [tensor.detach().clone() for tensor in self.sets[0].given]
-        outputs = self.forward(self.sets[0])
-        for position, output in enumerate(outputs):  # drawn now, not inside a timed call
-            for inputs in self.sets:
-                inputs.gradient_for(position, output)
-        flowing = list(self.sets[0].flowing.values())
-        with torch.no_grad():
-            before += [tensor.clone() for tensor in flowing]
-        if self.backward:
-            self.gradients(self.sets[0], outputs)
-        del outputs
-        tensors = [*self.sets[0].given, *flowing]
-        changed = [i for i, (old, new) in enumerate(zip(before, tensors)) if not torch.equal(old, new.detach())]
-        self.overwrites_inputs = any(i < len(self.sets[0].given) for i in changed)
-        for number, inputs in enumerate(self.sets):
-            now = [*inputs.given, *inputs.flowing.values()]
-            kept = before if number == 0 else [tensor.detach().clone() if i in changed else None for i, tensor in enumerate(now)]
-            self.saved[number] = [(now[i].detach(), kept[i]) for i in changed]
-        self.restore()
-
-    def restore(self) -> None:
-        for pairs in self.saved:
-            for tensor, kept in pairs:
-                tensor.copy_(kept)
-
-
 Product = tuple[int, int, int, str]
 """A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
 
@@ -228,8 +106,8 @@ def with_index(device: torch.device | str) -> torch.device:
 class Meter:
     """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
 
-    Where they can, a stream of its own becomes the current one until `close()`: a capture must not meet autograd nodes
-    that were made on the default stream.
+    Where they can, a stream of its own becomes the current one until `close()` (or the end of a `with` block): a
+    capture must not meet autograd nodes that were made on the default stream.
     """
 
     def __init__(self, device: torch.device | str, module: Any = None) -> None:
@@ -273,9 +151,14 @@ class Meter:
 
     def close(self) -> None:
         """Put the stream back that was current before."""
-        self.synchronize()
         if self._before is not None:
             self.module.set_stream(self._before)
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     # -- capture
 
@@ -364,10 +247,11 @@ class Meter:
         once = (time.perf_counter() - start) * 1e3
         work.restore()
         calls = int(max(1, min(100, budget_ms / 3 / max(once, 1e-3))))
+        turns = 3 if once < budget_ms else 1
 
         def measure() -> list[float]:
             samples = []
-            for _ in range(3):
+            for _ in range(turns):
                 if work.overwrites_inputs:
                     work.restore()
                 self.synchronize()
@@ -427,19 +311,19 @@ class Meter:
 
     def products_ms(self, products: Iterable["Product"], dtype: torch.dtype) -> float:
         """Milliseconds of matrix products, one after the other: the floor of a GEMM-bound op. Random data, torch.mm."""
-        total = 0.0
-        for product in products:
+        for product in (products := list(products)):
             if (product, dtype) not in self._products:
-                m, n, k, layout = product
-                a = torch.randn((k, m) if layout[0] == "t" else (m, k), device=self.device).to(dtype)
-                b = torch.randn((n, k) if layout[1] == "t" else (k, n), device=self.device).to(dtype)
-                a = a.t() if layout[0] == "t" else a
-                b = b.t() if layout[1] == "t" else b
-                out = torch.empty(m, n, device=self.device, dtype=dtype)
-                self._products[product, dtype] = self._time(lambda: torch.mm(a, b, out=out), 10).median
-                del a, b, out
-            total += self._products[product, dtype]
-        return total
+                self._products[product, dtype] = self._product_ms(product, dtype)
+        return sum(self._products[product, dtype] for product in products)
+
+    def _product_ms(self, product: "Product", dtype: torch.dtype) -> float:
+        m, n, k, layout = product
+        a = torch.randn((k, m) if layout[0] == "t" else (m, k), device=self.device).to(dtype)
+        b = torch.randn((n, k) if layout[1] == "t" else (k, n), device=self.device).to(dtype)
+        a = a.t() if layout[0] == "t" else a
+        b = b.t() if layout[1] == "t" else b
+        out = torch.empty(m, n, device=self.device, dtype=dtype)
+        return self._time(lambda: torch.mm(a, b, out=out), 10).median
 
     def _time(self, call: Callable[[], Any], times: int) -> Stats:
         for _ in range(2):
@@ -573,15 +457,3 @@ def first_line(error: BaseException, width: int = 160) -> str:
     """`Type: message`, one line of it."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:width].rstrip(": ")
-
-
-def sample_sets(make: Callable[[int], Inputs], l2: int, most: int = 32) -> list[Inputs]:
-    """As many input sets as keep a sweep out of L2: 4 times its size, one set when a single one is 16 times that.
-
-    `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use.
-    """
-    first = make(0)
-    if first.bytes >= 16 * l2:
-        return [first]
-    count = max(2, min(most, -(-4 * l2 // max(1, first.bytes))))
-    return [first, *(make(seed) for seed in range(1, count))]

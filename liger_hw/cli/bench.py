@@ -39,16 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: registry, host, e2e")
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it"
+    )
     parser.add_argument("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop starting new work after this long")
     parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
     parser.add_argument("--commit", help="commit to record, where the source tree is no git checkout")
 
     ops = parser.add_argument_group("ops and host")
-    ops.add_argument("--against", type=_words, metavar="PEERS", help="default torch,compile,liger,quack,cce; also aten, cce_exact")
-    ops.add_argument("--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)")
-    ops.add_argument("--sizes", type=_words, default=[], help="workload names or sizes such as 16384x4096, comma-separated")
+    ops.add_argument(
+        "--against", type=_words, metavar="PEERS", help="default torch,compile,liger,quack,cce; also aten, cce_exact"
+    )
+    ops.add_argument(
+        "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
+    )
+    ops.add_argument(
+        "--sizes", type=_words, default=[], help="workload names or sizes such as 16384x4096, comma-separated"
+    )
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
     e2e = parser.add_argument_group("e2e")
@@ -80,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import ops, peers, report, timing
+    from ..bench import ops, peers, timing
 
     against = list(peers.DEFAULT) if arguments.against is None else arguments.against
     if unknown := [name for name in against if name not in peers.PEERS]:
@@ -90,8 +98,14 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
 
+    with timing.Meter(device) as meter:
+        return _bench_ops(arguments, todo, against, meter)
+
+
+def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any) -> int:
+    from ..bench import ops, peers, report, timing
+
     budget = timing.Budget(arguments.budget)
-    meter = timing.Meter(device)
     facts = report.machine(meter.device, arguments.commit)
     facts["copy_gb_s"] = meter.copy_rate()
     carried = {name: facts[name] for name in ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")}
@@ -100,7 +114,9 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     def keep(found: list[dict[str, Any]]) -> None:
         rows.extend({**row, **carried} for row in found)
-        _progress(f"[{len({(r['op'], tuple(r['sizes'])) for r in rows})}/{len(todo)}] {budget.spent:.0f} s  {_line(found)}")
+        _progress(
+            f"[{len({(r['op'], tuple(r['sizes'])) for r in rows})}/{len(todo)}] {budget.spent:.0f} s  {_line(found)}"
+        )
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
@@ -168,13 +184,13 @@ def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> i
 def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import host, report, timing
 
-    meter = timing.Meter(device)
     against = ["liger", "torch"] if arguments.against is None else arguments.against
     try:
-        found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget))
+        with timing.Meter(device) as meter:
+            found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget))
+            document = {"machine": report.machine(meter.device, arguments.commit), **found}
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
-    document = {"machine": report.machine(meter.device, arguments.commit), **found}
     if arguments.json:
         report.save(arguments.json, document)
     if arguments.json != "-":

@@ -289,6 +289,15 @@ def _gradient_block(
     return g
 
 
+@triton.jit
+def _tail_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored):
+    """The last block of a row, -inf past its end."""
+    x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+    if BIAS_ptr is not None:
+        x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    return tl.where(cols < n_cols, x, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
 def _cross_entropy_fwd_kernel(
     X_ptr,
@@ -319,6 +328,7 @@ def _cross_entropy_fwd_kernel(
     SOFTCAP: tl.constexpr,
     TOKEN_SCALING: tl.constexpr,
     ARGMAX: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -327,7 +337,7 @@ def _cross_entropy_fwd_kernel(
     """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
 
     X and DX hold a chunk of rows that begins at row `row_start` of the rest; columns n_cols..n_stored may be touched.
-    The last block stays in registers between the two sweeps; it alone is masked.
+    Only the last block is masked. A row of ONE_BLOCK stays in registers between the two sweeps.
     """
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""  # kept for a second read, which is the last
     chunk_row = tl.program_id(0).to(tl.int64)
@@ -335,7 +345,7 @@ def _cross_entropy_fwd_kernel(
     X_ptr += chunk_row * X_row_stride
     if DX_ptr is not None:
         DX_ptr += chunk_row * DX_row_stride
-    n_full = (n_cols - 1) // BLOCK_SIZE
+    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
     block_cols = tl.arange(0, BLOCK_SIZE)
     tail_cols = n_full * BLOCK_SIZE + block_cols
     y = tl.load(Y_ptr + row)
@@ -368,10 +378,7 @@ def _cross_entropy_fwd_kernel(
         m, d, weighted, top, argmax = _scan_block(
             x, cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, False
         )
-    x_tail = tl.load(X_ptr + tail_cols, mask=tail_cols < n_stored, other=0.0).to(tl.float32)
-    if BIAS_ptr is not None:
-        x_tail += tl.load(BIAS_ptr + tail_cols, mask=tail_cols < n_cols, other=0.0).to(tl.float32)
-    x_tail = tl.where(tail_cols < n_cols, x_tail, float("-inf"))
+    x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
     m, d, weighted, top, argmax = _scan_block(
         x_tail, tail_cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, True
     )
@@ -437,6 +444,8 @@ def _cross_entropy_fwd_kernel(
             push *= go
             smooth *= go
         y_col = y_read.to(tl.int32)
+        if not ONE_BLOCK:
+            x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
         g = _gradient_block(
             x_tail, tail_cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING
         )
@@ -528,9 +537,9 @@ _DIMS = ("n_rows", "n_cols")
 
 
 def rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """32 elements a thread; a row of up to 32768 columns in one block, read once. Wider rows are kept for the second read."""
-    block = min(key[0], 32768)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32), hint="keep" if key[0] > block else "none")
+    """A row of up to 32768 columns in one block, read once; a wider one by halves of that, kept for the second read."""
+    block, hint = (key[0], "none") if key[0] <= 32768 else (16384, "keep")
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16), hint=hint)
 
 
 def rows_safe(target: Target, key: registry.Key) -> LaunchConfig:
@@ -597,7 +606,7 @@ def _is_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
     return _has_block_size(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
 
 
-ROW_KERNELS = (_cross_entropy_fwd_kernel, _scan_block, _gradient_block)
+ROW_KERNELS = (_cross_entropy_fwd_kernel, _tail_logits, _scan_block, _gradient_block)
 FWD = Tunable(
     "cross_entropy",
     "fwd",
@@ -697,6 +706,7 @@ def launch_rows(
         options.softcap != 0.0,
         options.token_scaling,
         results.hits is not None or results.top is not None,
+        n_cols <= plan.config.blocks["BLOCK_SIZE"],
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 
@@ -807,9 +817,8 @@ def _fwd_reference(input, target, weight, ignore_index, smoothing, lse_scale, so
 def reference_outputs(outputs, dtype: torch.dtype, extra) -> tuple[torch.Tensor, ...]:
     """What `reference_losses` gave, in the dtypes and with the absences an operator returns."""
     loss, z_loss, hits, top = outputs
-    absent = torch.empty(0, dtype=torch.float32)
-    z_loss, hits, top = (t if asked else absent for t, asked in zip((z_loss.to(dtype), hits, top), extra))
-    return loss.to(dtype), z_loss, hits, top
+    extras = (t if asked else torch.empty(0) for t, asked in zip((z_loss.to(dtype), hits, top), extra))
+    return loss.to(dtype), *extras
 
 
 def _bwd_reference(grad, grad_output, stats):

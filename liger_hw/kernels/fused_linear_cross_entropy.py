@@ -136,6 +136,10 @@ def _bwd(grad_output, x, weight, target, bias, ce_weight, *call):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
+def _no_grads(x):
+    return ce.absent(x), ce.absent(x), ce.absent(x)
+
+
 def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
     wide = torch.promote_types(x.dtype, torch.float32)
     dlogits = ce.reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
@@ -152,8 +156,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, *call):
     extra, wanted = wanted[:3], wanted[3:]
     ce.check_targets(_NAME, target, weight.shape[0], options.ignore_index)
     outputs = ce.reference_losses(_logits(x, weight, bias), target, ce_weight, options)
-    none = (ce.absent(x), ce.absent(x), ce.absent(x))
-    grads = _reference_grads(x, weight, target, bias, ce_weight, options, wanted) if any(wanted) else none
+    grads = _reference_grads(x, weight, target, bias, ce_weight, options, wanted) if any(wanted) else _no_grads(x)
     stats = torch.ones(5) if any(wanted) and ce.divides_late(x.dtype, options) else torch.empty(0)
     return *ce.reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), extra), *grads, stats
 

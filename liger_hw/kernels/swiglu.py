@@ -45,7 +45,7 @@ def fused_gate_up_swiglu_reference(
 
 
 @triton.jit
-def _tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _stretch(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """(row, first column, columns of a row) of this program; FLAT when rows lie end to end and count as one."""
     pid = tl.program_id(0).to(tl.int64)
     if FLAT:
@@ -53,6 +53,14 @@ def _tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
+
+
+@triton.jit
+def _tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, columns, mask) of this program, for kernels that always mask."""
+    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
+    return row, cols, cols < size
 
 
 @triton.jit
@@ -90,7 +98,7 @@ def _swiglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
@@ -147,7 +155,7 @@ def _swiglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
@@ -193,7 +201,7 @@ def _tunable(op: str, variant: str, *kernels) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(*kernels, _tile),
+        kernels=(*kernels, _stretch),
         key=row_key,
         dims=_DIMS,
         heuristic=_heuristic,

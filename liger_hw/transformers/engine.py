@@ -127,13 +127,12 @@ class _Engine:
             where = f"{cls.__name__}.forward"
             current = getattr(owner, slot)
             mark = getattr(current, _MARK, None)
-            reason = _conflict(part, mark, where) or (why_not(owner) if owner is not cls else "")
-            if not reason and owner is not cls and getattr(current, "__self__", None) is not owner:
-                reason = "left alone: its forward was replaced by something else"
-            elif reason and reason != ALREADY:
-                reason = f"left alone: {reason}"
-            if reason:
-                self._leave(part, where, kernel, reason)
+            state = _present_patch(part, mark, where)
+            if not state and owner is not cls:
+                reason = _foreign(owner, cls, current, kind) or why_not(owner)
+                state = f"left alone: {reason}" if reason else ""
+            if state:
+                self._leave(part, where, kernel, state)
                 continue
             original = getattr(current, "__func__", current)
             if original not in made:
@@ -153,7 +152,7 @@ class _Engine:
                 yield cls, cls
                 continue
             for module in self.model.modules():
-                if isinstance(module, cls) and type(module).forward is cls.forward:
+                if isinstance(module, cls):
                     yield module, cls
 
     def _rope(self) -> None:
@@ -189,13 +188,22 @@ def _marked(function: Callable, part: str, name: str, original: Callable) -> Cal
     return function
 
 
-def _conflict(part: str, mark: str | None, where: str) -> str:
+def _present_patch(part: str, mark: str | None, where: str) -> str:
     """What the mark of a present forward means for patching `part`: "" (none), ALREADY, or a ValueError."""
     if mark is None:
         return ""
     if mark != part:
         raise ValueError(f"{where} is already patched for {mark}; revert() that patch before asking for {part}")
     return ALREADY
+
+
+def _foreign(module: Any, cls: type, forward: Callable, kind: str) -> str:
+    """Why a module's forward is not the family's to replace, or "". A causal LM's may be: it is wrapped, not replaced."""
+    if kind != "causal_lms" and type(module).forward is not cls.forward:
+        return f"{type(module).__name__} has its own forward"
+    if getattr(forward, "__self__", None) is not module:
+        return "its forward was replaced by something else"
+    return ""
 
 
 def _slot(owner: Any) -> str:

@@ -236,7 +236,7 @@ def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callab
 
     signature = inspect.signature(original)
     names = list(signature.parameters)
-    labels_at = names.index("labels") - 1
+    labels_at = names.index("labels") - 1 if "labels" in names else len(names)
 
     @functools.wraps(original)
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, **kwargs):

@@ -233,8 +233,21 @@ def test_a_subclass_that_calls_super(family, batch, calls):
     expected = base(**batch).loss * 2
     mine = Mine(base.config).train()
     mine.load_state_dict(base.state_dict())
-    with family.apply():
-        torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
-    with family.apply(model=mine):
-        torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
-    assert calls["fused"] >= 1
+    for model in (None, mine):
+        with family.apply(model=model):
+            torch.testing.assert_close(mine(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    assert calls["fused"] == 2
+
+
+def test_a_norm_with_its_own_forward_is_left_alone(family, batch):
+    class Loud(family.norm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = family.model()
+    model.model.norm.__class__ = Loud
+    expected = model(**batch).loss
+    with family.apply(model=model) as report:
+        torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    assert [r.state for r in report.rows if r.part == "rms_norm"].count("left alone: Loud has its own forward") == 1
+    assert sum(r.part == "rms_norm" for r in report.patched) == 4

@@ -32,7 +32,7 @@ class Size:
     intermediate: int
     vocab: int = 256
     batch: int = 8
-    seq: int = 256
+    seq: int = 128
     steps: int = 80
     learning_rate: float = 1e-3
     checkpointing: bool = False
@@ -40,7 +40,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=160, batch=2, seq=48, steps=12),
-    "small": Size(hidden=256, layers=4, heads=8, kv_heads=4, intermediate=768),
+    "small": Size(hidden=192, layers=4, heads=6, kv_heads=2, intermediate=512),
     # Mistral-7B's layers, sixteen of them: the shape in which the field publishes its end-to-end figures.
     "7b-16l": Size(
         hidden=4096,

@@ -1,0 +1,132 @@
+"""Problem sizes of a model: from a Hugging Face config to what its layers launch.
+
+A model is a name from `KNOWN`, a path to a `config.json`, or any Hugging Face id that `transformers` can find (a local
+copy is enough; nothing is downloaded that transformers would not download itself).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides the sizes of a decoder's kernels."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    activation: str = "silu"
+    rms_norm: bool = True
+    qk_norm: bool = False
+
+
+KNOWN = {
+    "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768),
+    "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256),
+    "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True),
+    "google/gemma-2-2b": Model("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, "gelu_pytorch_tanh"),
+    "meta-llama/Llama-3.2-1B": Model("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
+}
+"""Models whose facts need no file and no network: public id -> facts; the short name works too."""
+
+Sizes = tuple[int, ...]
+
+
+def _hidden(model: Model, batch: int, seq: int) -> list[Sizes]:
+    return [(batch * seq, model.hidden)]
+
+
+def _rms_norm(model: Model, batch: int, seq: int) -> list[Sizes]:
+    rows = batch * seq
+    heads = [(rows * n, model.head_dim) for n in (model.heads, model.kv_heads)] if model.qk_norm else []
+    return [(rows, model.hidden), *heads] if model.rms_norm else heads
+
+
+def _gated(*activations: str) -> Callable[[Model, int, int], list[Sizes]]:
+    def sizes(model: Model, batch: int, seq: int) -> list[Sizes]:
+        return [(batch * seq, model.intermediate)] if model.activation in activations else []
+
+    return sizes
+
+
+_SIZES: Mapping[str, Callable[[Model, int, int], list[Sizes]]] = {
+    "rms_norm": _rms_norm,
+    "fused_add_rms_norm": lambda m, b, s: _hidden(m, b, s) if m.rms_norm else [],
+    "layer_norm": lambda m, b, s: [] if m.rms_norm else _hidden(m, b, s),
+    "rope": lambda m, b, s: [(b, s, m.heads, m.kv_heads, m.head_dim)],
+    "swiglu": _gated("silu", "swish"),
+    "fused_gate_up_swiglu": _gated("silu", "swish"),
+    "geglu": _gated("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_tanh"),
+    "relu_squared": _gated("relu2", "relu_squared"),
+    "cross_entropy": lambda m, b, s: [(b * s, m.vocab)],
+    "fused_linear_cross_entropy": lambda m, b, s: [(b * s, m.hidden, m.vocab)],
+}
+
+
+def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
+    """Problem sizes at which `model` launches `op`; empty when it does not, or when that is not known for the op."""
+    return _SIZES[op](model, batch, seq) if op in _SIZES else []
+
+
+def find(name: str) -> Model:
+    """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError` that says what was tried."""
+    for public, model in KNOWN.items():
+        if name.lower() in (public.lower(), public.split("/")[1].lower(), model.name):
+            return model
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            return from_config(json.loads(path.read_text(encoding="utf-8")), path.parent.name or name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+    known = ", ".join(model.name for model in KNOWN.values())
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(name).to_dict()
+    except ImportError:
+        raise ValueError(f"{name!r} is no file and transformers is not installed; known without it: {known}") from None
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"{name!r}: {reason[0] if reason else error}; known without a download: {known}") from None
+    return from_config(config, name)
+
+
+def from_config(config: Mapping[str, Any], name: str) -> Model:
+    """Facts from a Hugging Face config (a multimodal one's text part). Raises `ValueError` naming a missing field."""
+    if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+
+    def field(*names: str, default: int | None = None) -> int:
+        for one in names:
+            if type(config.get(one)) is int:
+                return config[one]
+        if default is None:
+            raise ValueError(f"{name}: the config has no {' or '.join(names)}")
+        return default
+
+    hidden = field("hidden_size", "n_embd", "d_model")
+    heads = field("num_attention_heads", "n_head")
+    kind = str(config.get("model_type", ""))
+    return Model(
+        name=name,
+        hidden=hidden,
+        intermediate=field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        heads=heads,
+        kv_heads=field("num_key_value_heads", default=heads),
+        head_dim=field("head_dim", default=hidden // heads),
+        vocab=field("vocab_size"),
+        activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+        rms_norm=not any(key.startswith("layer_norm_eps") for key in config) or "rms_norm_eps" in config,
+        qk_norm=bool(config.get("use_qk_norm", kind.startswith(("qwen3", "gemma3", "olmo2")))),
+    )

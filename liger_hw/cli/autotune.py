@@ -1,0 +1,328 @@
+"""`liger-hw autotune --device cuda`: measure launch configurations on this machine and keep the winners.
+
+    liger-hw autotune --device cuda                                      every op at its own workloads
+    liger-hw autotune --device cuda --model mistral-7b --seq 2048,4096   the shapes of a model
+    liger-hw autotune --device cuda --from-misses                        what earlier runs found no entry for
+
+Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
+Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+from . import UsageError
+from ._values import dtype_name, positive, shape, table
+
+if TYPE_CHECKING:
+    from ..autotune.tuner import Job, Result
+    from ..backends import Target
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
+    return values
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    return [shape(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to tune")
+    what.add_argument("--device", help="cuda, rocm, xpu, or one device such as cuda:0 (default: the accelerator here)")
+    what.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
+    what.add_argument("--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id")
+    what.add_argument("--batch", type=_numbers, default=[1], help="batch sizes for --model (default 1)")
+    what.add_argument(
+        "--seq", type=_numbers, default=[512, 1024, 2048, 4096, 8192, 16384], help="sequence lengths for --model (default 512 to 16384)"
+    )
+    what.add_argument("--shapes", type=_shapes, default=[], metavar="AxB,..", help="problem sizes, for ops that take as many (see `liger-hw explain`)")
+    what.add_argument("--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for")
+    what.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--budget", type=_seconds, metavar="SECONDS", help="stop after about this long; less is tried where time is short")
+    how.add_argument("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
+    how.add_argument("--candidates", type=positive, default=96, help="most candidates of a first shape (default 96)")
+    how.add_argument("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
+    how.add_argument("--dry-run", action="store_true", help="print what would be tuned; works for any architecture, without the device")
+    how.add_argument("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if int(os.environ.get("RANK", "0") or 0) != 0:
+        print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
+        return 0
+    if arguments.dry_run:
+        return _dry_run(arguments)
+    from ..autotune import remote
+
+    device = _device(arguments.device)
+    measurer = remote.RemoteMeasurer(device)
+    pool = None
+    try:
+        try:
+            facts = measurer.facts()
+        except (remote.WorkerDied, remote.WorkerError) as error:
+            raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
+        target = _target(facts["target"])
+        jobs, problems = _jobs(arguments, target, measurer)
+        if not device.startswith("cpu"):
+            workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
+            pool = remote.CompilePool(facts["target"], workers)
+        return _tune(arguments, target, facts, measurer, pool, jobs, problems)
+    finally:
+        measurer.close()
+        if pool is not None:
+            pool.close()
+
+
+# -- what to tune ----------------------------------------------------------------------------------------------------
+
+
+def _device(name: str | None) -> str:
+    """The torch device to measure on. Raises `UsageError` that names what is here."""
+    import torch
+
+    from .. import registry
+    from ..backends import backends, target_of
+
+    here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
+    names = ", ".join(b.vendor for b in here) or "none"
+    if name is None:
+        if not here:
+            raise UsageError("autotune: no GPU here. The tuner measures; `--dry-run --device sm90` shows what it would do")
+        return f"{here[0].device_type}:0"
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        if not registry.interpreting():
+            raise UsageError("autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries the tuner out)")
+        return "cpu"
+    for one in here:
+        if kind == one.vendor:
+            count = getattr(torch, one.device_type).device_count()
+            if index and not (index.isdigit() and int(index) < count):
+                raise UsageError(f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to {one.device_type}:{count - 1})")
+            return f"{one.device_type}:{index or 0}"
+        if target_of(torch.device(one.device_type, 0)).arch == name:
+            return f"{one.device_type}:0"
+    raise UsageError(
+        f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
+        "The tuner measures on the device; choosing without it is not available yet. "
+        f"`--dry-run --device {name}` shows what would be tried"
+    )
+
+
+def _target(data: dict[str, Any]) -> "Target":
+    from ..backends import Target
+
+    return Target(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
+
+
+def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tuple[list["Job"], list[str]]:
+    from .. import registry
+    from ..autotune import models, plan, store
+
+    try:
+        ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
+        chosen = [models.find(name) for name in arguments.model]
+    except ValueError as error:
+        raise UsageError(f"autotune: {error}") from None
+    if arguments.from_misses:
+        known = {name for _, entries in registry.tables(target) for name in entries}
+        misses = [name for name in store.read_misses(target) if name not in known]
+        found, problems = plan.from_misses(misses, ops)
+        if not found and not problems:
+            raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
+        return found, problems
+    wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, arguments.shapes)
+    if not wanted:
+        counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
+        raise UsageError(f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}")
+    scan = plan.traced(target)
+    if target.vendor == "cpu":
+        scan = plan.measured(measurer)
+    elif measurer is not None:
+        scan = plan.either(scan, plan.measured(measurer))
+    return plan.jobs(wanted, arguments.dtype, scan)
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from .. import registry
+    from ..autotune import space
+    from ..backends import known_target
+
+    try:
+        target = known_target(arguments.device or "")
+    except ValueError:
+        import torch
+
+        from ..backends import target_of
+
+        target = target_of(torch.device(_device(arguments.device)))
+    jobs, problems = _jobs(arguments, target, None)
+    rows = []
+    for job in jobs:
+        legal, refused = space.legal(registry._tunables[job.name], target, job.key)
+        rows.append({**_head(job), "legal": len(legal), "refused": dict(refused)})
+    if arguments.json:
+        print(json.dumps({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))
+        return 0
+    print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
+    cells = [("kernel", "key", "sizes", "legal", "refused")]
+    cells += [(f"{r['op']}.{r['variant']}", str(tuple(r["key"])), _by(r["sizes"]), str(r["legal"]), str(sum(r["refused"].values()))) for r in rows]
+    print(table(cells))
+    for problem in problems:
+        print(f"not planned: {problem}")
+    return 0
+
+
+def _head(job: "Job") -> dict[str, Any]:
+    return {"op": job.op, "variant": job.variant, "key": list(job.key), "sizes": list(job.sizes), "dtype": job.dtype}
+
+
+# -- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def _tune(
+    arguments: argparse.Namespace,
+    target: "Target",
+    facts: dict[str, Any],
+    measurer: Any,
+    pool: Any,
+    jobs: list["Job"],
+    problems: list[str],
+) -> int:
+    from ..autotune import store
+    from ..autotune.journal import Journal, Past
+    from ..autotune.tuner import Effort, Tuner
+
+    folder = store.home(target)
+    journal = Journal(folder / "_journal.jsonl" if folder else None)
+    past = Past(journal, facts["triton"]) if arguments.resume else None
+    screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
+    screen.line(f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} GB/s")
+    screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+    for problem in problems:
+        screen.line(f"not planned: {problem}")
+    tuner = Tuner(
+        target,
+        measurer,
+        facts=facts,
+        pool=pool,
+        journal=journal,
+        past=past,
+        save=lambda name, entry: store.save(target, name, entry),
+        discard=lambda name, entry: store.discard(target, name, entry),
+        effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
+        budget=arguments.budget,
+        progress=screen.update,
+    )
+    results: list["Result"] = []
+
+    def done(result: "Result") -> None:
+        results.append(result)
+        screen.finished(result)
+
+    interrupted = False
+    try:
+        tuner.run(jobs, done)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        journal.close()
+    screen.line(f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; {sum(r.stored for r in results)} stored")
+    if arguments.json:
+        data = {"facts": facts, "results": [r.to_json() for r in results], "problems": problems, "interrupted": interrupted}
+        print(json.dumps(data, indent=2))
+    else:
+        print(as_table(results))
+    if interrupted:
+        screen.line("go on with the same command and --resume")
+        return 130
+    return 1 if results and all(r.error for r in results) else 0
+
+
+def as_table(results: list["Result"]) -> str:
+    """op, shape, heuristic time, winner time, gain, noise, share of floor."""
+    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", "noise", "of floor", "")]
+    for r in results:
+        job = r.job
+        head = (job.name, _by(job.sizes), str(job.key))
+        if r.error or not r.heuristic_us:
+            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80] if r.error else r.note))
+            continue
+        share = f"{r.floor_share:.0%}" if r.floor_share else ""
+        what = f"stored{', ' + r.note if r.note else ''}" if r.stored else r.note
+        times = (f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", f"{r.noise:.1%}")
+        rows.append((*head, *times, share, what))
+    return table(rows)
+
+
+def _by(sizes: Any) -> str:
+    return "x".join(map(str, sizes))
+
+
+class _Progress:
+    """One updated line with an ETA on a terminal, one plain line a finished job elsewhere."""
+
+    def __init__(self, total: int, stream: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.stream, self.clock = total, stream, clock
+        self.count, self.began, self._shown, self._drawn = 0, clock(), 0.0, False
+        self.live = stream.isatty()
+
+    def elapsed(self) -> float:
+        return self.clock() - self.began
+
+    def line(self, text: str) -> None:
+        if self._drawn:
+            self.stream.write("\r\x1b[K")
+            self._drawn = False
+        print(text, file=self.stream, flush=True)
+
+    def update(self, job: "Job", text: str) -> None:
+        if not self.live or self.clock() - self._shown < 0.1:
+            return
+        self._shown, self._drawn = self.clock(), True
+        self.stream.write(f"\r\x1b[K[{self.count + 1}/{self.total}] {job.name} {_by(job.sizes)}: {text}{self._eta()}")
+        self.stream.flush()
+
+    def finished(self, result: "Result") -> None:
+        self.count += 1
+        job = result.job
+        if result.error:
+            what = f"failed: {result.error.splitlines()[0]}"
+        elif not result.heuristic_us:
+            what = result.note
+        else:
+            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} (noise {result.noise:.1%})"
+            what += f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
+            what += ", stored" if result.stored else f", {result.note}" if result.note else ""
+        self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{'' if self.live else self._eta()}")
+
+    def _eta(self) -> str:
+        if not self.count:
+            return ""
+        left = self.elapsed() / self.count * (self.total - self.count)
+        return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"

@@ -1,0 +1,401 @@
+"""Dynamic tanh: y = gamma * tanh(alpha * x) + beta, an element-wise stand-in for a norm, over the last dimension.
+
+Shapes: x [..., n_cols], alpha one element, gamma [n_cols], beta [n_cols] or None (no shift) -> y like x.
+Dtypes: each tensor in fp32, fp16 or bf16; arithmetic and sums in fp32, y rounded once to x's dtype.
+Saved for backward: x, alpha, gamma (and beta, for its dtype).
+Backward, with t = tanh(alpha * x) and d = dy * gamma * (1 - t^2):  dx = alpha * d,  dalpha = sum of d * x,
+dgamma = sum over rows of dy * t,  dbeta = sum over rows of dy.
+
+Source: Zhu, Chen, He, LeCun and Liu, "Transformers without Normalization", https://arxiv.org/abs/2503.10622
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._reduce import column_sum, column_sum_tunable
+from ._rms_backward import DIMS, safe, tiles_rows, tiles_rows_persistently
+from ._triton import tl, triton
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def dyt_reference(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
+    return (y if beta is None else y + beta.to(wide)).to(x.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tanh_and_slope(x):
+    """(tanh(x), 1 - tanh(x)^2) in fp32, both to a few units of the last place; the vendors' libraries differ in which have it."""
+    decay = tl.exp(-2.0 * tl.abs(x))
+    share = 1.0 / (1.0 + decay)
+    far = (1.0 - decay) * share
+    s = x * x
+    near = x + x * s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))  # 1 - decay cancels
+    t = tl.where(s < 0.0625, near, tl.where(x < 0.0, -far, far))
+    return t, 4.0 * decay * share * share
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _dyt_fwd_kernel(
+    X_ptr,
+    Alpha_ptr,
+    Gamma_ptr,
+    Beta_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program (r, c) computes row tile r of column tile c."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    mask = (rows < n_rows)[:, None] & col_mask[None, :]
+    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x)
+    y = gamma[None, :] * t
+    if Beta_ptr is not None:
+        y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    tl.store(Y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _dyt_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    Alpha_ptr,
+    Gamma_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Alpha_partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    HAS_BETA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
+
+    Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
+    None when nobody wants them.
+    """
+    pid = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    alpha = tl.load(Alpha_ptr).to(tl.float32)
+    gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    if Partial_ptr is not None:
+        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
+        dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (rows < n_rows)[:, None] & col_mask[None, :]
+        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        t, slope = _tanh_and_slope(alpha * x)
+        d = dy * slope
+        if Partial_ptr is not None:
+            dalpha += d * x
+            dgamma += dy * t
+            if HAS_BETA:
+                dbeta += dy
+        dx = alpha * gamma[None, :] * d
+        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    if Partial_ptr is not None:
+        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
+        tl.store(partial_ptrs, tl.sum(dgamma, axis=0), mask=col_mask)
+        if HAS_BETA:
+            tl.store(partial_ptrs + n_cols, tl.sum(dbeta, axis=0), mask=col_mask)
+        share = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
+        tl.store(Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1), share)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Four rows of 1024 columns: gamma and beta are read from cache once for all four."""
+    block = min(key[0], 1024)
+    rows = max(1, min(32, 4096 // block))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """The forward's tile with two more in flight, two programs a multiprocessor."""
+    blocks = _fwd_heuristic(target, key).blocks
+    tile = blocks["BLOCK_SIZE"] * blocks["ROWS"]
+    stages = 3 if 2 * 2 * 2 * tile * key[2] <= target.shared_memory else 1
+    return LaunchConfig(blocks, target.warps(tile, 16, 16), stages, 2)
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
+        for block in sorted({min(key[0], width) for width in (256, 512, 1024, 2048, 4096)})
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (2, 4, 8, 16)
+        for hint in ("none", "stream")
+        if 4 <= rows * block // (warps * target.warp_size) <= 32
+    ]
+
+
+def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig(tile.blocks, tile.num_warps, stages, ctas, tile.hint)
+        for tile in _fwd_space(target, key)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6)
+        if ctas * tile.num_warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and 2 * (stages - 1) * tile.blocks["BLOCK_SIZE"] * tile.blocks["ROWS"] * key[2] * ctas <= target.shared_memory
+    ]
+
+
+FWD = Tunable(
+    "dyt",
+    "fwd",
+    kernels=(_dyt_fwd_kernel, _tanh_and_slope),
+    key=row_key,
+    dims=DIMS,
+    heuristic=_fwd_heuristic,
+    safe=safe,
+    space=_fwd_space,
+    neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
+    valid=tiles_rows,
+)
+BWD = Tunable(
+    "dyt",
+    "bwd",
+    kernels=(_dyt_bwd_kernel, _tanh_and_slope),
+    key=row_key,
+    dims=DIMS,
+    heuristic=_bwd_heuristic,
+    safe=safe,
+    space=_bwd_space,
+    valid=tiles_rows_persistently,
+)
+DW = column_sum_tunable("dyt")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, alpha, gamma, beta):
+    x = row_major(x)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, x.dtype)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        grid = (-(-n_rows // blocks["ROWS"]), -(-n_cols // blocks["BLOCK_SIZE"]))
+        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols))
+    return y
+
+
+def _bwd(dy, x, alpha, gamma, beta, needs_params):
+    dy, x = row_major(dy), row_major(x)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    parts, dtype = _parts(beta, needs_params), _params_dtype(gamma, beta)
+    if not n_rows or not needs_params:
+        params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
+    if not n_rows:
+        return dx, params, dalpha
+    plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+    blocks = plan.config.blocks
+    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), -(-n_cols // blocks["BLOCK_SIZE"])
+    programs = max(1, min(plan.programs // col_tiles, n_tiles))
+    partial = alpha_partial = None
+    if parts:
+        partial = x.new_empty((programs, parts * n_cols), dtype=torch.float32)
+        alpha_partial = x.new_empty((programs * col_tiles, 1), dtype=torch.float32)
+    strides = rows_of(dy)[2], x_stride
+    args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
+    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2,))
+    if parts:
+        params = column_sum(DW, partial, dtype)
+        dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)
+    return dx, params, dalpha
+
+
+def _parts(beta: torch.Tensor | None, needs_params: bool) -> int:
+    """How many rows of parameter gradients the backward makes: none, dgamma, or dgamma and dbeta."""
+    return 0 if not needs_params else 1 if beta is None else 2
+
+
+def _params_dtype(gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.dtype:
+    """One dtype for dgamma and dbeta, which come out of one sum."""
+    return gamma.dtype if beta is None or beta.dtype is gamma.dtype else torch.promote_types(gamma.dtype, beta.dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, alpha, gamma, beta):
+    return dyt_reference(x, alpha, gamma, beta).contiguous()
+
+
+def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g, scale = dy.to(wide), alpha.to(wide)
+    t = torch.tanh(scale * x.to(wide))
+    d = g * gamma.to(wide) * (1.0 - t.square())
+    params, dalpha = x.new_empty(0, dtype=wide), torch.zeros_like(alpha)
+    if needs_params:
+        grads = [g * t] if beta is None else [g * t, g]
+        params = torch.cat([grad.reshape(-1, x.shape[-1]).sum(0) for grad in grads])
+        dalpha = (d * x.to(wide)).sum().to(alpha.dtype).view(alpha.shape)
+    return (scale * d).to(x.dtype).contiguous(), params.to(_params_dtype(gamma, beta)), dalpha
+
+
+def _fwd_fake(x, alpha, gamma, beta):
+    return x.new_empty(x.shape)
+
+
+def _bwd_fake(dy, x, alpha, gamma, beta, needs_params):
+    size = _parts(beta, needs_params) * x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(gamma, beta)), torch.empty_like(alpha)
+
+
+dyt_fwd = define(
+    "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+dyt_bwd = define(
+    "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerDyTFunction(torch.autograd.Function):
+    """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
+
+    @staticmethod
+    def forward(ctx, x, alpha, gamma, beta):
+        ctx.save_for_backward(x, alpha, gamma, beta)
+        return dyt_fwd(x, alpha, gamma, beta)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, alpha, gamma, beta = ctx.saved_tensors
+        needed = any(ctx.needs_input_grad[1:])
+        dx, params, dalpha = dyt_bwd(dy, x, alpha, gamma, beta, needed)
+        if not needed:
+            return dx, None, None, None
+        dgamma, dbeta = (params, None) if beta is None else params.view(2, -1)
+        return dx, dalpha, dgamma, dbeta
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_dyt(
+    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    """gamma * tanh(alpha * x) + beta, over the last dimension.
+
+    x: [..., n_cols]; alpha: one element of any shape; gamma: [n_cols]; beta: [n_cols] or None. fp32, fp16 or bf16 (fp64
+    too on the CPU). Returns [..., n_cols] in x's dtype.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
+    check(alpha.numel() == 1, "liger_dyt", f"alpha must have one element, got shape {tuple(alpha.shape)}")
+    for name, parameter in (("gamma", gamma), ("beta", beta)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            want, have = tuple(x.shape[-1:]), tuple(parameter.shape)
+            check(False, "liger_dyt", f"{name} must have shape {want} to match x, got {have}")
+    return LigerDyTFunction.apply(x, alpha, gamma, beta)
+
+
+class LigerDyT(torch.nn.Module):
+    """Dynamic tanh layer: y = gamma * tanh(alpha * x) + beta.
+
+    hidden_size: size of the last dimension; beta=False has no shift at all; init_alpha: the start of the one alpha.
+    """
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = torch.nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama_7b": (16384, 4096),
+    "llama_13b": (8192, 5120),
+    "llama_70b": (8192, 8192),
+    "vit_large": (50432, 1024),
+    "dit_xl": (16384, 1152),
+}
+"""Problem sizes (n_rows, n_cols): the models of the paper."""
+
+
+def _sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
+    n_rows, n_cols = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    alpha = torch.full((1,), 0.5, dtype=dtype, device=device).requires_grad_()
+    return Sample(
+        args=(normal(n_rows, n_cols), alpha, normal(n_cols), normal(n_cols) if beta else None),
+        grad_reduction=n_rows * n_cols,
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="dyt",
+        function=liger_dyt,
+        reference=dyt_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"beta": False},
+        ),
+    )
+)

@@ -1,0 +1,62 @@
+"""`liger-hw bench` as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from liger_hw.cli import COMMANDS, main
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    if "bench" not in COMMANDS:
+        monkeypatch.setitem(COMMANDS, "bench", "benchmarks")
+
+
+def said(capsys, *argv):
+    code = main(["bench", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_an_op_against_torch(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    arguments = ("rms_norm", "--sizes", "8x16", "--dtype", "fp32", "--against", "torch", "--device", "cpu")
+    code, out, err = said(capsys, *arguments, "--json", str(path), "--repeats", "1", "--commit", "abc")
+    assert code == 0 and "wall clock on a CPU" in out and "[1/1]" in err
+    document = json.loads(path.read_text())
+    assert document["complete"] and document["machine"]["copy_gb_s"] > 0
+    assert [row["arm"] for row in document["rows"]] == ["liger_hw", "torch"]
+    assert {"device", "driver", "torch", "triton", "liger_hw", "commit", "date", "config"} <= set(document["rows"][0])
+    assert document["rows"][0]["commit"] == "abc"
+
+
+def test_json_to_standard_output_is_only_json(capsys):
+    code, out, _ = said(capsys, "registry", "--json", "--device", "cpu")
+    assert code == 0 and json.loads(out)["hit_us"] > 0
+
+
+def test_a_budget_ends_early_and_says_so(capsys):
+    code, out, _ = said(capsys, "rms_norm", "--sizes", "8x16", "--device", "cpu", "--budget", "0")
+    assert code == 0 and "nothing was measured" in out and "stopped early: the budget of 0 s is spent" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("rms_nrm",), "did you mean rms_norm"),
+        (("rms_norm", "--against", "ligr"), "unknown peer 'ligr'"),
+        (("rms_norm", "--sizes", "8x8x8x8x8x8x8"), "no op takes size"),
+        (("rms_norm", "--mode", "backward"), "unknown mode 'backward'"),
+        (("rms_norm", "--device", "gpu7"), "--device 'gpu7'"),
+        (("e2e", "--model", "gpt5"), "unknown model 'gpt5'"),
+        (("host", "rms_nrm"), "did you mean rms_norm"),
+    ],
+)
+def test_mistakes_are_explained(capsys, arguments, text):
+    code, _, err = said(capsys, *arguments)
+    assert code == 2 and text in err

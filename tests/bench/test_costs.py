@@ -1,0 +1,37 @@
+"""`bench registry` and `bench host`: the figures are there and mean what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.bench import host, registry_cost
+from liger_hw.bench.timing import Budget, Meter
+
+pytestmark = pytest.mark.cpu
+
+
+def test_a_registry_hit_is_within_its_budget():
+    found = registry_cost.measure(torch.device("cpu"), loops=2000, repeats=5)
+    assert 0 < found["hit_us"] <= found["lookup_us"]
+    assert found["loop_floor_us"] > 0 and found["perf_counter_us"] > 0
+    assert found["hit_us"] < 4 * registry_cost.BUDGET_US  # generous: other tests share the cores
+    assert set(found["tunables"]) == {t.name for op in registry.ops().values() for t in op.tunables}
+    assert "us" in registry_cost.as_text(found)
+
+
+def test_host_compares_arms_and_splits_the_call():
+    found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "quack"])
+    arms = {row["arm"]: row for row in found["calls"]}
+    assert arms["liger_hw"]["full_us"] > arms["liger_hw"]["fwd_us"] > 0 and arms["torch"]["full_us"] > 0
+    if arms["quack"]["status"] == "absent":
+        assert "not installed" in arms["quack"]["note"]
+    (parts,) = found["parts"]
+    assert parts["full"] > parts["forward"] > 0 and parts["operator"] > 0 and parts["alloc"] > 0
+    assert "rms_norm" in host.as_text(found)
+
+
+def test_host_stops_at_the_budget():
+    found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, [], Budget(0.0))
+    assert found["calls"] == [] and "0 s is spent" in host.as_text(found)

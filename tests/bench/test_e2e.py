@@ -1,0 +1,88 @@
+"""`bench e2e` at toy size on the CPU: arms, budget, what is put back."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from liger_hw.bench import e2e
+from liger_hw.bench.timing import Budget
+
+pytestmark = pytest.mark.cpu
+pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+
+
+def toy(**more) -> e2e.Plan:
+    base = {"layers": 1, "batch": 2, "seq": 16, "steps": 3, "arms": ("hf",), "dtype": "float32", "hidden": 32}
+    return e2e.Plan(**{**base, **more})
+
+
+@pytest.mark.parametrize("model", sorted(e2e.MODELS))
+def test_every_model_trains(model):
+    found = e2e.measure(toy(model=model, checkpointing=True), CPU)
+    (run,) = found["runs"]
+    assert run["status"] == "ok" and run["steps"] == 3 and len(run["losses"]) == 3
+    assert run["tokens_per_second"] > 0 and run["peak_gib"] is None
+    assert all(4 < loss < 7 for loss in run["losses"])  # about log 256 from random weights
+
+
+def test_arms_see_the_same_data_and_start_from_the_same_weights():
+    found = e2e.measure(toy(arms=("hf", "liger_hw"), rounds=2), CPU)
+    assert [(run["arm"], run["round"]) for run in found["runs"]] == [
+        ("hf", 0),
+        ("liger_hw", 0),
+        ("hf", 1),
+        ("liger_hw", 1),
+    ]
+    assert {run["status"] for run in found["runs"]} == {"ok"}, found["runs"]
+    first, ours, again, _ = found["runs"]
+    assert first["losses"] == again["losses"]
+    ours_summary = found["summary"][1]
+    assert ours_summary["against"] == "hf" and ours_summary["largest_loss_difference"] < 1e-4
+    assert "liger_hw" in e2e.as_text(found)
+
+
+def test_an_arm_that_fails_is_said_and_the_others_go_on(monkeypatch):
+    real = e2e.build
+
+    def fails_first(plan, device):
+        monkeypatch.setattr(e2e, "build", real)
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB\nmore")
+
+    monkeypatch.setattr(e2e, "build", fails_first)
+    kept = []
+    found = e2e.measure(toy(rounds=2), CPU, keep=lambda found: kept.append(len(found["runs"])))
+    assert [run["status"] for run in found["runs"]] == ["error", "ok"] and kept[:2] == [1, 2]
+    assert "tried to allocate 9 GiB" in e2e.as_text(found)
+
+
+def test_a_spent_budget_is_said():
+    found = e2e.measure(toy(), CPU, Budget(0.0))
+    assert found["runs"][0]["status"] == "skipped" and found["summary"] == [] and found["ended"]
+
+
+def test_a_patch_without_a_way_back_is_undone():
+    class Model:
+        def forward(self):
+            return 1
+
+    module = types.ModuleType("modeling")
+    Model.__module__ = "modeling"
+    module.Model, module.rotate = Model, "rotate"
+    before = Model.forward
+    with e2e._put_back(module):
+        Model.forward, Model.extra, module.rotate, module.more = None, 1, "other", 2
+    assert Model.forward is before and not hasattr(Model, "extra")
+    assert module.rotate == "rotate" and not hasattr(module, "more")
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [({"model": "gpt"}, "unknown model"), ({"arms": ("x",)}, "unknown arm"), ({"hidden": 33}, "multiple of 32")],
+)
+def test_a_bad_plan_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        toy(**options)

@@ -1,0 +1,73 @@
+"""The peers: every arm that runs here computes what the op's reference computes; absent ones say so."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.bench import ops, peers
+from liger_hw.bench.inputs import tensors_in
+
+pytestmark = pytest.mark.cpu
+OPS = sorted(registry.ops())
+
+
+def few(name: str):
+    op = registry.get_op(name)
+    sizes = tuple(min(size, 16) for size in next(iter(op.workloads.values())))
+    return op, ops.make_inputs(ops.Case(op, "few", sizes, torch.float32), sizes, torch.device("cpu"), 0)
+
+
+def pairs():
+    for name in OPS:
+        for arm in ("torch", "aten", peers.OURS):
+            with contextlib.suppress(peers.Absent):
+                peers.arm(arm, registry.get_op(name))
+                yield name, arm
+
+
+@pytest.mark.parametrize("name, arm", list(pairs()))
+def test_an_arm_computes_what_the_reference_does(name, arm):
+    op, inputs = few(name)
+    function = peers.arm(arm, op)
+    found = tensors_in(function(*inputs.args, **inputs.kwargs))
+    exact = inputs.clone(torch.float64)
+    wanted = tensors_in(op.reference(*exact.args, **exact.kwargs))
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_peer_is_named():
+    with pytest.raises(ValueError, match="unknown peer 'ligr'; known: torch, compile"):
+        peers.arm("ligr", registry.get_op("rms_norm"))
+
+
+def test_a_peer_that_is_not_installed_is_absent(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(peers.Absent, match="quack-kernels is not installed"):
+        peers.arm("quack", registry.get_op("rms_norm"))
+
+
+def test_a_peer_without_the_op_is_absent():
+    with pytest.raises(peers.Absent, match="aten has no swiglu"):
+        peers.arm("aten", registry.get_op("swiglu"))
+
+
+def test_an_option_a_peer_has_not_is_unsupported():
+    op, inputs = few("rms_norm")
+    with pytest.raises(peers.Unsupported, match="has no offset=1.0"):
+        peers.arm("aten", op)(inputs.args[0], inputs.args[1], 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("casting_mode, offset", [("llama", 0.0), ("gemma", 1.0), ("none", 0.0)])
+def test_eager_rms_norm_has_every_casting_mode(casting_mode, offset):
+    op, inputs = few("rms_norm")
+    x, w = inputs.args[:2]
+    torch.testing.assert_close(
+        peers.arm("torch", op)(x, w, 1e-6, offset, casting_mode), op.reference(x, w, 1e-6, offset, casting_mode)
+    )

@@ -1,0 +1,80 @@
+"""What is kept: machine facts, JSON that survives a kill, the table, plots."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from liger_hw.bench import report
+
+pytestmark = pytest.mark.cpu
+
+
+def row(arm: str, ms: float | None = 1.0, **more):
+    stats = {"median": ms, "p20": ms, "p80": ms, "repeats": [ms], "samples": 1} if ms else None
+    base = {
+        "op": "rms_norm",
+        "sizes": [8, 16],
+        "dtype": "bfloat16",
+        "mode": "full",
+        "arm": arm,
+        "status": "ok" if ms else "absent",
+        "note": "" if ms else "x is not installed",
+        "ms": stats,
+        "method": "graph" if ms else None,
+        "eager_ms": stats,
+        "floor_ms": 0.5,
+        "floor": "copy",
+        "share": 0.5 / ms if ms else None,
+        "host_us": 20.0,
+        "peak_mib": 4.0,
+        "error_out": 1e-3,
+        "error_grad": None,
+        "l2_cold": True,
+    }
+    return {**base, **more}
+
+
+def test_machine_facts():
+    facts = report.machine(torch.device("cpu"), commit="abc")
+    assert facts["commit"] == "abc" and facts["torch"] == torch.__version__ and facts["driver"] is None
+    assert set(facts) >= {"device", "arch", "triton", "liger_hw", "date"}
+    json.dumps(facts)
+
+
+def test_times_stand_side_by_side_with_the_best_peer():
+    text = report.as_text([row("liger_hw", 0.8), row("torch", 2.0), row("liger", 1.0), row("quack", None)], brief=True)
+    line = text.splitlines()[2]
+    assert "0.800 62%" in line and "2.000 25%" in line and "1.25x liger" in line
+    assert "absent  quack: x is not installed" in text
+
+
+def test_what_no_graph_could_hold_is_marked():
+    text = report.as_text([row("liger_hw"), row("liger", 2.0, method="events", note="syncs")])
+    assert "2.000* 25%" in text and "liger rms_norm (syncs)" in text
+
+
+def test_cpu_figures_are_called_what_they_are():
+    assert "wall clock on a CPU" in report.as_text([row("liger_hw", method="wall")])
+    assert report.as_text([]) == "nothing was measured"
+
+
+def test_saving_leaves_no_torn_file(tmp_path, capsys):
+    path = tmp_path / "deep" / "out.json"
+    report.save(path, {"rows": [1]})
+    report.save(path, {"rows": [1, 2]})
+    assert json.loads(path.read_text()) == {"schema": report.SCHEMA, "rows": [1, 2]}
+    assert list(path.parent.iterdir()) == [path]
+    report.save("-", {"rows": []})
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row("liger_hw", 0.8), row("torch", 2.0), row("liger_hw", 0.9, sizes=[16, 16]), row("quack", None)]
+    written = report.plots(rows, tmp_path)
+    assert [path.name for path in written] == ["rms_norm-full.png", "ops-full.png"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    assert report.plots([row("liger_hw", None)], tmp_path) == []
