@@ -352,9 +352,10 @@ def _forced(tunable: Tunable) -> tuple[str, str] | None:
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
-    """The heuristic, with only the knobs of `config` that cannot change a result's bits."""
+    """The heuristic, with only the knobs of `config` that cannot change a result's bits; a block is named as it is."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
-    return replace(heuristic, **neutral)
+    blocks = {name: size for name, size in config.blocks.items() if name in tunable.neutral}
+    return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
 
 
 def _deterministic() -> bool:

@@ -32,8 +32,9 @@ def small_sizes(op: Op) -> list[Sizes]:
 def wide_sizes(op: Op) -> Sizes:
     """Few rows of a last dimension that takes more than one 4096-wide tile, where the op has such a dimension."""
     large = next(iter(op.workloads.values()))
-    first = tuple(min(s, 3) if s >= 1024 else min(s, 10) for s in large)
-    return (*first[:-1], 4500) if large[-1] >= 1024 else first
+    if large[-1] < 1024:
+        return small_sizes(op)[-1]
+    return (*(min(s, 3) if s >= 1024 else min(s, 10) for s in large[:-1]), 4500)
 
 
 def real_sizes(op: Op) -> Sizes:
@@ -51,13 +52,26 @@ def leaf(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return t.requires_grad_() if requires_grad else t
 
 
-def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` (tuples, lists, dicts) with every tensor changed."""
+def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, torch.Tensor] | None = None) -> Any:
+    """`tree` (tuples, lists, dicts) with every tensor changed; a tensor that occurs twice is changed once."""
+    seen = {} if seen is None else seen
     if isinstance(tree, torch.Tensor):
-        return change(tree)
+        if id(tree) not in seen:
+            seen[id(tree)] = change(tree)
+        return seen[id(tree)]
     if isinstance(tree, dict):
-        return {key: mapped(value, change) for key, value in tree.items()}
-    return type(tree)(mapped(part, change) for part in tree) if type(tree) in (tuple, list) else tree
+        return {key: mapped(value, change, seen) for key, value in tree.items()}
+    return type(tree)(mapped(part, change, seen) for part in tree) if type(tree) in (tuple, list) else tree
+
+
+def changed(sample: Sample, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
+    """The sample with every tensor changed (new leaves that require grad where the old ones did)."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def new(t: torch.Tensor) -> torch.Tensor:
+        return leaf(change(t.detach()), t.requires_grad)
+
+    return dataclasses.replace(sample, args=mapped(sample.args, new, seen), kwargs=mapped(sample.kwargs, new, seen))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -86,7 +100,7 @@ class Result:
 
 def wanted(sample: Sample) -> list[torch.Tensor]:
     """The inputs whose gradient is checked."""
-    return [t for t in tensors((sample.args, sample.kwargs)) if t.requires_grad]
+    return list({id(t): t for t in tensors((sample.args, sample.kwargs)) if t.requires_grad}.values())
 
 
 def forward(function: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
@@ -119,10 +133,9 @@ def oracle(op: Op, sample: Sample, result: Result, dtype: torch.dtype | None = t
     """What the op's reference gives in fp64 (or in the sample's own dtypes: None) on the values of `result`."""
 
     def exact(t: torch.Tensor) -> torch.Tensor:
-        wide = t.detach().to(dtype) if dtype and t.is_floating_point() else t.detach().clone()
-        return leaf(wide, t.requires_grad)
+        return t.to(dtype) if dtype and t.is_floating_point() else t.clone()
 
-    copy = dataclasses.replace(sample, args=mapped(sample.args, exact), kwargs=mapped(sample.kwargs, exact))
+    copy = changed(sample, exact)
     grads = [g if g is None else g.to(dtype or g.dtype) for g in result.given]
     return run(op.reference, copy, grads=grads)
 

@@ -10,7 +10,7 @@ import os
 from typing import Any, Callable
 
 from .. import registry
-from ..backends import Target, target_of
+from ..backends import Target
 from ..registry import Key, Plan, Tunable
 from . import store
 
@@ -79,7 +79,7 @@ def tune_now(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     Measured in a separate process, so that a candidate that crashes the device does not end the training. Not under
     several ranks: they would wait for each other and disagree; tune before, then `liger_hw.distributed.sync()`.
     """
-    if target.vendor == "cpu" or registry._state["pretend"] or target_of(device) != target:
+    if (target.vendor == "cpu" and not registry.interpreting()) or registry._state["pretend"]:
         return False
     if _state["inline"] == "off":
         return False

@@ -64,7 +64,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 class _NotCompiled:
     """What a launch that did not happen returns in place of a compiled kernel."""
 
-    run = function = packed_metadata = None
+    function = packed_metadata = None
+
+    @staticmethod
+    def run(*args: Any) -> None:
+        """A later launch that the fast path would send straight to the compiled kernel."""
 
 
 _NOT_COMPILED = _NotCompiled()

@@ -31,6 +31,8 @@ class WorkerError(Exception):
 class Worker:
     """One worker process. Calls are synchronous and have a time limit."""
 
+    module = f"{__package__}.worker"
+
     def __init__(self, kind: str, setting: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         package = str(Path(__file__).resolve().parents[2])
         inherited = os.environ.get("PYTHONPATH")
@@ -41,7 +43,7 @@ class Worker:
                 kept.pop(name, None)
         settings = {"LIGER_HW_AUTOTUNE": "0", "LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "liger_hw.autotune.worker", kind, json.dumps(setting)],
+            [sys.executable, "-m", self.module, kind, json.dumps(setting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,6 +145,7 @@ class CompilePool:
         self._target, self._seconds = target, seconds
         self._queue: PriorityQueue = PriorityQueue()
         self._results: dict[str, dict[str, Any] | None] = {}
+        self._taken: set[str] = set()
         self._done = threading.Condition()
         self._stop = False
         self._sequence = 0
@@ -152,11 +155,14 @@ class CompilePool:
             thread.start()
 
     def submit(self, recipe: str, args: list[Any], urgent: bool = False) -> None:
-        """Queue a candidate (op, sizes, dtype, variant, configuration) under the name `recipe`, once."""
+        """Queue a candidate (op, sizes, dtype, variant, configuration) under the name `recipe`, once.
+
+        Submitted again as urgent it moves to the front; the entry it leaves behind is skipped.
+        """
         with self._done:
-            if recipe in self._results:
+            if recipe in self._taken or (recipe in self._results and not urgent):
                 return
-            self._results[recipe] = None
+            self._results.setdefault(recipe, None)
             self._sequence += 1
             self._queue.put((0 if urgent else 1, self._sequence, recipe, args))
 
@@ -167,9 +173,6 @@ class CompilePool:
                 self._done.wait(1.0)
             return self._results.get(recipe) or {"unknown": "not compiled ahead"}
 
-    def pending(self) -> int:
-        return self._queue.qsize()
-
     def _serve(self) -> None:
         worker: Worker | None = None
         deaths = 0
@@ -178,6 +181,10 @@ class CompilePool:
                 _, _, recipe, args = self._queue.get(timeout=0.2)
             except Empty:
                 continue
+            with self._done:
+                if recipe in self._taken:
+                    continue
+                self._taken.add(recipe)
             result: dict[str, Any] = {"unknown": "the compile workers do not start"}
             if deaths < 20:
                 try:

@@ -166,7 +166,7 @@ def save(target: Target, name: Name, entry: Entry) -> Path | None:
     if path is None:
         warn_once("no home", "no folder for the user cache: set LIGER_HW_CACHE_DIR")
         return None
-    record = {"schema": SCHEMA, "device": fingerprint(target), **tables.to_record(name, entry)}
+    record = {"schema": SCHEMA, "device": fingerprint(target), "target": header(target), **tables.to_record(name, entry)}
     return path if write_atomic(path, json.dumps(record, sort_keys=True) + "\n") else None
 
 
@@ -183,9 +183,12 @@ def discard(target: Target, name: Name, entry: Entry) -> None:
 def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
     """Every entry of the user cache for a device, newest first."""
     folder = home(target)
-    found: list[tuple[Name, Entry]] = []
-    if folder is None:
-        return found
+    return [] if folder is None else [(name, entry) for name, entry, _ in read_folder(folder, problems)]
+
+
+def read_folder(folder: Path, problems: list[str]) -> list[tuple[Name, Entry, dict[str, Any]]]:
+    """(name, entry, header of its table) of every entry in one device's folder, newest first."""
+    found: list[tuple[Name, Entry, dict[str, Any]]] = []
     try:
         ops = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("_"))
     except FileNotFoundError:
@@ -196,20 +199,30 @@ def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
     for op in ops:
         for path, data in json_files(folder / op, problems):
             try:
-                found.append(_from_file(path, data, target))
+                found.append(_from_file(path, data, folder.name))
             except (ValueError, TypeError) as error:
                 problems.append(f"{path}: {error}")
     found.sort(key=lambda item: (str(item[1].provenance.get("date", "")), item[1].source), reverse=True)
     return found
 
 
-def _from_file(path: Path, data: Any, target: Target) -> tuple[Name, Entry]:
+def _from_file(path: Path, data: Any, device: str) -> tuple[Name, Entry, dict[str, Any]]:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(f"schema {data.get('schema')!r}; this version of liger_hw reads schema {SCHEMA}")
     name, entry = tables.from_record(data, str(path))
-    if data.get("device") != fingerprint(target):
-        raise ValueError(f"made for {data.get('device')!r}, found in the folder of {fingerprint(target)}")
-    return name, entry
+    if data.get("device") != device:
+        raise ValueError(f"made for {data.get('device')!r}, found in the folder of {device}")
+    about = data.get("target")
+    return name, entry, about if isinstance(about, dict) else {}
+
+
+def device_folders() -> list[Path]:
+    """The folder of every kind of device that has something in the user cache."""
+    base = root()
+    try:
+        return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.is_dir()) if base else []
+    except OSError:
+        return []
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------

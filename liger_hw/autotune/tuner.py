@@ -139,7 +139,7 @@ class Tuner:
                     results.append(Result(job, note="skipped: the budget is spent"))
                     done(results[-1])
                     continue
-                limit = min(limit, max(0.5, 2.0 * left / (len(jobs) - number)))
+                limit = min(limit, max(0.3, 1.5 * left / (len(jobs) - number)))
             result = self._tune(job, began + limit)
             result.seconds = round(self.clock() - began, 3)
             results.append(result)
@@ -358,12 +358,16 @@ class _Search:
                 self.failed[config] = self._past_failed[text]
             elif text in self._past_coarse:
                 self.coarse[config] = self._past_coarse[text]
-            elif config in recipes and (reason := self._uncompilable(config, self.tuner.pool.wait(recipes[config]))):
+            elif config in recipes and (reason := self._uncompilable(config, recipes[config])):
                 self._fail(config, reason)
             else:
                 self._coarse_one(config)
 
-    def _uncompilable(self, config: LaunchConfig, compiled: dict[str, Any]) -> str:
+    def _uncompilable(self, config: LaunchConfig, recipe: str) -> str:
+        """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for a compiler is not its fault."""
+        asked = self.tuner.clock()
+        compiled = self.tuner.pool.wait(recipe)
+        self.until += self.tuner.clock() - asked
         if "error" in compiled:
             return str(compiled["error"])
         shared = compiled.get("resources", {}).get("shared")

@@ -17,7 +17,7 @@ from .. import registry
 BUDGET_US = 0.5
 
 
-def measure(device: torch.device, loops: int = 20000, repeats: int = 15) -> dict[str, Any]:
+def measure(device: torch.device, loops: int = 5000, repeats: int = 9) -> dict[str, Any]:
     """Microseconds a hit, the median over every tunable of every op and the slowest of them.
 
     hit_us: the lookup alone, loop floor subtracted; lookup_us: what a launcher pays, the tensor's device, its sizes and

@@ -1,16 +1,19 @@
 """The head under a loss: logits = x @ weight^T in chunks of rows, and what comes back from their gradient.
 
-    x [n_rows, hidden], weight [vocab, hidden];  dlogits [chunk, vocab] -> dx = dlogits @ weight, dweight += dlogits^T @ x
+    x [n_rows, hidden], weight [vocab, hidden], dlogits [chunk, vocab]: dx = dlogits @ weight, dweight += dlogits^T @ x
 
-The logits of one chunk at a time exist, in a buffer that every chunk uses again. Each chunk costs three GEMMs, each into
-its final place: no temporary, no concatenation.
+The logits of one chunk at a time exist, in a buffer that every chunk uses again. Each chunk costs three GEMMs, each
+into its final place: no temporary, no concatenation.
 
 How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients, but at least SMALLEST, below
 which the GEMMs slow down (H200, 8192 x 4096 x 131072 bf16: 2048 rows a chunk cost 3% more than one chunk, 1024 rows 5%,
-512 rows 36%). A weight gradient in 16 bits is rounded once a chunk. At MOST_ROUNDINGS its error against fp64 is still
-within 1.5 times that of one chunk, whose logits are rounded too (1.35 at 6, 1.47 at 8, 1.67 at 12, 1.85 at 16; random
-fp64-checked bf16 heads). Where the budget means more chunks, they grow instead, or, where that is cheaper, the gradient
-is summed in an fp32 buffer.
+512 rows 36%); twice that where every chunk reads and writes an fp32 weight gradient.
+
+A weight gradient in 16 bits is rounded once a chunk. One chunk has two roundings, of dlogits and of the result; k
+chunks add the variance of (k - 1) / 2 more, for partial sums that grow as random walks do. So MOST_ROUNDINGS = 6 keeps
+the error within sqrt(4.5 / 2) = 1.5 times that of one chunk (simulated bf16 heads, rounded logits included: 1.13 to
+1.38 at 6, up to 1.5 at 8, 1.9 at 16). Where the budget means more chunks they grow instead, or, where that is cheaper,
+the gradient is summed in an fp32 buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from .. import env
 from ._triton import triton
 
 SMALLEST = 1024
-MOST_ROUNDINGS = 8
+MOST_ROUNDINGS = 6
 _SLICE = 4096
 
 
@@ -48,18 +51,21 @@ def plan_chunks(
     row = vocab * itemsize
     weight = vocab * hidden * (4 if wide else itemsize)
     taken = weight + n_rows * hidden * itemsize if gradients else 0
-    rows = max(SMALLEST, ((scale * env.get("LIGER_HW_LOSS_MEMORY_MIB") << 20) - taken) // row)
+    smallest = 2 * SMALLEST if wide else SMALLEST
+    rows = max(smallest, ((scale * env.get("LIGER_HW_LOSS_MEMORY_MIB") << 20) - taken) // row)
     if gradients and itemsize == 2 and not wide and triton.cdiv(n_rows, rows) > MOST_ROUNDINGS:
         fewer = triton.cdiv(n_rows, MOST_ROUNDINGS)
         wide = (fewer - rows) * row > 4 * vocab * hidden
-        rows = rows if wide else fewer
+        rows = max(rows, 2 * SMALLEST) if wide else fewer
     even = triton.cdiv(n_rows, triton.cdiv(n_rows, rows)) if n_rows else 1
-    return Chunks(min(max(n_rows, 1), triton.cdiv(even, 256) * 256), wide)
+    return Chunks(min(max(n_rows, 1), triton.cdiv(even, 128) * 128), wide)
 
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab] whose rows start 16 elements apart at least, so that an odd vocabulary loads as wide as an even one."""
-    return torch.empty((rows, triton.cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)[:, :vocab]
+    """[rows, vocab], each row starting at a multiple of 16 elements: an odd vocabulary loads as wide as an even one."""
+    buffer = torch.empty((rows, triton.cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)
+    buffer[:, vocab:] = 0.0  # read, never used
+    return buffer[:, :vocab]
 
 
 class HeadGradients:
@@ -109,7 +115,8 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: boo
             return
         except torch.OutOfMemoryError:
             raise
-        except (TypeError, NotImplementedError, RuntimeError):  # refused before anything ran; an older torch, or no such GEMM
+        except (TypeError, NotImplementedError, RuntimeError):
+            # refused before anything ran: an older torch, or a device without such a GEMM
             _wide_output[kind] = False
     b = b.to(out.dtype)
     for start in range(0, out.shape[0], _SLICE):  # by slices: the whole of `a` in fp32 would be twice the logits

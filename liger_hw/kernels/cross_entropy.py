@@ -2,8 +2,8 @@
 
 For a row with logits s, target y, class weights w (1 where absent), smoothing e and lse = log(sum(exp(s))):
     loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
-A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss; it is unweighted, part of the loss,
-and returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
+A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss: unweighted, part of the loss,
+returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
     none  the loss of every row      sum  their sum
     mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
 Shapes: input [n_rows, n_cols], target [n_rows] int64 or int32, weight [n_cols] -> loss [] or [n_rows].
@@ -11,14 +11,13 @@ Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss roun
 (fp32 under autocast).
 
 The forward reads a row twice at most: once to find lse by blocks, then backwards through the row, so that what was read
-last is still in cache, to write the gradient. A row of one block is read once. The gradient goes to a new buffer; it is
+last is still in cache, to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is
 all that is saved. Backward multiplies it by the incoming gradient, which it reads on the device: where that is 1 the
-kernel returns at once.
-In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below fp16's range before a
-gradient scaler's factor, not after.
+kernel returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
+fp16's range before a gradient scaler's factor, not after it.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
-Szegedy et al. (label smoothing), https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311, 5
+label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ def cross_entropy_reference(
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     reduction = _reduction_name("cross_entropy_reference", size_average, reduce, reduction)
-    options = Options(
-        ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction]
-    )
+    options = Options(ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction])
     loss, z_loss, hits, top = reference_losses(input, target, weight, options)
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     return pack(loss.to(input.dtype), z_loss.to(input.dtype), hits, top, extra)
@@ -339,7 +336,8 @@ def _cross_entropy_fwd_kernel(
     X and DX hold a chunk of rows that begins at row `row_start` of the rest; columns n_cols..n_stored may be touched.
     Only the last block is masked. A row of ONE_BLOCK stays in registers between the two sweeps.
     """
-    AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""  # kept for a second read, which is the last
+    # what the first sweep asked to keep is let go by the second, which is the last to need it
+    AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     X_ptr += chunk_row * X_row_stride
@@ -456,9 +454,7 @@ def _cross_entropy_fwd_kernel(
             x = tl.load(X_ptr + cols, eviction_policy=AGAIN_EVICT).to(tl.float32)
             if BIAS_ptr is not None:
                 x += tl.load(BIAS_ptr + cols).to(tl.float32)
-            g = _gradient_block(
-                x, cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING
-            )
+            g = _gradient_block(x, cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING)
             tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=AGAIN_EVICT)
 
 
@@ -474,7 +470,7 @@ def _cross_entropy_sum_kernel(
     n_rows,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program sums the rows' results, in a fixed order. The shares in STATS are infinite when nothing counts: nan."""
+    """One program sums the rows' results, in a fixed order. Shares in STATS are infinite when no row counts: nan."""
     loss = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     z = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     hits = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -964,11 +960,12 @@ def liger_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of logits with class indices; see the top of this file for the formula.
 
-    input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or int32,
-    in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. size_average and reduce are torch's deprecated
-    spellings of reduction. Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any
-    return_* is set. Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and `IndexError` for a
-    target out of range on the CPU or with LIGER_HW_CHECK_TARGETS=1; on a GPU that is otherwise an assertion on the device.
+    input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
+    int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. size_average and reduce are torch's
+    deprecated spellings of reduction. Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput`
+    when any return_* is set.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and `IndexError` for a target out of
+    range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an assertion on the device.
     """
     op = "liger_cross_entropy"
     check_tensors(op, input=input)

@@ -2,14 +2,14 @@
 
 Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
 -> loss [] or [n_rows]. The loss of a row is that of cross_entropy.py, whose row kernel runs here on chunks of rows;
-use_token_scaling multiplies a row's loss by exp(-(lse - s[y])), its probability of the target, taken as a constant.
-Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded to
-it as a linear layer's are, before the bias, which is added in fp32. Losses and statistics are fp32; so is the result.
+use_token_scaling multiplies a row's loss by exp(s[y] - lse), its probability of the target, taken as a constant.
+Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded
+to it as a linear layer's are, before the bias, which is added in fp32. Losses, statistics and the result are fp32.
 
-The forward computes the gradients of input, weight and bias that will be needed, chunk by chunk, in place on the chunk's
-logits: they are what is saved. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
-reduction="none" the incoming gradient of each row is needed first: the forward saves its inputs, and backward computes
-the logits again. See _linear_head.py for the chunks' size and the precision of the weight's gradient.
+The forward computes the gradients of input, weight and bias that will be needed, chunk by chunk, in place on the
+chunk's logits: they are what is saved. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
+reduction="none" each row's incoming gradient is needed first: the forward saves its inputs, and backward computes the
+logits again. See _linear_head.py for the chunks' size and the precision of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -141,12 +141,13 @@ def _no_grads(x):
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dlogits = ce.reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
+    """What autograd gives through `_logits`: the gradient of the logits is rounded to their dtype before the products."""
+    wide = ce.reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
+    dlogits = wide.to(x.dtype)
     return (
-        (dlogits @ weight.to(wide)).to(x.dtype) if wanted[0] else ce.absent(x),
-        (dlogits.t() @ x.to(wide)).to(weight.dtype) if wanted[1] else ce.absent(x),
-        dlogits.sum(0).to(bias.dtype) if wanted[2] else ce.absent(x),
+        dlogits @ weight if wanted[0] else ce.absent(x),
+        dlogits.t() @ x if wanted[1] else ce.absent(x),
+        wide.sum(0).to(bias.dtype) if wanted[2] else ce.absent(x),
     )
 
 
@@ -230,10 +231,8 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         chunk_mem_const=1,
     ):
         tensors = _input, weight, target, bias, ce_weight
-        call = _call(
-            *(weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling),
-            *(accum_dtype, chunk_mem_const),
-        )
+        options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
+        call = _call(*options, accum_dtype, chunk_mem_const)
         wanted = *ctx.needs_input_grad[:2], ctx.needs_input_grad[3]
         ctx.call, ctx.wanted, ctx.per_row = call, wanted, reduction == "none"
         now = (False, False, False) if ctx.per_row else wanted
@@ -296,9 +295,9 @@ def liger_fused_linear_cross_entropy(
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of input @ weight^T + bias with class indices, without materialising the logits.
 
-    input: [n_rows, hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU), or
-    any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32 sums
-    the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the memory budget LIGER_HW_LOSS_MEMORY_MIB.
+    input: [n_rows, hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU),
+    or any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32
+    sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
     use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
@@ -309,14 +308,11 @@ def liger_fused_linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         input, weight, bias = input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
-        check(
-            False,
-            _NAME,
-            f"input must be [n_rows, hidden] and weight [vocab, hidden], got {tuple(input.shape)} and {tuple(weight.shape)}",
-        )
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        check(False, _NAME, f"input must be [n_rows, hidden] and weight [vocab, hidden], got {shapes}")
     if input.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         kinds = ", ".join(str(t.dtype) for t in (input, weight, bias) if t is not None)
-        check(False, _NAME, f"input, weight and bias must share one dtype, got {kinds}; cast them or use torch.autocast")
+        check(False, _NAME, f"input, weight and bias must share one dtype, got {kinds}; cast them or use autocast")
     if bias is not None and bias.shape != weight.shape[:1]:
         check(False, _NAME, f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
     if accum_dtype not in (None, torch.float32, weight.dtype):
@@ -328,18 +324,14 @@ def liger_fused_linear_cross_entropy(
     )
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
-        outputs = LigerFusedLinearCrossEntropyFunction.apply(
-            *(input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
-            *(return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens),
-            chunk_mem_const,
-        )
+        options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
+        more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
+        outputs = LigerFusedLinearCrossEntropyFunction.apply(input, weight, target, bias, ce_weight, *options, *more)
     else:
-        call = _call(
-            *(weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling),
-            *(accum_dtype, chunk_mem_const),
-        )
-        no_grads = (False, False, False)
-        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, *call, *extra, *no_grads)[:4]
+        options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
+        call = _call(*options, accum_dtype, chunk_mem_const)
+        wanted = *extra, False, False, False
+        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, *call, *wanted)[:4]
     return ce.pack(*outputs, extra)
 
 
@@ -425,9 +417,10 @@ def _sample(
     x, weight = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
     bias = random(vocab).requires_grad_() if biased else None
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
+    target = ce.sample_targets(n_rows, vocab, device, generator, ignored)
     products = 2 if frozen else 3
     return Sample(
-        args=(x, weight.requires_grad_(not frozen), ce.sample_targets(n_rows, vocab, device, generator, ignored), bias, ce_weight),
+        args=(x, weight.requires_grad_(not frozen), target, bias, ce_weight),
         kwargs=options,
         reduction=max(hidden, vocab),
         grad_reduction=max(n_rows, hidden, vocab),

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._op import check, check_tensors, define, empty_like, launch
+from ._op import check, check_tensors, define, launch
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -259,12 +259,15 @@ BWD = _tunable("bwd")
 
 def _dense(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
     """An empty dense tensor like `x`; in memory, heads lie inside tokens or tokens inside heads."""
+    shape = x.shape
+    _, second, third, width = shape
     if heads_inside == (head_axis == 2):
-        return empty_like(x, x.dtype)
-    first, second, third, width = x.shape
-    return torch.empty_strided(
-        x.shape, (second * third * width, width, second * width, 1), dtype=x.dtype, device=x.device
-    )
+        strides = (second * third * width, third * width, width, 1)
+    else:
+        strides = (second * third * width, width, second * width, 1)
+    if x.stride() == strides:
+        return torch.empty_like(x)  # the cheapest call that makes one
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 def _heads_inside(x: torch.Tensor, head_axis: int) -> bool:
@@ -280,29 +283,33 @@ def _strides(x: torch.Tensor, head_axis: int) -> tuple[int, int, int]:
 def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
     q = q if q.stride(-1) == 1 else q.contiguous()
     out_q, out_k = _dense(q, head_axis, q_inside), None
-    k_strides, n_k_heads = (0, 0, 0, 0, 0, 0), 0
+    k_strides, out_k_strides, n_k_heads = (0, 0, 0), (0, 0, 0), 0
     if k is not None:
         k = k if k.stride(-1) == 1 else k.contiguous()
         out_k, n_k_heads = _dense(k, head_axis, k_inside), k.shape[head_axis]
-        k_strides = _strides(k, head_axis) + _strides(out_k, head_axis)
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        k_strides, out_k_strides = _strides(k, head_axis), _strides(out_k, head_axis)
+    cos_strides = cos.stride()
+    if cos_strides[-1] != 1 or cos_strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    batch, seq_len, n_q_heads, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[head_axis], q.shape[-1]
+        cos_strides = cos.stride()
+    shape = q.shape
+    batch, seq_len, n_q_heads, head_dim = shape[0], shape[3 - head_axis], shape[head_axis], shape[3]
     n_tokens = batch * seq_len
     if n_tokens:
         key = _key(batch, seq_len, n_q_heads, n_k_heads, head_dim, q.itemsize)
         plan = (BWD if backward else FWD).plan(q.device, key)
         blocks = plan.config.blocks
-        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+        block_t, n_head_tiles = blocks["BLOCK_T"], -(-n_q_heads // blocks["BLOCK_H"])
+        cos_batches, _, cos_width = cos.shape
         half, tail = rotary_dim // 2, head_dim - rotary_dim
-        cos_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
+        strides = (*_strides(q, head_axis), *k_strides, *_strides(out_q, head_axis), *out_k_strides)
+        strides = (*strides, 0 if cos_batches == 1 else cos_strides[0], cos_strides[1])
         sizes = (n_tokens, seq_len, n_q_heads, n_k_heads, n_head_tiles)
-        strides = (*_strides(q, head_axis), *k_strides[:3], *_strides(out_q, head_axis), *k_strides[3:], *cos_strides)
         block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
-        shared = cos.shape[-1] == half
-        flags = (half, tail, next_power_of_2(half), next_power_of_2(tail), block_k, shared, backward)
-        grid = (-(-n_tokens // blocks["BLOCK_T"]) * n_head_tiles,)
-        launch(plan, _rope_kernel, grid, (q, k, cos, sin, out_q, out_k, *strides, *sizes), flags)
+        widths = (half, tail, next_power_of_2(half), next_power_of_2(tail), block_k)
+        args = (q, k, cos, sin, out_q, out_k, *strides, *sizes)
+        grid = (-(-n_tokens // block_t) * n_head_tiles,)
+        launch(plan, _rope_kernel, grid, args, (*widths, cos_width == half, backward))
     return out_q, q.new_empty(0) if k is None else out_k
 
 

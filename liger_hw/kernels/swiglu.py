@@ -89,6 +89,7 @@ def _swiglu_fwd_kernel(
     C_ptr,
     A_row_stride,
     B_row_stride,
+    b_offset,
     n_rows,
     n_cols,
     gate_multiplier,
@@ -98,10 +99,11 @@ def _swiglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
+    """b_offset: where b begins in its row; the fused layout passes one tensor as A and B."""
     row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
-    b_ptrs = B_ptr + row * B_row_stride + cols
+    b_ptrs = B_ptr + row * B_row_stride + b_offset + cols
     c_ptrs = C_ptr + row * n_cols + cols
     if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
         _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
@@ -146,6 +148,7 @@ def _swiglu_bwd_kernel(
     A_row_stride,
     B_row_stride,
     D_row_stride,
+    b_offset,
     n_rows,
     n_cols,
     gate_multiplier,
@@ -155,13 +158,14 @@ def _swiglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
+    """b_offset: where b and its gradient begin in their rows, as in the forward."""
     row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
-    b = B_ptr + row * B_row_stride + cols
+    b = B_ptr + row * B_row_stride + b_offset + cols
     da = DA_ptr + row * D_row_stride + cols
-    db = DB_ptr + row * D_row_stride + cols
+    db = DB_ptr + row * D_row_stride + b_offset + cols
     if start + BLOCK_SIZE <= size:
         _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
     else:
@@ -201,7 +205,7 @@ def _tunable(op: str, variant: str, *kernels) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(*kernels, _stretch),
+        kernels=(*kernels, _stretch, _tile),
         key=row_key,
         dims=_DIMS,
         heuristic=_heuristic,
@@ -238,62 +242,51 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def _launch_fwd(tunable, a, b, c, gate_multiplier, down_multiplier):
-    a, a_stride = _rows(a)
-    b, b_stride = _rows(b)
-    n_cols = a.shape[-1]
-    n_rows = a.numel() // n_cols if n_cols else 0
-    if not n_rows:
-        return
-    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
-    flat = a_stride == n_cols and b_stride == n_cols
-    args = (a, b, c, a_stride, b_stride, n_rows, n_cols, gate_multiplier, down_multiplier)
-    launch(plan, _swiglu_fwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
-
-
-def _launch_bwd(tunable, dc, a, b, da, db, d_stride, gate_multiplier, down_multiplier):
-    dc, dc_stride = _rows(dc)
-    a, a_stride = _rows(a)
-    b, b_stride = _rows(b)
-    n_cols = a.shape[-1]
-    n_rows = a.numel() // n_cols if n_cols else 0
-    if not n_rows:
-        return
-    plan = tunable.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
-    strides = (dc_stride, a_stride, b_stride, d_stride)
-    flat = strides == (n_cols,) * 4
-    args = (dc, a, b, da, db, *strides, n_rows, n_cols, gate_multiplier, down_multiplier)
-    launch(plan, _swiglu_bwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
-
-
 def _grid(plan, n_rows, n_cols, flat):
     block = plan.config.blocks["BLOCK_SIZE"]
     return (-(-n_rows * n_cols // block) if flat else n_rows * -(-n_cols // block),)
 
 
+def _launch(tunable, kernel, tensors, strides, b_offset, size, *multipliers):
+    """Launch over `size` = (elements, columns) of one half; one stride for each tensor that has one in the kernel."""
+    first, (n_elements, n_cols) = tensors[0], size
+    if n_elements:
+        n_rows = n_elements // n_cols
+        plan = tunable.plan(first.device, row_key(n_rows, n_cols, first.itemsize))
+        flat = strides == (n_cols,) * len(strides)
+        args = (*tensors, *strides, b_offset, n_rows, n_cols, *multipliers)
+        launch(plan, kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
+
+
 def _fwd(a, b, gate_multiplier, down_multiplier):
+    (a, a_stride), (b, b_stride), n_cols = _rows(a), _rows(b), a.shape[-1]
     c = empty_like(a, a.dtype)
-    _launch_fwd(FWD, a, b, c, gate_multiplier, down_multiplier)
+    size, strides = (a.numel(), n_cols), (a_stride, b_stride)
+    _launch(FWD, _swiglu_fwd_kernel, (a, b, c), strides, 0, size, gate_multiplier, down_multiplier)
     return c
 
 
 def _bwd(dc, a, b, gate_multiplier, down_multiplier):
-    da = empty_like(a, a.dtype)
-    db = empty_like(a, a.dtype)
-    _launch_bwd(BWD, dc, a, b, da, db, a.shape[-1], gate_multiplier, down_multiplier)
+    (dc, dc_stride), (a, a_stride), (b, b_stride), n_cols = _rows(dc), _rows(a), _rows(b), a.shape[-1]
+    da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
+    size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
+    _launch(BWD, _swiglu_bwd_kernel, (dc, a, b, da, db), strides, 0, size, gate_multiplier, down_multiplier)
     return da, db
 
 
 def _fused_fwd(y, gate_multiplier, down_multiplier):
-    a, b = y.chunk(2, -1)
-    c = empty_like(a, a.dtype)
-    _launch_fwd(FUSED_FWD, a, b, c, gate_multiplier, down_multiplier)
+    (y, y_stride), n_cols = _rows(y), y.shape[-1] // 2
+    c = y.new_empty((*y.shape[:-1], n_cols))
+    size, strides = (c.numel(), n_cols), (y_stride, y_stride)
+    _launch(FUSED_FWD, _swiglu_fwd_kernel, (y, y, c), strides, n_cols, size, gate_multiplier, down_multiplier)
     return c
 
 
 def _fused_bwd(dc, y, gate_multiplier, down_multiplier):
+    (dc, dc_stride), (y, y_stride), n_cols = _rows(dc), _rows(y), dc.shape[-1]
     dy = empty_like(y, y.dtype)
-    _launch_bwd(FUSED_BWD, dc, *y.chunk(2, -1), *dy.chunk(2, -1), y.shape[-1], gate_multiplier, down_multiplier)
+    size, strides = (dc.numel(), n_cols), (dc_stride, y_stride, y_stride, 2 * n_cols)
+    _launch(FUSED_BWD, _swiglu_bwd_kernel, (dc, y, y, dy, dy), strides, n_cols, size, gate_multiplier, down_multiplier)
     return dy
 
 

@@ -198,7 +198,7 @@ def _present_patch(part: str, mark: str | None, where: str) -> str:
 
 
 def _foreign(module: Any, cls: type, forward: Callable, kind: str) -> str:
-    """Why a module's forward is not the family's to replace, or "". A causal LM's may be: it is wrapped, not replaced."""
+    """Why a module's forward is not ours to replace, or "". A causal LM's always is: it is wrapped, not replaced."""
     if kind != "causal_lms" and type(module).forward is not cls.forward:
         return f"{type(module).__name__} has its own forward"
     if getattr(forward, "__self__", None) is not module:

@@ -1,4 +1,4 @@
-"""A patched two-layer model under torch.compile(fullgraph=True): one graph, same results, one more for dynamic shapes."""
+"""A patched model under torch.compile(fullgraph=True): one graph, the same results, one graph more for new shapes."""
 
 from __future__ import annotations
 

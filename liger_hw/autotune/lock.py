@@ -1,0 +1,83 @@
+"""The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
+
+`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What it
+names answers on any device where it is legal, whatever is tuned there later; the heuristic's choices are pinned too,
+since they depend on the device. Its digest covers every key and configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Iterable, Mapping
+
+from .. import registry
+from ..backends import Target
+from ..registry import Entry, Key, Plan, Tunable
+from . import store, tables
+from .tables import Name
+
+
+def digest(table: Mapping[Name, Entry]) -> str:
+    """Hash of every (op, variant, key) and configuration; where they came from does not count."""
+    lines = sorted(json.dumps([op, variant, list(key), e.config.to_json()], sort_keys=True) for (op, variant, key), e in table.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry]:
+    """What the registry answers on `target` for each tunable and key, as lock entries."""
+    table: dict[Name, Entry] = {}
+    for tunable, key in keys:
+        with registry._lock:
+            chosen = registry._choose(tunable, target, key)
+        table[tunable.op, tunable.variant, key] = Entry(chosen.config, _provenance(chosen.layer, chosen.provenance))
+    return table
+
+
+def pin_plans(plans: Iterable[Plan]) -> dict[Name, Entry]:
+    """What a running program resolved so far (`registry.plans()`), as lock entries."""
+    return {(p.tunable.op, p.tunable.variant, p.key): Entry(p.config, _provenance(p.layer, p.provenance)) for p in plans}
+
+
+def _provenance(layer: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a pinned configuration came from. Pinned is pinned: a changed kernel source does not unpin it."""
+    kept = {k: provenance[k] for k in ("median_us", "gain", "device", "triton", "date") if k in provenance}
+    return {"kind": str(provenance.get("kind", "heuristic")), "layer": layer, **kept}
+
+
+def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
+    """Write a lock file; returns its digest. Raises `OSError`."""
+    mark = digest(table)
+    text = tables.render({"kind": "lock", "digest": mark, **about}, table)
+    if not store.write_atomic(path, text):
+        raise OSError(f"cannot write {path}")
+    return mark
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
+    """(header, entries). Raises `OSError` or `ValueError` that says what is wrong."""
+    header, table, problems = tables.parse(path.read_text(encoding="utf-8"), str(path))
+    if problems:
+        raise ValueError(problems[0])
+    if header.get("kind") != "lock":
+        raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
+    if header.get("digest") != digest(table):
+        raise ValueError("its digest does not match its entries: it was edited; write it again with `liger-hw lock`")
+    return header, table
+
+
+def read_or_warn(path: Path) -> dict[Name, Entry]:
+    """The entries of a lock file; none, and one warning, when it cannot be used."""
+    try:
+        return read(path)[1]
+    except (OSError, ValueError, RecursionError) as error:
+        store.warn_once(f"lock {path}", f"LIGER_HW_LOCK_FILE={path} is ignored, nothing is pinned: {error}")
+        return {}
+
+
+def save(path: str | Path = "liger-hw.lock") -> str:
+    """Pin everything this process launched so far; returns the digest. For a training script after its first step."""
+    plans = registry.plans()
+    devices = sorted({plan.target.name for plan in plans})
+    return write(Path(path), pin_plans(plans), {"device": ", ".join(devices)})

@@ -1,0 +1,255 @@
+"""`liger-hw cache list|verify|export|import|clear`: what is stored, and how it is shared.
+
+    liger-hw cache list                            every stored configuration
+    liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
+    liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
+    liger-hw cache import sm90.json                take over somebody's table
+    liger-hw cache clear [--misses|--quarantine|--entries|--journal]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from . import UsageError
+from ._values import table as text_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        sub.add_argument("--device", help="cuda:0, sm90, or part of a folder's name (default: every device)")
+        return sub
+
+    one = action("list", "every stored configuration, and what failed or was missed")
+    one.add_argument("--json", action="store_true", help="print JSON")
+    action("verify", "what cannot be read or is out of date")
+    one = action("export", "write a table in the format that ships with the package")
+    one.add_argument("-o", "--output", help="file to write (default: print it)")
+    one.add_argument("--merge", action="store_true", help="keep what the output file has for other keys")
+    one = action("import", "copy a table's entries into the user cache of a device")
+    one.add_argument("file", help="a table written by export, or a shipped one")
+    one = action("clear", "remove stored files")
+    for what in ("entries", "misses", "quarantine", "journal"):
+        one.add_argument(f"--{what}", action="store_true", help=f"only the {what}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return _ACTIONS[arguments.action](arguments)
+
+
+def _folders(arguments: argparse.Namespace) -> list[Path]:
+    """The device folders that --device names; a device or architecture, or part of a folder's name."""
+    from .. import registry
+    from ..autotune import store
+
+    folders = store.device_folders()
+    if not arguments.device:
+        return folders
+    wanted = arguments.device
+    try:
+        target = registry._target_named(wanted)
+        exact = [f for f in folders if f.name == store.fingerprint(target)]
+        if exact:
+            return exact
+        wanted = f"-{target.arch}-"
+    except (ValueError, RuntimeError):
+        pass
+    found = [f for f in folders if wanted.lower() in f.name]
+    if not found:
+        here = ", ".join(f.name for f in folders) or "nothing"
+        raise UsageError(f"cache: nothing is stored for {arguments.device!r}; stored: {here} (in {store.root()})")
+    return found
+
+
+def _state(name: tuple, entry: Any) -> str:
+    """`current`, or why the entry answers late or never."""
+    from .. import registry
+    from ..autotune import store
+
+    tunable = registry._tunables.get(f"{name[0]}.{name[1]}")
+    if tunable is None:
+        return "unknown kernel"
+    if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
+        return "stale: the kernel changed"
+    made, here = store.minor(str(entry.provenance.get("triton", ""))), store.minor(store.triton_version())
+    return f"demoted: Triton {made}" if made and here and made != here else "current"
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from .. import registry
+    from ..autotune import store, tables
+
+    registry.ops()
+    devices = []
+    for folder in _folders(arguments):
+        problems: list[str] = []
+        entries = [
+            {**tables.to_record(name, entry), "state": _state(name, entry), "file": entry.source}
+            for name, entry, _ in store.read_folder(folder, problems)
+        ]
+        entries.sort(key=lambda r: (r["op"], r["variant"], r["key"]))
+        counts = {what: len(list((folder / f"_{what}").glob("*.json"))) for what in ("quarantine", "misses")}
+        devices.append({"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems})
+    if arguments.json:
+        print(json.dumps(devices, indent=2))
+        return 0
+    if not devices:
+        print(f"nothing is stored in {store.root()}")
+    for device in devices:
+        print(f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, {device['misses']} lists of misses")
+        rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
+        for r in device["entries"]:
+            p = r["provenance"]
+            us, gain = p.get("median_us"), p.get("gain")
+            rows.append(
+                (
+                    f"{r['op']}.{r['variant']}",
+                    ",".join(map(str, r["key"])),
+                    str(p["kind"]),
+                    f"{us:.2f}" if isinstance(us, (int, float)) else "",
+                    f"{gain:.1%}" if isinstance(gain, (int, float)) else "",
+                    str(p.get("date", ""))[:10],
+                    r["state"],
+                    _short(r["config"]),
+                )
+            )
+        if len(rows) > 1:
+            print(text_table(rows, indent="  "))
+        for problem in device["problems"]:
+            print(f"  cannot be read: {problem}")
+    return 0
+
+
+def _short(config: dict[str, Any]) -> str:
+    words = [f"{k}={v}" for k, v in (*config["blocks"].items(), *config["vendor"].items())]
+    words += [f"warps={config['num_warps']}", f"stages={config['num_stages']}"]
+    words += [f"ctas={config['ctas_per_mp']}"] if config["ctas_per_mp"] else []
+    words += [config["hint"]] if config["hint"] != "none" else []
+    return " ".join(words)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .. import registry
+    from ..autotune import store, tables
+    from ..backends import VENDORS
+
+    registry.ops()
+    problems: list[str] = []
+    checked = 0
+    for folder in _folders(arguments):
+        for name, entry, _ in store.read_folder(folder, problems):
+            checked += 1
+            if (state := _state(name, entry)) != "current":
+                problems.append(f"{entry.source}: {name[0]}.{name[1]} {name[2]}: {state}")
+        for what in ("_quarantine", "_misses"):
+            checked += sum(1 for _ in store.json_files(folder / what, problems))
+    for vendor in VENDORS:
+        for path in sorted(store.shipped_folder(vendor).glob("*.json")):
+            try:
+                _, entries, wrong = tables.parse(path.read_text(encoding="utf-8"), str(path))
+            except (OSError, ValueError) as error:
+                problems.append(f"{path}: {error}")
+                continue
+            problems += [f"{path}: {text}" for text in wrong]
+            for name, entry in entries.items():
+                checked += 1
+                if (state := _state(name, entry)).startswith(("stale", "unknown")):
+                    problems.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
+    print(f"{checked} entries checked, {len(problems)} problems ({store.root()})")
+    for problem in problems:
+        print(f"  {problem}")
+    return 1 if problems else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .. import registry
+    from ..autotune import store, tables
+
+    registry.ops()
+    folders = [f for f in _folders(arguments)]
+    if len(folders) != 1:
+        names = ", ".join(f.name for f in folders) or "nothing"
+        raise UsageError(f"cache export: choose one device with --device; stored: {names}")
+    problems: list[str] = []
+    found: dict = {}
+    header: dict[str, Any] = {}
+    skipped = 0
+    for name, entry, about in store.read_folder(folders[0], problems):
+        if _state(name, entry) in ("unknown kernel", "stale: the kernel changed"):
+            skipped += 1
+        elif name not in found:
+            found[name], header = entry, about or header
+    if not found:
+        raise UsageError(f"cache export: no current entry in {folders[0]} ({skipped} out of date)")
+    if arguments.merge and arguments.output and Path(arguments.output).exists():
+        try:
+            before, entries, _ = tables.parse(Path(arguments.output).read_text(encoding="utf-8"), arguments.output)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cache export: {arguments.output}: {error}") from None
+        if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
+            raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
+        kept = {n: e for n, e in entries.items() if _state(n, e) in ("current",) or _state(n, e).startswith("demoted")}
+        found = {**kept, **found}
+    text = tables.render(header, found)
+    if not arguments.output:
+        print(text, end="")
+        return 0
+    if not store.write_atomic(Path(arguments.output), text):
+        raise UsageError(f"cache export: cannot write {arguments.output}")
+    print(f"{arguments.output}: {len(found)} entries" + (f", {skipped} out of date left out" if skipped else ""))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from .. import registry
+    from ..autotune import store, tables
+
+    try:
+        target = registry._target_named(arguments.device)
+        header, entries, wrong = tables.parse(Path(arguments.file).read_text(encoding="utf-8"), arguments.file)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cache import: {error}") from None
+    if (header.get("vendor"), header.get("warp_size")) != (target.vendor, target.warp_size):
+        raise UsageError(
+            f"cache import: {arguments.file} is for {header.get('vendor')} with warps of {header.get('warp_size')}; "
+            f"{target.name} is {target.vendor} with warps of {target.warp_size}. Name the device with --device"
+        )
+    saved = sum(store.save(target, name, entry) is not None for name, entry in entries.items())
+    for problem in wrong:
+        print(f"left out: {problem}")
+    print(f"{saved} of {len(entries) + len(wrong)} entries now in {store.home(target)}")
+    return 0 if saved == len(entries) else 1
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    from ..autotune import store
+
+    chosen = [what for what in ("entries", "misses", "quarantine", "journal") if getattr(arguments, what)]
+    chosen = chosen or ["entries", "misses", "quarantine", "journal"]
+    removed = 0
+    for folder in _folders(arguments):
+        for path in sorted(folder.iterdir()):
+            kind = {"_misses": "misses", "_quarantine": "quarantine", "_journal.jsonl": "journal"}.get(path.name)
+            if kind is None and path.is_dir() and not path.name.startswith("_"):
+                kind = "entries"
+            if kind not in chosen:
+                continue
+            removed += sum(1 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 1
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            except OSError as error:
+                raise UsageError(f"cache clear: {error}") from None
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    print(f"removed {removed} files ({', '.join(chosen)}) from {store.root()}")
+    return 0
+
+
+_ACTIONS = {"list": _list, "verify": _verify, "export": _export, "import": _import, "clear": _clear}

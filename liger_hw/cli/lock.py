@@ -1,0 +1,123 @@
+"""`liger-hw lock --model mistral-7b`: write liger-hw.lock, which pins every configuration the model launches.
+
+Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and what it
+pins differently from what this machine would choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from . import UsageError
+from ._values import dtype_name
+from .autotune import _numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id")
+    parser.add_argument("--batch", type=_numbers, default=[1], help="batch sizes (default 1)")
+    parser.add_argument("--seq", type=_numbers, default=[512, 1024, 2048, 4096, 8192, 16384], help="sequence lengths (default 512 to 16384)")
+    parser.add_argument("--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up")
+    parser.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    parser.add_argument("--device", help="cuda:0, xpu, or an architecture such as sm90 (default: the device here)")
+    parser.add_argument("-o", "--output", default="liger-hw.lock", help="file to write (default liger-hw.lock)")
+    parser.add_argument("--check", metavar="FILE", help="check a lock file instead of writing one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import registry
+
+    try:
+        target = registry._target_named(arguments.device)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"lock: {error}") from None
+    if arguments.check:
+        return _check(arguments, target)
+    if bool(arguments.model) == arguments.from_used:
+        raise UsageError("lock: say what to pin: --model with one or more models, or --from-used")
+    from ..autotune import lock
+
+    keys = _used(arguments, target) if arguments.from_used else _of_models(arguments, target)
+    if not keys:
+        raise UsageError(f"lock: nothing to pin for {target.name}")
+    table = lock.pin(target, keys)
+    try:
+        mark = lock.write(Path(arguments.output), table, {"device": target.name, "arch": target.arch})
+    except OSError as error:
+        raise UsageError(f"lock: {error}") from None
+    kinds: dict[str, int] = {}
+    for entry in table.values():
+        layer = str(entry.provenance["layer"])
+        kinds[layer] = kinds.get(layer, 0) + 1
+    if arguments.json:
+        print(json.dumps({"file": arguments.output, "digest": mark, "entries": len(table), "layers": kinds}))
+        return 0
+    came = ", ".join(f"{count} {layer}" for layer, count in sorted(kinds.items()))
+    print(f"{arguments.output}: {len(table)} configurations pinned for {target.name} ({came}), digest {mark}")
+    print(f"use it: LIGER_HW_LOCK_FILE={arguments.output}")
+    return 0
+
+
+def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
+    from .. import registry
+    from ..autotune import models, plan
+
+    try:
+        ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
+        chosen = [models.find(name) for name in arguments.model]
+    except ValueError as error:
+        raise UsageError(f"lock: {error}") from None
+    wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, [])
+    found: dict[tuple[str, tuple], None] = {}
+    scan = plan.traced(target)
+    for op, sizes in wanted:
+        try:
+            found.update({(f"{op}.{variant}", key): None for variant, key in scan(op, sizes, arguments.dtype)})
+        except Exception as error:
+            raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
+    return [(registry._tunables[name], key) for name, key in found]
+
+
+def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
+    from .. import registry
+    from ..autotune import store
+
+    ops = registry.ops()
+    names = {name for name, _ in store.read_user(target, [])} | set(store.read_misses(target))
+    wanted = set(arguments.ops or ops)
+    tunables = registry._tunables
+    return [(tunables[f"{o}.{v}"], key) for o, v, key in sorted(names) if o in wanted and f"{o}.{v}" in tunables]
+
+
+def _check(arguments: argparse.Namespace, target: Any) -> int:
+    from .. import registry
+    from ..autotune import lock
+
+    try:
+        header, table = lock.read(Path(arguments.check))
+    except (OSError, ValueError) as error:
+        print(f"{arguments.check}: {error}")
+        return 1
+    registry.ops()
+    illegal, other = [], 0
+    for (op, variant, key), entry in sorted(table.items()):
+        tunable = registry._tunables.get(f"{op}.{variant}")
+        if tunable is None:
+            illegal.append(f"{op}.{variant} {key}: this version has no such kernel")
+        elif reason := tunable.illegal(target, key, entry.config):
+            illegal.append(f"{op}.{variant} {key}: {reason}")
+        elif registry._choose(tunable, target, key).config != entry.config:
+            other += 1
+    if arguments.json:
+        print(json.dumps({"file": arguments.check, "digest": header["digest"], "entries": len(table), "illegal": illegal, "other": other}))
+    else:
+        print(f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on {header.get('device', '?')}")
+        print(f"{other} differ from what {target.name} would choose by itself")
+        for line in illegal:
+            print(f"not usable on {target.name}: {line}")
+    return 1 if illegal else 0

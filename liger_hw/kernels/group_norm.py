@@ -1,0 +1,603 @@
+"""GroupNorm: y = (x - mean) / sqrt(var + eps) * w + b, with mean and var over all values of a group of channels.
+
+Shapes: x [batch, num_channels, ...] with any shape behind, w and b [num_channels] or None -> y like x. A group is
+num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial` values.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's dtype.
+Saved for backward: x, w, b (for its dtype), and mean and rstd = 1 / sqrt(var + eps), two fp32 a group.
+Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and of
+dy * h over each channel of each example give both means and, summed over examples, db and dw.
+
+A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so that
+the second sweep is served by L2. Where there are fewer groups than programs, several share a group: one launch leaves their
+sums, another reads all of a group's and applies them.
+
+Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub and
+LeVeque, "Algorithms for Computing the Sample Variance" (1983)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ._op import check, check_tensors, define, launch
+from ._reduce import column_sum, column_sum_tunable
+from ._triton import tl, triton
+from .layer_norm import _params_dtype, _parts
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def group_norm_reference(
+    X: torch.Tensor,
+    affine_scaling_weight: torch.Tensor | None,
+    affine_shifting_bias: torch.Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    grouped = X.to(wide).reshape(X.shape[0], num_groups, math.prod(X.shape[1:]) // num_groups)
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(X.shape)
+    by_channel = (1, num_channels, *[1] * (X.dim() - 2))
+    if affine_scaling_weight is not None:
+        y = y * affine_scaling_weight.to(wide).view(by_channel)
+    if affine_shifting_bias is not None:
+        y = y + affine_shifting_bias.to(wide).view(by_channel)
+    return y.to(X.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile_of_group(tile, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """(channels of the tile, their mask, offsets inside the group, mask): neighbours in memory come one after another."""
+    tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    own = (tile // tiles) * CHANNELS + tl.arange(0, CHANNELS)
+    place = (tile % tiles) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = (own < channels)[:, None] & (place < spatial)[None, :]
+    return own, own < channels, own[:, None] * spatial + place[None, :], mask
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def _sums_of_splits(Sums_ptr, row, splits):
+    """The two sums of a group, added over the programs that shared it."""
+    first = 0.0
+    second = 0.0
+    for split in range(splits):
+        sums = Sums_ptr + (row * splits + split) * 2
+        first += tl.load(sums)
+        second += tl.load(sums + 1)
+    return first, second
+
+
+@triton.jit
+def _shift_and_store(h, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
+    y = h
+    if W_ptr is not None:
+        y = y * tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    if B_ptr is not None:
+        y = y + tl.load(B_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "share", "splits", "first_size"])
+def _group_norm_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    STATS_ptr,
+    Sums_ptr,
+    n_rows,
+    n_groups,
+    channels,
+    spatial,
+    splits,
+    share,
+    first_size,
+    eps,
+    WHOLE_GROUP: tl.constexpr,
+    SUM: tl.constexpr,
+    APPLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program (p, s) takes `share` tiles, the s-th, of the groups p, p + programs, ...: SUM measures them, APPLY writes y.
+
+    When a launch does only one of the two, Sums_ptr [n_rows, splits, 2] passes the splits' sums from one to the other.
+    first_size: how many values the first tile of a group has; their mean anchors the sums against cancellation.
+    """
+    split = tl.program_id(1)
+    first = split * share
+    count = tl.minimum(share, tl.cdiv(channels, CHANNELS) * tl.cdiv(spatial, BLOCK_SIZE) - first)
+    size = channels * spatial
+    ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
+        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * size
+        from_channel = (row % n_groups) * channels
+        own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, BLOCK_SIZE, CHANNELS)
+        x_ptrs = X_ptr + start + offsets
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        anchor = _total(x) / first_size
+        if WHOLE_GROUP:
+            mean = anchor
+            centred = tl.where(mask, x - mean, 0.0)
+            rstd = tl.rsqrt(_total(centred * centred) / size + eps)
+            _shift_and_store(centred * rstd, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
+        else:
+            if SUM:
+                lane_sum = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                lane_squares = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                for tile in tl.range(0, count, num_stages=STAGES):
+                    own, own_mask, offsets, mask = _tile_of_group(first + tile, channels, spatial, BLOCK_SIZE, CHANNELS)
+                    x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+                    apart = tl.where(mask, x - anchor, 0.0)
+                    lane_sum += apart
+                    lane_squares += apart * apart
+                total, squares = _total(lane_sum), _total(lane_squares)
+                if not APPLY:
+                    sums = Sums_ptr + (row * splits + split) * 2
+                    tl.store(sums, total)
+                    tl.store(sums + 1, squares)
+            else:
+                total, squares = _sums_of_splits(Sums_ptr, row, splits)
+            if APPLY:
+                off = total / size
+                mean = anchor + off
+                rstd = tl.rsqrt(squares / size - off * off + eps)
+                for tile in tl.range(0, count, num_stages=STAGES):
+                    at = first + count - 1 - tile  # backwards: what was read last is nearest
+                    own, own_mask, offsets, mask = _tile_of_group(at, channels, spatial, BLOCK_SIZE, CHANNELS)
+                    x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+                    h = (x - mean) * rstd
+                    _shift_and_store(h, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
+        if APPLY:
+            tl.store(STATS_ptr + row, mean, mask=split == 0)
+            tl.store(STATS_ptr + n_rows + row, rstd, mask=split == 0)
+
+
+@triton.jit
+def _load_tile(DY_ptrs, X_ptrs, W_ptr, mean, rstd, channel, channel_mask, mask):
+    """(dy, w, h) of a tile in fp32; w is 1 where there is none."""
+    x = tl.load(X_ptrs, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(DY_ptrs, mask=mask, other=0.0).to(tl.float32)
+    w = tl.where(channel_mask, 1.0, 0.0)
+    if W_ptr is not None:
+        w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
+    return dy, w, (x - mean) * rstd
+
+
+@triton.jit
+def _sum_tile(dy, h, w, Line_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
+    """This tile's share of the sums of m and m * h, channel by channel; those of dy * h and dy go to Line_ptr, if any."""
+    total = tl.sum(dy, axis=1)
+    dot = tl.sum(dy * h, axis=1)
+    if Line_ptr is not None:
+        tl.store(Line_ptr + channel, dot, mask=channel_mask)
+        if HAS_BIAS:
+            tl.store(Line_ptr + width + channel, total, mask=channel_mask)
+    return w * total, w * dot
+
+
+@triton.jit
+def _line_of_partial(Partial_ptr, line, width, HAS_BIAS: tl.constexpr):
+    lines = None
+    if Partial_ptr is not None:
+        lines = Partial_ptr + (line + tl.zeros([1], dtype=tl.int64)) * width * (1 + HAS_BIAS)
+    return lines
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "share", "splits"])
+def _group_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Sums_ptr,
+    n_rows,
+    n_groups,
+    channels,
+    spatial,
+    splits,
+    share,
+    HAS_BIAS: tl.constexpr,
+    WHOLE_GROUP: tl.constexpr,
+    SUM: tl.constexpr,
+    APPLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Programs, splits, SUM, APPLY and Sums_ptr as in the forward.
+
+    Partial_ptr [batch * tiles of spatial, num_channels], twice as wide if HAS_BIAS: each tile's sums of dy * h, then of dy;
+    None when nobody wants them.
+    """
+    split = tl.program_id(1)
+    s_tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    first = split * share
+    count = tl.minimum(share, tl.cdiv(channels, CHANNELS) * s_tiles - first)
+    size = channels * spatial
+    width = n_groups * channels
+    ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
+        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * size
+        from_channel = (row % n_groups) * channels
+        line = (row // n_groups) * s_tiles
+        mean = tl.load(STATS_ptr + row)
+        rstd = tl.load(STATS_ptr + n_rows + row)
+        if WHOLE_GROUP:
+            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, BLOCK_SIZE, CHANNELS)
+            at = start + offsets
+            channel = from_channel + own
+            dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
+            line_ptr = _line_of_partial(Partial_ptr, line, width, HAS_BIAS)
+            totals, dots = _sum_tile(dy, h, w, line_ptr, width, channel, own_mask, HAS_BIAS)
+            dx = rstd * (dy * w[:, None] - tl.sum(totals, axis=0) / size - h * (tl.sum(dots, axis=0) / size))
+            tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        else:
+            if SUM:
+                totals = tl.zeros([CHANNELS], dtype=tl.float32)
+                dots = tl.zeros([CHANNELS], dtype=tl.float32)
+                for tile in tl.range(0, count, num_stages=STAGES):
+                    own, own_mask, offsets, mask = _tile_of_group(first + tile, channels, spatial, BLOCK_SIZE, CHANNELS)
+                    at = start + offsets
+                    channel = from_channel + own
+                    dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
+                    line_ptr = _line_of_partial(Partial_ptr, line + (first + tile) % s_tiles, width, HAS_BIAS)
+                    of_m, of_mh = _sum_tile(dy, h, w, line_ptr, width, channel, own_mask, HAS_BIAS)
+                    totals += of_m
+                    dots += of_mh
+                total, dot = tl.sum(totals, axis=0), tl.sum(dots, axis=0)
+                if not APPLY:
+                    sums = Sums_ptr + (row * splits + split) * 2
+                    tl.store(sums, total)
+                    tl.store(sums + 1, dot)
+            else:
+                total, dot = _sums_of_splits(Sums_ptr, row, splits)
+            if APPLY:
+                total = total / size
+                dot = dot / size
+                for tile in tl.range(0, count, num_stages=STAGES):
+                    back = first + count - 1 - tile  # backwards: what was read last is nearest
+                    own, own_mask, offsets, mask = _tile_of_group(back, channels, spatial, BLOCK_SIZE, CHANNELS)
+                    at = start + offsets
+                    channel = from_channel + own
+                    dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
+                    dx = rstd * (dy * w[:, None] - total - h * dot)
+                    tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("batch", "groups", "spatial", "num_channels")
+_TILE = 8192
+
+
+def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
+    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize."""
+    rows = batch * groups
+    return next_power_of_2(spatial), next_power_of_2(num_channels // groups), (rows - 1).bit_length(), itemsize
+
+
+def _blocks(key: Key, tile: int) -> dict[str, int]:
+    block = min(key[0], tile)
+    return {"BLOCK_SIZE": block, "CHANNELS": min(key[1], tile // block)}
+
+
+def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+    """Tiles of 8192 values with the next in flight, on as many programs as keep the groups they work on inside L2."""
+    blocks = _blocks(key, _TILE)
+    tile = blocks["BLOCK_SIZE"] * blocks["CHANNELS"]
+    tile_bytes, group_bytes = tensors * tile * key[3], tensors * key[0] * key[1] * key[3]
+    most = max(1, min(8, _TILE // tile))
+    ctas = max(most, min(2, int(0.75 * target.l2) // (target.multiprocessors * group_bytes)))
+    stages = 3 if 2 * 2 * ctas * tile_bytes <= target.shared_memory else 2
+    return LaunchConfig(blocks, target.warps(tile, 16, 16), stages, ctas)
+
+
+def _safe(target: Target, key: Key) -> LaunchConfig:
+    blocks = _blocks(key, 4096)
+    return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 32), 1, 1)
+
+
+def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
+    tiles = {tuple(_blocks(key, tile).items()) for tile in (1024, 2048, 4096, 8192, 16384)}
+    return [
+        LaunchConfig(dict(blocks), warps, stages, ctas)
+        for blocks in sorted(tiles)
+        for warps in (1, 2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 8, 16)
+        if 4 <= blocks[0][1] * blocks[1][1] // (warps * target.warp_size) <= 32
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and tensors * (stages - 1) * ctas * blocks[0][1] * blocks[1][1] * key[3] <= target.shared_memory
+    ]
+
+
+def _valid(config: LaunchConfig, key: Key) -> str | None:
+    if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
+        return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
+    return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
+
+
+def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
+    """`tensors`: how many of x's size the kernel reads."""
+    return Tunable(
+        "group_norm",
+        variant,
+        kernels=kernels,
+        key=_key,
+        dims=_DIMS,
+        heuristic=lambda target, key: _heuristic(target, key, tensors),
+        safe=_safe,
+        space=lambda target, key: _space(target, key, tensors),
+        valid=_valid,
+    )
+
+
+FWD = _tunable("fwd", (_group_norm_fwd_kernel, _tile_of_group, _total, _shift_and_store, _sums_of_splits), 1)
+_BWD_KERNELS = (_group_norm_bwd_kernel, _tile_of_group, _load_tile, _sum_tile, _line_of_partial, _sums_of_splits)
+BWD = _tunable("bwd", _BWD_KERNELS, 2)
+DW = column_sum_tunable("group_norm", _DIMS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
+    """(batch, number of groups, values of a channel, number of channels)."""
+    return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
+
+
+def _split(plan, n_rows: int, channels: int, spatial: int) -> tuple[int, int, int, int]:
+    """(programs over groups, splits of a group, tiles of a split, tiles of a group)."""
+    blocks = plan.config.blocks
+    n_tiles = -(-channels // blocks["CHANNELS"]) * -(-spatial // blocks["BLOCK_SIZE"])
+    if 2 * n_rows > plan.programs or n_tiles == 1:
+        return min(n_rows, plan.programs), 1, n_tiles, n_tiles
+    share = -(-n_tiles * n_rows // plan.programs)
+    return n_rows, -(-n_tiles // share), share, n_tiles
+
+
+def _launch_both(plan, kernel, tensors: tuple, numbers: tuple, splits: tuple[int, int, int, int], last: tuple, flags: tuple):
+    """One launch that sums and applies, or with several splits one of each. tensors: without Sums_ptr, which comes last."""
+    programs, n_splits, share, n_tiles = splits
+    args = (*numbers, n_splits, share, *last)
+    if n_splits == 1:
+        launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, n_tiles == 1, True, True))
+        return
+    sums = torch.empty((programs, n_splits, 2), dtype=torch.float32, device=tensors[0].device)
+    for phase in ((True, False), (False, True)):
+        launch(plan, kernel, (programs, n_splits), (*tensors, sums, *args), (*flags, False, *phase))
+
+
+def _fwd(x, w, b, num_groups, eps):
+    x = x.contiguous()
+    batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    n_rows = batch * num_groups
+    stats = x.new_empty((2, n_rows), dtype=torch.float32)
+    if x.numel():
+        channels = num_channels // num_groups
+        plan = FWD.plan(x.device, _key(*sizes, x.itemsize))
+        splits = _split(plan, n_rows, channels, spatial)
+        blocks = plan.config.blocks
+        first_size = min(channels, blocks["CHANNELS"]) * min(spatial, blocks["BLOCK_SIZE"])
+        numbers = n_rows, num_groups, channels, spatial
+        _launch_both(plan, _group_norm_fwd_kernel, (x, w, b, y, stats), numbers, splits, (first_size, eps), ())
+    return y, stats
+
+
+def _bwd(dy, x, w, b, stats, num_groups, needs_params):
+    dy, x = dy.contiguous(), x.contiguous()
+    batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts, dtype = _parts(w, b, needs_params), _params_dtype(x, w, b)
+    if not x.numel():
+        return dx, x.new_zeros(parts * num_channels, dtype=dtype)
+    n_rows, channels = batch * num_groups, num_channels // num_groups
+    plan = BWD.plan(x.device, _key(*sizes, x.itemsize))
+    splits = _split(plan, n_rows, channels, spatial)
+    partial = None
+    if parts:
+        lines = batch * -(-spatial // plan.config.blocks["BLOCK_SIZE"])
+        partial = x.new_empty((lines, parts * num_channels), dtype=torch.float32)
+    numbers = n_rows, num_groups, channels, spatial
+    _launch_both(plan, _group_norm_bwd_kernel, (dy, x, w, stats, dx, partial), numbers, splits, (), (parts == 2,))
+    return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _grouped(x: torch.Tensor, num_groups: int, wide: torch.dtype) -> torch.Tensor:
+    """[batch * groups, channels, spatial] of x."""
+    channels = x.shape[1] // num_groups
+    return x.to(wide).reshape(x.shape[0] * num_groups, channels, math.prod(x.shape[2:]))
+
+
+def _fwd_reference(x, w, b, num_groups, eps):
+    grouped = _grouped(x, num_groups, torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(grouped.flatten(1), -1, correction=0)
+    y = group_norm_reference(x, w, b, x.shape[1], num_groups, eps)
+    return y.contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)])
+
+
+def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
+    wide = stats.dtype
+    mean, rstd = stats.view(2, -1, 1, 1)
+    h, g = (_grouped(x, num_groups, wide) - mean) * rstd, _grouped(dy, num_groups, wide)
+    m = g if w is None else g * w.to(wide).view(num_groups, -1).repeat(x.shape[0], 1)[..., None]
+    dx = rstd * (m - m.mean((1, 2), keepdim=True) - h * (m * h).mean((1, 2), keepdim=True))
+    grads = [t.sum(2).view(x.shape[:2]).sum(0) for t in (g * h, g)][: _parts(w, b, needs_params)]
+    params = torch.cat(grads) if grads else x.new_empty(0)
+    return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(_params_dtype(x, w, b))
+
+
+def _fwd_fake(x, w, b, num_groups, eps):
+    stats = x.new_empty((2, x.shape[0] * num_groups), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), stats
+
+
+def _bwd_fake(dy, x, w, b, stats, num_groups, needs_params):
+    size = _parts(w, b, needs_params) * x.shape[1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(x, w, b))
+
+
+group_norm_fwd = define(
+    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int num_groups, float eps) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+group_norm_bwd = define(
+    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, int num_groups, bool needs_params)"
+    " -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerGroupNormFunction(torch.autograd.Function):
+    """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
+
+    @staticmethod
+    def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+        Y, STATS = group_norm_fwd(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
+        ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, STATS)
+        ctx.num_groups = num_groups
+        return Y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY):
+        X, W, B, STATS = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dX, dP = group_norm_bwd(dY, X, W, B, STATS, ctx.num_groups, needed)
+        if not needed:
+            return dX, None, None, None, None, None
+        dW, dB = (dP, None) if B is None else dP.view(2, -1)
+        return dX, dW, dB, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_group_norm(
+    X: torch.Tensor,
+    affine_scaling_weight: torch.Tensor | None,
+    affine_shifting_bias: torch.Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """GroupNorm: X normalised over each group of num_channels / num_groups channels, times the weight, plus the bias.
+
+    X: [batch, num_channels, ...]; affine_scaling_weight, affine_shifting_bias: [num_channels] or None, the bias only
+    together with the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
+    Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
+    """
+    W, B = affine_scaling_weight, affine_shifting_bias
+    check_tensors("liger_group_norm", X=X, affine_scaling_weight=W, affine_shifting_bias=B)
+    if X.dim() < 2 or X.shape[1] != num_channels:
+        check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
+    if num_groups < 1 or num_channels % num_groups:
+        check(False, "liger_group_norm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
+    for name, parameter in (("affine_scaling_weight", W), ("affine_shifting_bias", B)):
+        if parameter is not None and parameter.shape != (num_channels,):
+            check(False, "liger_group_norm", f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
+    check(B is None or W is not None, "liger_group_norm", "a bias needs a weight; pass ones for a shift alone")
+    return LigerGroupNormFunction.apply(X, W, B, num_channels, num_groups, eps)
+
+
+class LigerGroupNorm(torch.nn.Module):
+    """GroupNorm layer over [batch, num_channels, ...].
+
+    num_groups must divide num_channels; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight (the bias
+    starts at zero).
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        check(init_fn in ("ones", "zeros"), "LigerGroupNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
+        fits = num_groups >= 1 and num_channels % num_groups == 0
+        check(fits, "LigerGroupNorm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
+        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.weight = torch.nn.Parameter(getattr(torch, init_fn)(num_channels))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(num_channels)) if bias else None)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        sizes = self.num_channels, self.num_groups
+        return liger_group_norm(hidden_states, self.weight, self.bias, *sizes, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_channels}, {self.num_groups}"
+        return f"{sizes}, eps={self.variance_epsilon}, bias={self.bias is not None}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "sd_vae_64x64": (32, 32, 4096, 512),
+    "sdxl_unet_32x32": (16, 32, 1024, 1280),
+    "sdxl_unet_128x128": (8, 32, 16384, 320),
+    "sd_vae_512x512": (2, 32, 262144, 128),
+    "resnet_unet_8x8": (64, 32, 64, 1280),
+}
+"""Problem sizes (batch, groups, spatial, num_channels) of real models; spatial is height x width."""
+
+
+def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
+    batch, groups, spatial, num_channels = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    w = normal(num_channels) if affine else None
+    b = normal(num_channels) if affine and bias else None
+    size = num_channels // groups * spatial
+    return Sample(
+        args=(normal(batch, num_channels, spatial), w, b, num_channels, groups, 1e-6),
+        reduction=size,
+        grad_reduction=max(size, batch * spatial),
+        moved=5 * batch * num_channels * spatial * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="group_norm",
+        function=liger_group_norm,
+        reference=group_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"bias": False},
+            {"affine": False},
+        ),
+        small=((2, 3, 37, 15), (1, 2, 1, 6), (3, 1, 64, 4)),
+    )
+)

@@ -1,0 +1,627 @@
+"""Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift, over the last dimension.
+
+Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which serves
+n_rows / n_mods consecutive rows of x: [n_cols] all of them, [batch, n_cols] those of one example, or one each when it has
+x's shape. shift is like scale, or None.
+Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's, and
+everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
+Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
+Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
+q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
+dw = sum over modulations of (1 + scale) * q.
+
+Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", https://arxiv.org/abs/2212.09748; the norm is
+Zhang and Sennrich's, https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import registry
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._op import check, check_tensors, define, empty_like, launch, no_weight, row_major, rows_of
+from ._reduce import column_sum, column_sum_tunable
+from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
+from ._triton import tl, triton
+from .layer_norm import _bwd_heuristic, _bwd_space
+from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype, fwd_heuristic, fwd_space
+from .swiglu import _rows
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def modulated_rms_norm_reference(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    n_cols = X.shape[-1]
+    x = X.to(wide)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if casting_mode == "llama":
+        y = y.to(X.dtype).to(wide)
+    if W is not None:
+        y = y * (W.to(wide) + offset)
+    scale = scale.reshape(-1, 1, n_cols)
+    y = y.reshape(scale.shape[0], -1, n_cols) * (1.0 + scale.to(wide))
+    if shift is not None:
+        y = y + shift.reshape(-1, 1, n_cols).to(wide)
+    return y.reshape(X.shape).to(_out_dtype(X, W, CASTING_MODES[casting_mode]))
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _modulate_and_store(x, rstd, W_ptr, scale_ptrs, shift_ptrs, Y_ptrs, cols, n_cols, mask, offset, CASTING: tl.constexpr):
+    y = x.to(tl.float32) * rstd[:, None]
+    if CASTING == 0:
+        y = y.to(x.dtype).to(tl.float32)
+    if W_ptr is not None:
+        y = y * (tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset)[None, :]
+    y = y * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
+    if shift_ptrs is not None:
+        y = y + tl.load(shift_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
+def _modulated_rms_norm_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    Shift_ptr,
+    Y_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    Scale_row_stride,
+    Shift_row_stride,
+    n_rows,
+    n_cols,
+    rows_per_mod,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = (rows < n_rows)[:, None]
+    mods = rows // rows_per_mod
+    cols = tl.arange(0, BLOCK_SIZE)
+    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+    scale_ptrs = Scale_ptr + mods[:, None] * Scale_row_stride + cols[None, :]
+    shift_ptrs = None
+    if Shift_ptr is not None:
+        shift_ptrs = Shift_ptr + mods[:, None] * Shift_row_stride + cols[None, :]
+    if WHOLE_ROW:
+        mask = row_mask & (cols < n_cols)[None, :]
+        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        x = x_raw.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+        _modulate_and_store(x_raw, rstd, W_ptr, scale_ptrs, shift_ptrs, y_ptrs, cols, n_cols, mask, offset, CASTING)
+    else:
+        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            squares += x * x
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        for tile in range(tiles):
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+            mask = row_mask & (start + cols < n_cols)[None, :]
+            x_raw = tl.load(x_ptrs + start, mask=mask, other=0.0)
+            shifts = None
+            if Shift_ptr is not None:
+                shifts = shift_ptrs + start
+            scales, ys = scale_ptrs + start, y_ptrs + start
+            _modulate_and_store(x_raw, rstd, W_ptr, scales, shifts, ys, start + cols, n_cols, mask, offset, CASTING)
+    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["rows_per_mod"])
+def _modulated_rms_norm_bwd_dot_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    RSTD_ptr,
+    DOT_ptr,
+    DY_row_stride,
+    X_row_stride,
+    Scale_row_stride,
+    n_cols,
+    rows_per_mod,
+    offset,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_SIZE)
+    scale_row = Scale_ptr + (row // rows_per_mod) * Scale_row_stride
+    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        mask = start + cols < n_cols
+        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        m = m * (1.0 + tl.load(scale_row + start + cols, mask=mask, other=0.0).to(tl.float32))
+        if W_ptr is not None:
+            m = m * (tl.load(W_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) + offset)
+        total += m * x
+    tl.store(DOT_ptr + row, tl.sum(total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
+
+
+@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
+def _modulated_rms_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    RSTD_ptr,
+    DOT_ptr,
+    DX_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    Scale_row_stride,
+    n_cols,
+    rows_per_group,
+    n_tiles,
+    chunks,
+    offset,
+    CASTING: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
+
+    A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
+    row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
+    DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. Gradients nobody wants are None.
+    """
+    pid = tl.program_id(0)
+    group = (pid // chunks).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    w = tl.full([BLOCK_SIZE], 1.0, dtype=tl.float32)
+    if W_ptr is not None:
+        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    if not PER_ROW:
+        w = w * (1.0 + tl.load(Scale_ptr + group * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32))
+    if Partial_ptr is not None:
+        first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+        second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
+        in_group = tile * ROWS + tl.arange(0, ROWS)
+        row_mask = in_group < rows_per_group
+        rows = group * rows_per_group + in_group
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
+        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
+        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        h = x_raw.to(tl.float32) * rstd
+        seen = h
+        if CASTING == 0:
+            seen = h.to(x_raw.dtype).to(tl.float32)
+        m = dy * w[None, :]
+        if PER_ROW:
+            scale_ptrs = Scale_ptr + rows[:, None] * Scale_row_stride + cols[None, :]
+            scale = tl.load(scale_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            scale = 1.0 + scale.to(tl.float32)
+            dense = rows[:, None] * n_cols + cols[None, :]
+            if DScale_ptr is not None:
+                tl.store(DScale_ptr + dense, (m * seen).to(DScale_ptr.dtype.element_ty), mask=mask)
+            if DShift_ptr is not None:
+                tl.store(DShift_ptr + dense, dy.to(DShift_ptr.dtype.element_ty), mask=mask)
+            if Partial_ptr is not None:
+                first += dy * seen * scale
+            m = m * scale
+        elif Partial_ptr is not None:
+            first += dy * seen
+            if HAS_SHIFT:
+                second += dy
+        if DOT_ptr is None:
+            dot = (tl.sum(m * h, axis=1) / n_cols)[:, None]
+        else:
+            dot = tl.load(DOT_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        dx = rstd * (m - h * dot)
+        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    if Partial_ptr is not None:
+        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT) + cols
+        tl.store(partial_ptrs, tl.sum(first, axis=0), mask=col_mask)
+        if HAS_SHIFT:
+            tl.store(partial_ptrs + n_cols, tl.sum(second, axis=0), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _modulated_rms_norm_bwd_sums_kernel(
+    Partial_ptr,
+    W_ptr,
+    Scale_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    DW_partial_ptr,
+    Scale_row_stride,
+    n_cols,
+    chunks,
+    offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds up the chunks of one modulation and turns q into dscale and this modulation's share of dw."""
+    mod = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < n_cols
+    width = n_cols
+    if DShift_ptr is not None:
+        width = 2 * n_cols
+        shift = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    q = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, chunks, BLOCK_M):
+        chunk = start + tl.arange(0, BLOCK_M)
+        mask = (chunk < chunks)[:, None] & col_mask[None, :]
+        partial_ptrs = Partial_ptr + (mod * chunks + chunk)[:, None] * width + cols[None, :]
+        q += tl.load(partial_ptrs, mask=mask, other=0.0)
+        if DShift_ptr is not None:
+            shift += tl.load(partial_ptrs + n_cols, mask=mask, other=0.0)
+    total = tl.sum(q, axis=0)
+    dscale = total
+    if W_ptr is not None:
+        dscale = total * (tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset)
+        scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
+        tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
+    tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
+    if DShift_ptr is not None:
+        dshift = tl.sum(shift, axis=0)
+        tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# The row tiles are those of rms_norm forward and of layer_norm backward, which keeps two sums in registers as well.
+
+_DIMS = ("n_mods", "n_rows", "n_cols")
+
+
+def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
+    return row_key(n_rows, n_cols, itemsize)
+
+
+def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_M": 16, "BLOCK_N": 128}, target.warps(2048, 8, 8))
+
+
+def _sums_safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1)
+
+
+def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
+        for rows in (4, 8, 16, 32, 64)
+        for columns in (32, 64, 128, 256)
+        for warps in (1, 2, 4, 8)
+        if 4 <= rows * columns // (warps * target.warp_size) <= 32
+    ]
+
+
+def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None) -> Tunable:
+    return Tunable(
+        "modulated_rms_norm",
+        variant,
+        kernels=kernels,
+        key=_key,
+        dims=_DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        valid=valid,
+    )
+
+
+_FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _modulate_and_store)
+FWD = _tunable("fwd", _FWD_KERNELS, fwd_heuristic, safe, fwd_space, tiles_rows)
+BWD = _tunable("bwd", (_modulated_rms_norm_bwd_kernel,), _bwd_heuristic, safe, _bwd_space, tiles_rows_persistently)
+BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space)
+BWD_SUMS = _tunable("bwd_sums", (_modulated_rms_norm_bwd_sums_kernel,), _sums_heuristic, _sums_safe, _sums_space)
+DW = column_sum_tunable("modulated_rms_norm", _DIMS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, w, scale, shift, eps, offset, casting):
+    x = row_major(x)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, _out_dtype(x, w, casting))
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    if n_rows:
+        rows_per_mod = n_rows * n_cols // scale.numel()
+        scale, scale_stride = _rows(scale)
+        shift, shift_stride = (None, 0) if shift is None else _rows(shift)
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        grid = (-(-n_rows // blocks["ROWS"]),)
+        strides = stride, scale_stride, shift_stride
+        args = (x, w, scale, shift, y, rstd, *strides, n_rows, n_cols, rows_per_mod, eps, offset)
+        flags = (casting, blocks["BLOCK_SIZE"] >= n_cols)
+        launch(plan, _modulated_rms_norm_fwd_kernel, grid, args, flags)
+    return y, rstd
+
+
+def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    dy, x = row_major(dy), row_major(x)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    if not n_rows or not needs_params:
+        grads = _no_grads(x, w, scale, shift, needs_params)
+        if not n_rows:
+            return dx, *grads
+    dscale = dshift = None
+    if needs_params:
+        dscale = torch.empty(scale.shape, dtype=scale.dtype, device=x.device)
+        dshift = None if shift is None else torch.empty(shift.shape, dtype=shift.dtype, device=x.device)
+    n_mods = scale.numel() // n_cols
+    scale, scale_stride = _rows(scale)
+    strides = rows_of(dy)[2], x_stride, scale_stride
+    key = row_key(n_rows, n_cols, x.itemsize)
+    plan = BWD.plan(x.device, key)
+    blocks = plan.config.blocks
+    col_tiles = -(-n_cols // blocks["BLOCK_SIZE"])
+    dot = None
+    if col_tiles > 1:
+        dot = torch.empty_like(rstd)
+        args = (dy, x, w, scale, rstd, dot, *strides, n_cols, n_rows // n_mods, offset)
+        launch(BWD_DOT.plan(x.device, key), _modulated_rms_norm_bwd_dot_kernel, (n_rows,), args)
+    per_row = n_mods == n_rows
+    groups = 1 if per_row else n_mods
+    n_tiles = -(-n_rows // groups // blocks["ROWS"])
+    chunks = max(1, min(_chunks(plan.programs // col_tiles, groups), n_tiles))
+    has_shift = shift is not None and not per_row
+    partial = None
+    if needs_params and not (per_row and w is None):
+        partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
+    stored = (dscale, dshift) if per_row else (None, None)
+    args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, n_cols, n_rows // groups, n_tiles, chunks, offset)
+    flags = (casting, per_row, has_shift)
+    launch(plan, _modulated_rms_norm_bwd_kernel, (groups * chunks, col_tiles), args, flags)
+    if not needs_params:
+        return dx, *grads
+    if not per_row:
+        of_dw = None if w is None else x.new_empty((n_mods, n_cols), dtype=torch.float32)
+        plan = BWD_SUMS.plan(x.device, key)
+        grid = (n_mods, -(-n_cols // plan.config.blocks["BLOCK_N"]))
+        args = (partial, w, scale, dscale, dshift, of_dw, scale_stride, n_cols, chunks, offset)
+        launch(plan, _modulated_rms_norm_bwd_sums_kernel, grid, args)
+        partial = of_dw
+    dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
+    return dx, dw, dscale, no_weight(x) if dshift is None else dshift
+
+
+def _chunks(programs: int, groups: int) -> int:
+    """Programs for each group: an even share of one wave, or with many groups so many that the last wave is a small part."""
+    return programs // groups if programs >= 4 * groups else -(-4 * programs // groups)
+
+
+def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of w, scale and shift without a row to sum: zeros, or nothing where nobody wants them."""
+    return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, w, scale, shift, eps, offset, casting):
+    y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, _MODE_NAMES[casting])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
+
+
+def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    wide, n_cols = rstd.dtype, x.shape[-1]
+    n_mods = scale.numel() // n_cols
+    by_mod = (n_mods, -1, n_cols)
+    if not x.numel():
+        return torch.empty_like(x), *_no_grads(x, w, scale, shift, needs_params)
+    g, r = dy.to(wide).reshape(by_mod), rstd.view(n_mods, -1, 1)
+    h = x.to(wide).reshape(by_mod) * r
+    scaled = 1.0 + scale.to(wide).reshape(n_mods, 1, n_cols)
+    weight = 1.0 if w is None else w.to(wide) + offset
+    m = g * weight * scaled
+    dx = (r * (m - h * (m * h).mean(-1, keepdim=True))).reshape(x.shape).to(x.dtype)
+    if not needs_params:
+        return dx, *_no_grads(x, w, scale, shift, False)
+    q = (g * (h.to(x.dtype).to(wide) if casting == CASTING_MODES["llama"] else h)).sum(1)
+    dw = no_weight(x) if w is None else (scaled[:, 0] * q).sum(0).to(w.dtype)
+    dshift = no_weight(x) if shift is None else g.sum(1).reshape(shift.shape).to(shift.dtype)
+    return dx, dw, (weight * q).reshape(scale.shape).to(scale.dtype), dshift
+
+
+def _fwd_fake(x, w, scale, shift, eps, offset, casting):
+    stat = torch.promote_types(x.dtype, torch.float32)
+    y = x.new_empty(x.shape, dtype=_out_dtype(x, w, casting))
+    return y, x.new_empty(x.shape[:-1].numel(), dtype=stat)
+
+
+def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    grads = (t.new_empty(t.shape) if needs_params and t is not None else no_weight(x) for t in (w, scale, shift))
+    return x.new_empty(x.shape), *grads
+
+
+modulated_rms_norm_fwd = define(
+    "modulated_rms_norm_fwd(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
+    " -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+modulated_rms_norm_bwd = define(
+    "modulated_rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
+    " int casting, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerModulatedRMSNormFunction(torch.autograd.Function):
+    """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
+        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+        Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, eps, ctx.offset, ctx.casting)
+        ctx.save_for_backward(X, W, scale, shift, RSTD)
+        return Y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dY):
+        needed = any(ctx.needs_input_grad[1:4])
+        dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
+        dW, dscale, dshift = (g if n else None for g, n in zip(grads, ctx.needs_input_grad[1:4]))
+        return dX, dW, dscale, dshift, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_modulated_rms_norm(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
+
+    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with as many rows as divide X's, each serving that many
+    consecutive rows: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None. fp32, fp16 or
+    bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for liger_rms_norm.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
+    """
+    name = "liger_modulated_rms_norm"
+    check_tensors(name, X=X, W=W, scale=scale, shift=shift)
+    if casting_mode not in CASTING_MODES:
+        check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    n_cols = X.shape[-1:]
+    if W is not None and W.shape != n_cols:
+        check(False, name, f"W must have shape {tuple(n_cols)} to match X, got {tuple(W.shape)}")
+    if scale.shape[-1:] != n_cols or not scale.numel() or X.numel() % scale.numel():
+        want = f"[..., {X.shape[-1]}] with a number of rows that divides X's"
+        check(False, name, f"scale must be {want}, got {tuple(scale.shape)} for X of {tuple(X.shape)}")
+    if shift is not None and shift.shape != scale.shape:
+        check(False, name, f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
+    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
+
+
+class LigerModulatedRMSNorm(torch.nn.Module):
+    """RMSNorm layer whose output is scaled by (1 + scale) and shifted, both given at each call.
+
+    The arguments are those of LigerRMSNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        name = "LigerModulatedRMSNorm"
+        check(init_fn in ("ones", "zeros"), name, f"init_fn must be ones or zeros, got {init_fn!r}")
+        modes = ", ".join(CASTING_MODES)
+        check(casting_mode in CASTING_MODES, name, f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
+        self.casting_mode, self.in_place, self.elementwise_affine = casting_mode, in_place, elementwise_affine
+        initial = getattr(torch, init_fn)(hidden_size) if elementwise_affine else None
+        self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
+
+    def forward(
+        self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
+        return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "dit_xl": (64, 16384, 1152),
+    "lumina_next_2b": (8, 8192, 2304),
+    "z_image_6b": (4, 16384, 3840),
+    "rdt_1b": (32, 8192, 2048),
+}
+"""Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
+
+
+def _sample(sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0):
+    n_mods, n_rows, n_cols = sizes
+    if per_row or n_mods == 0 or n_rows % n_mods:
+        n_mods = n_rows or 1
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    x, w = normal(n_rows, n_cols), normal(n_cols) if affine else None
+    scale, moved_by = normal(n_mods, n_cols), normal(n_mods, n_cols) if shift else None
+    rows_moved = 5 * n_rows + (2 if moved_by is None else 3) * n_mods
+    return Sample(
+        args=(x, w, scale, moved_by, 1e-6, offset, casting_mode),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=rows_moved * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="modulated_rms_norm",
+        function=liger_modulated_rms_norm,
+        reference=modulated_rms_norm_reference,
+        tunables=(FWD, BWD, BWD_SUMS, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"casting_mode": "gemma", "offset": 1.0},
+            {"casting_mode": "none", "shift": False},
+            {"affine": False},
+            {"per_row": True},
+            {"per_row": True, "affine": False, "shift": False},
+        ),
+    )
+)

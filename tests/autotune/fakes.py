@@ -1,0 +1,88 @@
+"""A device that exists in arithmetic only: what the tuner's tests measure on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from liger_hw import registry
+from liger_hw.autotune.remote import WorkerDied
+from liger_hw.backends import LaunchConfig, Target, known_target
+from liger_hw.registry import Entry
+
+H200 = replace(known_target("sm90"), name="NVIDIA H200", bandwidth=4800)
+FACTS = {"device": "NVIDIA H200", "driver": "1.2", "torch": "2.11", "triton": "3.6.0", "copy_gbs": 4000.0}
+
+
+def tunable(name: str = "rms_norm.fwd") -> registry.Tunable:
+    registry.get_op(name.split(".")[0])
+    return registry._tunables[name]
+
+
+def entry(config: LaunchConfig, made_for: registry.Tunable, **provenance) -> Entry:
+    from liger_hw.autotune import store
+
+    full = {"kind": "measured", "triton": store.triton_version(), "date": "2026-11-20T00:00:00Z", **provenance}
+    return Entry(config, full, made_for.kernel_hash())
+
+
+def other_config(of: registry.Tunable, target: Target, key: tuple) -> LaunchConfig:
+    """A legal configuration that is not the heuristic."""
+    heuristic = of.heuristic(target, key)
+    return next(c for c in of.space(target, key) if c != heuristic and of.illegal(target, key, c) is None)
+
+
+class FakeMeasurer:
+    """Times candidates by a formula. `cost(config)` in us; a reason rejects, an exception class is raised."""
+
+    def __init__(self, baseline: LaunchConfig, cost, noise: float = 0.0, verify=lambda config: "") -> None:
+        self.baseline, self.cost, self.noise, self.wrong = baseline, cost, noise, verify
+        self.chances = random.Random(0)
+        self.opened = self.prepared = self.timed = 0
+        self.alive = True
+        self.ids: dict[int, LaunchConfig] = {}
+
+    def open(self, op, sizes, dtype, variant, key, context):
+        self.opened += 1
+        self.alive = True
+        self.ids.clear()
+        self.context = context
+        return {"baseline": self.baseline.to_json(), "bytes": 4_000_000, "copies": 4}
+
+    def prepare(self, config):
+        assert self.alive, "a dead worker was asked"
+        self.prepared += 1
+        config = LaunchConfig.from_json(config)
+        cost = self.cost(config)
+        if isinstance(cost, str):
+            return {"rejected": cost}
+        if isinstance(cost, BaseException):
+            if isinstance(cost, WorkerDied):
+                self.alive = False
+            raise cost
+        self.ids[self.prepared] = config
+        return {"id": self.prepared, "resources": {}}
+
+    def time(self, ids, rounds):
+        self.timed += 1
+        found = []
+        for i in ids:
+            cost = self.cost(self.ids[i])
+            if callable(cost):
+                self.alive = False
+                raise cost()
+            found.append([cost * (1 + self.noise * self.chances.uniform(-1, 1)) for _ in range(rounds)])
+        return found
+
+    def drop(self, ids):
+        for i in ids:
+            del self.ids[i]
+
+    def verify(self, config):
+        return self.wrong(LaunchConfig.from_json(config))
+
+    def facts(self):
+        return dict(FACTS, target=H200.to_json())
+
+    def close(self):
+        pass

@@ -1,0 +1,280 @@
+"""The search, on a device that exists in arithmetic only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from liger_hw import registry
+from liger_hw.autotune import space, store
+from liger_hw.autotune.journal import Journal, Past
+from liger_hw.autotune.remote import WorkerDied, WorkerError
+from liger_hw.autotune.tuner import Effort, Job, Tuner
+from liger_hw.backends import LaunchConfig
+from tests.autotune.fakes import FACTS, H200, FakeMeasurer, tunable
+
+KEY = (4096, 13, 2)
+JOB = Job("rms_norm", "bwd", KEY, (8192, 4096), "bfloat16")
+BWD = tunable("rms_norm.bwd")
+START = BWD.heuristic(H200, KEY)
+SPACE, _ = space.legal(BWD, H200, KEY)
+BEST = next(c for c in reversed(SPACE) if c != START)
+
+
+def cost(config: LaunchConfig) -> float:
+    """Smooth over the space: each knob away from the best one costs 10%."""
+    return 10.0 * 1.1 ** space.distance(config, BEST)
+
+
+class Kept(dict):
+    def save(self, name, entry):
+        self[name] = entry
+        return True
+
+    def discard(self, name, entry):
+        self.pop(name, None)
+
+
+def tune(measure=cost, jobs=(JOB,), kept=None, measurer=None, **kwargs):
+    kept = Kept() if kept is None else kept
+    measurer = measurer or FakeMeasurer(START, measure, kwargs.pop("noise", 0.0), kwargs.pop("verify", lambda c: ""))
+    tuner = Tuner(H200, measurer, facts=FACTS, save=kept.save, discard=kept.discard, **kwargs)
+    return tuner.run(list(jobs)), kept, measurer
+
+
+def test_it_finds_the_best_and_keeps_its_evidence():
+    (result,), kept, measurer = tune()
+    assert result.config == BEST.to_json() and result.stored and not result.error
+    assert measurer.prepared < len(SPACE), "a search, not a sweep"
+    entry = kept["rms_norm", "bwd", KEY]
+    assert entry.config == BEST and entry.kernel_hash == BWD.kernel_hash()
+    p = entry.provenance
+    assert p["kind"] == "measured" and p["median_us"] == 10.0 and p["heuristic_us"] == pytest.approx(cost(START), abs=1e-3)
+    assert p["gain"] == pytest.approx(1 - 10 / cost(START), abs=1e-3)
+    assert {"p20", "p80", "device", "driver", "torch", "triton", "date", "noise"} <= set(p)
+    assert result.floor_us == 1.0 and result.floor_share == pytest.approx(0.1), "4 MB at 4000 GB/s"
+
+
+def test_a_gain_within_the_noise_is_not_stored():
+    def nearly(config):
+        return 10.0 if config == START else 9.8
+
+    (result,), kept, _ = tune(nearly, noise=0.1)
+    assert not result.stored and not kept and "heuristic" in result.note
+    (result,), kept, _ = tune(nearly, noise=0.001)
+    assert result.stored
+
+
+def test_a_gain_under_one_percent_is_not_stored():
+    (result,), kept, _ = tune(lambda config: 10.0 if config == START else 9.95)
+    assert not result.stored and not kept
+
+
+def test_where_the_heuristic_wins_an_older_entry_goes():
+    kept = Kept({("rms_norm", "bwd", KEY): "old"})
+    (result,), kept, _ = tune(lambda config: 10.0 if config == START else 20.0, kept=kept)
+    assert not result.stored and not kept and result.winner_us == 10.0
+
+
+def test_wrong_candidates_are_not_timed_and_not_stored():
+    def measure(config):
+        return "wrong result: result 0" if config == BEST else cost(config)
+
+    (result,), kept, _ = tune(measure)
+    assert result.stored and result.config != BEST.to_json() and result.failed >= 1
+
+
+def test_a_winner_that_fails_the_reference_is_not_stored():
+    (result,), kept, _ = tune(verify=lambda config: "relative error" if config == BEST else "")
+    assert result.stored and kept["rms_norm", "bwd", KEY].config != BEST
+    (result,), kept, _ = tune(verify=lambda config: "relative error")
+    assert not result.stored and not kept
+
+
+def test_when_every_candidate_fails_nothing_is_stored():
+    (result,), kept, _ = tune(lambda config: "out of shared memory")
+    assert result.error and not kept
+    (result,), kept, _ = tune(lambda config: 10.0 if config == START else "out of shared memory")
+    assert not result.error and not kept
+
+
+@pytest.mark.parametrize("how", ["crash in prepare", "crash in time", "error in prepare"])
+def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
+    deadly = space.neighbours(SPACE, START)[0]
+
+    def measure(config):
+        if config != deadly:
+            return cost(config)
+        if how == "crash in time":
+            return lambda: WorkerDied("crashed (signal 11)")
+        return WorkerDied("hung for 90 s") if how == "crash in prepare" else WorkerError("ValueError: bad")
+
+    journal = Journal(tmp_path / "j.jsonl")
+    (result,), kept, measurer = tune(measure, journal=journal)
+    assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
+    failed = [line for line in journal.read() if line["stage"] == "failed"]
+    assert [LaunchConfig.from_json(line["config"]) for line in failed] == [deadly]
+    assert measurer.opened == (1 if how == "error in prepare" else 2 if "prepare" in how else measurer.opened)
+
+
+def test_a_worker_that_always_dies_ends_the_job_not_the_run():
+    second = Job("rms_norm", "fwd", KEY, (8192, 4096), "bfloat16")
+    fwd = tunable("rms_norm.fwd")
+
+    class Mixed(FakeMeasurer):
+        def open(self, op, sizes, dtype, variant, key, context):
+            self.baseline = START if variant == "bwd" else fwd.heuristic(H200, KEY)
+            self.cost = (lambda c: WorkerDied("crashed")) if variant == "bwd" else (lambda c: 5.0)
+            return super().open(op, sizes, dtype, variant, key, context)
+
+    results, _, _ = tune(jobs=(JOB, second), measurer=Mixed(START, cost))
+    assert results[0].error and not results[1].error and results[1].heuristic_us == 5.0
+
+
+def test_later_keys_start_from_what_was_best_nearby():
+    later = Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")
+    effort = Effort(first=96, later=12, refine=4)
+    results, kept, measurer = tune(jobs=(JOB, later), effort=effort)
+    assert [r.config for r in results] == [BEST.to_json()] * 2
+    assert results[1].tried <= 12 + 2 * 4 < results[0].tried
+
+
+def test_winners_are_the_context_of_the_ops_other_kernels():
+    dw = Job("rms_norm", "dw", (4096,), (8192, 4096), "bfloat16", beside=(("bwd", KEY), ("dw", (4096,))))
+    seen = []
+
+    class Watching(FakeMeasurer):
+        def open(self, op, sizes, dtype, variant, key, context):
+            seen.append(context)
+            self.baseline = tunable(f"rms_norm.{variant}").heuristic(H200, tuple(key))
+            return super().open(op, sizes, dtype, variant, key, context)
+
+    tune(jobs=(JOB, dw), measurer=Watching(START, cost))
+    assert seen[0] == [] and seen[1] == [["bwd", list(KEY), BEST.to_json()]]
+
+
+def test_the_budget_is_kept_and_time_short_means_less_is_tried():
+    now = [0.0]
+
+    class Slow(FakeMeasurer):
+        def prepare(self, config):
+            now[0] += 1.0
+            return super().prepare(config)
+
+    jobs = [Job("rms_norm", "bwd", (4096, rows, 2), (1 << rows, 4096), "bfloat16") for rows in range(9, 17)]
+    results, kept, measurer = tune(jobs=jobs, measurer=Slow(START, cost), budget=100.0, clock=lambda: now[0])
+    assert now[0] < 200 and results[0].heuristic_us
+    assert all(r.heuristic_us or "budget" in r.note for r in results)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_run_resumes_where_it_was(tmp_path):
+    """Whatever the moment, the journal holds every measurement, and the second run takes none of them again."""
+    path = tmp_path / "j.jsonl"
+
+    class Fragile(FakeMeasurer):
+        left = 40
+
+        def time(self, ids, rounds):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return super().time(ids, rounds)
+
+    first = Fragile(START, cost)
+    with pytest.raises(Killed):
+        tune(measurer=first, journal=Journal(path))
+    measured = [line for line in Journal(path).read() if line["stage"] == "coarse"]
+    assert len(measured) == 40
+    with open(path, "a") as file:
+        file.write('{"op": "rms_norm", "torn')
+    past = Past(Journal(path), FACTS["triton"])
+    second = FakeMeasurer(START, cost)
+    (result,), kept, _ = tune(measurer=second, journal=Journal(path), past=past)
+    assert result.stored and result.config == BEST.to_json()
+    fresh, _, whole = tune()
+    assert second.timed <= whole.timed - 40 + 2
+    # a third run has nothing left to do
+    third = FakeMeasurer(START, cost)
+    (result,), kept, _ = tune(measurer=third, journal=Journal(path), past=Past(Journal(path), FACTS["triton"]))
+    assert third.opened == 0 and result.note == "measured by an earlier run" and result.config == BEST.to_json()
+
+
+def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl")
+    tune(journal=journal)
+    assert Past(journal, FACTS["triton"]).finished
+    assert not Past(journal, "9.9.0").finished
+    lines = [json.loads(text) for text in (tmp_path / "j.jsonl").read_text().splitlines()]
+    changed = tmp_path / "k.jsonl"
+    changed.write_text("".join(json.dumps({**line, "kernel_hash": "other"}) + "\n" for line in lines))
+    _, _, measurer = tune(past=Past(Journal(changed), FACTS["triton"]))
+    assert measurer.opened == 1
+
+
+def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+    store.forget_warnings()
+    (tmp_path / "file").write_text("")
+    (result,), kept, _ = tune(journal=Journal(tmp_path / "file" / "j.jsonl"))
+    assert result.stored and "cannot be resumed" in caplog.text
+
+
+class Pool:
+    """Compiles nothing; the best candidate 'crashes the compiler', another needs too much shared memory."""
+
+    def __init__(self, answers):
+        self.answers, self.urgent = answers, 0
+        self.submitted: dict[str, LaunchConfig] = {}
+
+    def submit(self, recipe, args, urgent=False):
+        self.urgent += urgent
+        self.submitted[recipe] = LaunchConfig.from_json(args[4])
+
+    def wait(self, recipe):
+        return self.answers(self.submitted[recipe])
+
+
+def test_what_does_not_compile_or_fit_is_never_run():
+    greedy = space.neighbours(SPACE, BEST)[0]
+
+    def answers(config):
+        if config == BEST:
+            return {"error": "the compiler crashed (signal 6)"}
+        return {"resources": {"shared": 300_000 if config == greedy else 1000}}
+
+    ran = []
+
+    def measure(config):
+        ran.append(config)
+        return cost(config)
+
+    (result,), kept, _ = tune(measure, pool=Pool(answers))
+    assert result.stored and BEST not in ran and greedy not in ran
+
+
+def test_a_pool_that_knows_nothing_changes_nothing():
+    (result,), _, _ = tune(pool=Pool(lambda config: {"unknown": "no compiler"}))
+    assert result.config == BEST.to_json()
+
+
+def test_sizes_are_found_for_recorded_keys():
+    for name, sizes in (("rms_norm.bwd", (8192, 4096)), ("rope.fwd", (4, 4096, 32, 8, 128)), ("cross_entropy.fwd", (8192, 128256))):
+        of, op = tunable(name), registry.get_op(name.split(".")[0])
+        for rows in (sizes[0], 2 * sizes[0]):
+            key = of.key(rows, *sizes[1:], 2)
+            found, dtype = space.sizes_for(op, of, key)
+            assert of.key(*found, 2) == key and dtype == "bfloat16"
+    assert space.sizes_for(registry.get_op("rms_norm"), tunable("rms_norm.bwd"), (4096, 13, 4))[1] == "float32"
+    assert space.sizes_for(registry.get_op("rms_norm"), tunable("rms_norm.bwd"), (3, 3, 3)) is None
+
+
+def test_the_shortlist_leads_with_the_start_and_stays_in_bounds():
+    for scores in ({}, {c: 1.0 + i for i, c in enumerate(SPACE)}):
+        chosen = space.shortlist(SPACE, START, 20, scores, "seed")
+        assert chosen[0] == START and len(chosen) == len(set(chosen)) == 20
+        assert chosen == space.shortlist(SPACE, START, 20, scores, "seed"), "the same list in every run"
+    assert set(space.shortlist(SPACE, START, 10_000, {}, "x")) == set(SPACE)

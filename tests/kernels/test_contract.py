@@ -1,0 +1,249 @@
+"""What every op promises beside its numbers: any strides, empty batches, inputs left alone, repeatable gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from harness import (
+    Result,
+    changed,
+    check,
+    forward,
+    leaf,
+    make,
+    output_grads,
+    run,
+    small_sizes,
+    tensors,
+    verify,
+    wanted,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _padded(t):
+    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + 3), dtype=t.dtype, device=t.device)
+    return wide[..., : t.shape[-1]].copy_(t)
+
+
+def _every_other(t):
+    wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype, device=t.device)
+    return wide[..., ::2].copy_(t)
+
+
+def _transposed(t):
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else t.clone()
+
+
+def _misaligned(t):
+    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room[1:].view(t.shape).copy_(t)
+
+
+LAYOUTS = {"padded": _padded, "every_other": _every_other, "transposed": _transposed, "misaligned": _misaligned}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_inputs(lane, op, layout, seed):
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    verify(op, changed(sample, lambda t: LAYOUTS[layout](t) if t.dim() else t), seed)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "expanded"])
+def test_strided_gradients(lane, op, layout, seed):
+    """`out.sum().backward()` gives a gradient of stride zero."""
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    outputs = forward(op.function, sample)
+    made = {"expanded": lambda g: g.new_ones(()).expand(g.shape), **LAYOUTS}[layout]
+    grads = [g if g is None or not g.dim() else made(g) for g in output_grads(outputs, seed)]
+    check(op, sample, run(op.function, sample, grads=grads))
+
+
+def test_empty_batch(lane, case, seed):
+    op, options = case
+    sizes = (0, *small_sizes(op)[0][1:])
+    verify(op, make(op, sizes, torch.float32, lane.device, seed, options), seed)
+
+
+def test_one_tensor_in_two_places(lane, op, seed):
+    """f(x, x): the gradient is the sum of both."""
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    args = list(sample.args)
+    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+    pairs = [(i, j) for i in places for j in places if i < j and args[i].shape == args[j].shape]
+    if not pairs:
+        args[places[0]] = leaf(args[places[0]].detach().clone(), True)
+    for i, j in pairs:
+        args[j] = args[i]
+    verify(op, dataclasses.replace(sample, args=tuple(args)), seed)
+
+
+def test_input_used_elsewhere(lane, case, seed):
+    """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others' feet."""
+    op, options = case
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    alone = run(op.function, sample, seed)
+    inputs = wanted(sample)
+    before = [t * 3 for t in inputs]
+    outputs = forward(op.function, sample)
+    after = [t * t for t in inputs]
+    pairs = [(o, g) for o, g in zip(outputs, alone.given) if g is not None]
+    total = sum((o * g).sum() + (o * g).sum() for o, g in pairs) + sum(t.sum() for t in (*before, *after))
+    for t, found, expected in zip(inputs, torch.autograd.grad(total, inputs), alone.gradients):
+        torch.testing.assert_close(found, 2 * (0 if expected is None else expected) + 3 + 2 * t.detach())
+
+
+def test_nothing_is_overwritten(lane, dtype, case, seed):
+    op, options = case
+    sample = make(op, small_sizes(op)[0], dtype, lane.device, seed, options)
+    inputs = tensors((sample.args, sample.kwargs))
+    copies = [t.detach().clone() for t in inputs]
+    outputs = forward(op.function, sample)
+    seen = [o.detach().clone() for o in outputs]
+    grads = output_grads(outputs, seed)
+    given = [None if g is None else g.clone() for g in grads]
+    pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None]
+    torch.autograd.grad([o for o, _ in pairs], wanted(sample), [g for _, g in pairs], allow_unused=True)
+    for name, now, then in (("input", inputs, copies), ("output", outputs, seen), ("gradient", grads, given)):
+        for i, (a, b) in enumerate(zip(now, then)):
+            assert a is None or _same_bits(a.detach(), b), f"{name} {i} was overwritten"
+
+
+def test_backward_twice(lane, case, seed):
+    """retain_graph: the second backward gives the same bits, although the first may have reused memory."""
+    op, options = case
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    outputs = forward(op.function, sample)
+    pairs = [(o, g) for o, g in zip(outputs, output_grads(outputs, seed)) if g is not None]
+    outs, grads = [o for o, _ in pairs], [g for _, g in pairs]
+    first = torch.autograd.grad(outs, wanted(sample), grads, retain_graph=True, allow_unused=True)
+    kept = [None if g is None else g.clone() for g in first]
+    second = torch.autograd.grad(outs, wanted(sample), grads, allow_unused=True)
+    for i, (a, b, c) in enumerate(zip(first, kept, second)):
+        assert a is None or (_same_bits(a, b) and _same_bits(b, c)), f"gradient {i} changed"
+
+
+def test_two_runs_agree(lane, dtype, case, seed):
+    """Bit for bit: no atomics, no order that depends on timing."""
+    op, options = case
+    sizes = small_sizes(op)[0]
+    runs = [run(op.function, make(op, sizes, dtype, lane.device, seed, options), seed) for _ in range(2)]
+    for a, b in zip(runs[0].bits(), runs[1].bits()):
+        assert _same_bits(a, b)
+
+
+def test_each_gradient_alone(lane, case, seed):
+    """An input that alone requires grad gets the same gradient as among the others."""
+    op, options = case
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    full = run(op.function, sample, seed)
+    for i, t in enumerate(full.inputs):
+        alone = changed(sample, torch.clone)
+        for j, other in enumerate(wanted(alone)):
+            other.requires_grad_(j == i)
+        found = run(op.function, alone, grads=full.given)
+        check_same(found, t, full.gradients[i])
+
+
+def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) -> None:
+    (got,) = found.gradients
+    assert (got is None) == (expected is None)
+    if got is not None:
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()) if t.numel() else 0)
+
+
+def test_without_gradients(lane, case, seed):
+    """Under no_grad, and with inputs that need none, the outputs are the same bits."""
+    op, options = case
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    expected = [o.detach() for o in forward(op.function, sample)]
+    with torch.no_grad():
+        found = forward(op.function, sample)
+    frozen = changed(sample, torch.clone)
+    for t in wanted(frozen):
+        t.requires_grad_(False)
+    for a, b, c in zip(expected, found, forward(op.function, frozen)):
+        assert not b.requires_grad and not c.requires_grad
+        torch.testing.assert_close((b, c), (a, a), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+# -- the operators under torch ---------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps one call of every liger_hw operator for each set of arguments that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "liger_hw":
+            there = tuple(a is None for a in args)
+            copy = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
+            self.calls.setdefault((func, there), copy)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.unpoisoned
+def test_operators(lane, case, seed):
+    """torch.library.opcheck: schema (mutation, aliasing), fake tensors, AOT dispatch with dynamic shapes."""
+    op, options = case
+    with _Recorder() as recorder:
+        run(op.function, make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options), seed)
+    assert recorder.calls, f"{op.name} calls no operator of liger_hw"
+    for (func, _), args in recorder.calls.items():
+        torch.library.opcheck(func, args)
+
+
+@pytest.mark.cpu
+def test_gradcheck(case, seed):
+    """The backward formulas in fp64 against finite differences."""
+    op, options = case
+    sizes = tuple(min(s, 3 + i) for i, s in enumerate(small_sizes(op)[0]))
+    sample = make(op, sizes, torch.float64, "cpu", seed, options)
+    inputs = wanted(sample)
+
+    def differentiable(function):
+        def call(*_):
+            return tuple(o for o in forward(function, sample) if o.requires_grad)
+
+        return call
+
+    if not torch.autograd.gradcheck(differentiable(op.reference), inputs, raise_exception=False):
+        pytest.skip("the definition itself takes a factor as a constant: its gradient is not its derivative")
+    assert torch.autograd.gradcheck(differentiable(op.function), inputs)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_integers_are_refused(lane, op, seed):
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    args = (sample.args[0].detach().long(), *sample.args[1:])
+    with pytest.raises((TypeError, ValueError), match="liger_"):
+        op.function(*args, **sample.kwargs)
+
+
+def test_other_devices_are_refused(lane, op, seed):
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    others = [i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor)][1:]
+    if not others:
+        return  # one tensor is always on one device
+    for i in others:
+        args = [a.to("meta") if i == j else a for j, a in enumerate(sample.args)]
+        with pytest.raises((TypeError, ValueError), match="liger_.*(device|meta)"):
+            op.function(*args, **sample.kwargs)
+
+
+def test_unknown_keywords_are_refused(lane, op, seed):
+    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    with pytest.raises(TypeError, match="no_such_argument"):
+        op.function(*sample.args, **sample.kwargs, no_such_argument=1)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
