@@ -307,6 +307,7 @@ def is_quiet() -> bool:
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
     """Every answer the layers offer, best first, each with the reason it is refused (if it is)."""
+    tables(target)  # also reads what failed before, which may be an explicit configuration
     heuristic = tunable.heuristic(target, key)
     for layer, config, provenance, source, stale in _offers(tunable, target, key, heuristic):
         if _deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":

@@ -29,6 +29,12 @@ def small_sizes(op: Op) -> list[Sizes]:
     return [odd, (1, *shrunk(17, 10, 1)[1:]), (min(even[0], 24), *even[1:])]
 
 
+def few_sizes(op: Op) -> Sizes:
+    """The first of `small_sizes` with a handful of rows, for what does not depend on their number."""
+    first = small_sizes(op)[0]
+    return (min(first[0], 7), *(min(s, 7) if s == first[1] and len(first) > 3 else s for s in first[1:]))
+
+
 def wide_sizes(op: Op) -> Sizes:
     """Few rows of a last dimension that takes more than one 4096-wide tile, where the op has such a dimension."""
     large = next(iter(op.workloads.values()))

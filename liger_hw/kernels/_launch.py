@@ -18,7 +18,13 @@ import torch
 from ..registry import Plan
 from ._triton import AVAILABLE, INTERPRET, require, triton
 
-_STICKY = ("device-side assert", "illegal memory access", "launch failure", "misaligned address", "context is destroyed")
+_STICKY = (
+    "device-side assert",
+    "illegal memory access",
+    "launch failure",
+    "misaligned address",
+    "context is destroyed",
+)
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
@@ -83,13 +89,17 @@ def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]
     )
 
 
-def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple, index: int) -> tuple | None:
+def _find_or_compile(
+    plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple, index: int
+) -> tuple | None:
     """The compiled kernel that numbers of the same class already have; None after an ordinary launch did the work.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all.
     """
     name, _, numbers, *rest = key
-    classes = tuple((n if n == 1 else (n & 15 == 0, -_INT32 <= n < _INT32)) if type(n) is int else None for n in numbers)
+    classes = tuple(
+        (n if n == 1 else (n & 15 == 0, -_INT32 <= n < _INT32)) if type(n) is int else None for n in numbers
+    )
     compiled = plan.compiled
     alike = ("alike", name, flags, classes, *rest)
     found = compiled.get(alike)

@@ -12,7 +12,7 @@ import torch
 
 from .. import registry
 from . import _launch
-from ._launch import LaunchFailed, launch
+from ._launch import LaunchFailed, launch  # noqa: F401  op files take `launch` from here
 from ._triton import INTERPRET
 
 __all__ = [
@@ -59,7 +59,7 @@ def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
                 return launcher(*args)
             except LaunchFailed as failure:
                 if not registry.quarantine(failure.plan, failure.cause):
-                    raise failure.cause
+                    raise failure.cause from None
 
     return run
 

@@ -58,7 +58,9 @@ def column_sum_tunable(op: str, dims: tuple[str, ...] = ("n_rows", "n_cols")) ->
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         expected = {"BLOCK_M", "BLOCK_N"}
-        return None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
+        return (
+            None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
+        )
 
     return Tunable(
         op,
@@ -76,7 +78,7 @@ def column_sum_tunable(op: str, dims: tuple[str, ...] = ("n_rows", "n_cols")) ->
 def column_sum(tunable: Tunable, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """partial [n_partials, n_cols] fp32 -> [n_cols] of `dtype`, summed over the partials."""
     n_partials, n_cols = partial.shape
-    out = torch.empty(n_cols, dtype=dtype, device=partial.device)
+    out = partial.new_empty(n_cols, dtype=dtype)
     plan = tunable.plan(partial.device, (next_power_of_2(n_cols),))
     grid = (triton.cdiv(n_cols, plan.config.blocks["BLOCK_N"]),)
     launch(plan, _column_sum_kernel, grid, (partial, out, n_partials, n_cols))

@@ -121,7 +121,7 @@ FWD = Tunable(
     space=fwd_space,
     valid=tiles_rows,
 )
-BACKWARD = backward_tunables("fused_add_rms_norm")
+BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -140,8 +140,8 @@ def _fwd(x, r, w, eps, offset, casting):
     return y, s, rstd
 
 
-def _bwd(dy, ds, s, w, rstd, offset, casting):
-    return rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, ds)
+def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    return rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, ds, needs_dw)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def _fwd_reference(x, r, w, eps, offset, casting):
     return y, s, rstd
 
 
-def _bwd_reference(dy, ds, s, w, rstd, offset, casting):
-    dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting)
+def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting, needs_dw)
     return dx if ds is None else (dx + ds).contiguous(), dw
 
 
@@ -163,8 +163,8 @@ def _fwd_fake(x, r, w, eps, offset, casting):
     return y, x.new_empty(x.shape), rstd
 
 
-def _bwd_fake(dy, ds, s, w, rstd, offset, casting):
-    return s.new_empty(s.shape), torch.empty_like(w)
+def _bwd_fake(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    return rms_norm._bwd_fake(dy, s, w, rstd, offset, casting, needs_dw)
 
 
 fused_add_rms_norm_fwd = define(
@@ -175,8 +175,8 @@ fused_add_rms_norm_fwd = define(
     fake=_fwd_fake,
 )
 fused_add_rms_norm_bwd = define(
-    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting)"
-    " -> (Tensor, Tensor)",
+    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting,"
+    " bool needs_dw) -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -200,8 +200,9 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         S, W, RSTD = ctx.saved_tensors
         if dY is None:
             return dS, dS, None, None, None, None, None
-        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting)
-        return dX, dX, dW, None, None, None, None
+        needs_dw = ctx.needs_input_grad[2]
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
+        return dX, dX, dW if needs_dw else None, None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

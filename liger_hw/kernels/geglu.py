@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
+from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, masked_tile
 from ._op import check, check_tensors, define, launch
 from ._triton import tl, triton
-from .swiglu import _grid, _rows, _tile, _tunable
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -65,7 +65,7 @@ def _geglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
     a = tl.load(a_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
@@ -93,7 +93,7 @@ def _geglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
     dc_ptrs = DC_ptr + row * DC_row_stride + cols
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
@@ -110,36 +110,36 @@ def _geglu_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The tiles of swiglu: the streams are the same, and the arithmetic still hides behind them.
 
-FWD = _tunable("geglu", "fwd", _geglu_fwd_kernel)
-BWD = _tunable("geglu", "bwd", _geglu_bwd_kernel)
+FWD = elementwise_tunable("geglu", "fwd", _geglu_fwd_kernel)
+BWD = elementwise_tunable("geglu", "bwd", _geglu_bwd_kernel)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _fwd(a, b, tanh):
     c = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    (a, a_stride), (b, b_stride) = _rows(a), _rows(b)
+    (a, a_stride), (b, b_stride) = evenly_spaced(a), evenly_spaced(b)
     n_cols = a.shape[-1]
     if a.numel():
         n_rows = a.numel() // n_cols
         plan = FWD.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
         flat = a_stride == b_stride == n_cols
         args = (a, b, c, a_stride, b_stride, n_rows, n_cols)
-        launch(plan, _geglu_fwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (tanh, flat))
+        launch(plan, _geglu_fwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (tanh, flat))
     return c
 
 
 def _bwd(dc, a, b, tanh):
     da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     db = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    (dc, dc_stride), (a, a_stride), (b, b_stride) = _rows(dc), _rows(a), _rows(b)
+    (dc, dc_stride), (a, a_stride), (b, b_stride) = evenly_spaced(dc), evenly_spaced(a), evenly_spaced(b)
     n_cols = a.shape[-1]
     if a.numel():
         n_rows = a.numel() // n_cols
         plan = BWD.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
         flat = dc_stride == a_stride == b_stride == n_cols
         args = (dc, a, b, da, db, dc_stride, a_stride, b_stride, n_rows, n_cols)
-        launch(plan, _geglu_bwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (tanh, flat))
+        launch(plan, _geglu_bwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (tanh, flat))
     return da, db
 
 

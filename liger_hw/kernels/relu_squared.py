@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
+from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, masked_tile
 from ._op import check_tensors, define, launch
 from ._triton import tl, triton
-from .swiglu import _grid, _rows, _tile, _tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def _relu_squared_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
     x_ptrs = X_ptr + row * X_row_stride + cols
     x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
     y = tl.where(x <= 0.0, 0.0, x * x)
@@ -61,7 +61,7 @@ def _relu_squared_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = _tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
     dy_ptrs = DY_ptr + row * DY_row_stride + cols
     x_ptrs = X_ptr + row * X_row_stride + cols
     dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
@@ -73,8 +73,8 @@ def _relu_squared_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The tiles of swiglu; with fewer streams the measured tables may prefer wider ones.
 
-FWD = _tunable("relu_squared", "fwd", _relu_squared_fwd_kernel)
-BWD = _tunable("relu_squared", "bwd", _relu_squared_bwd_kernel)
+FWD = elementwise_tunable("relu_squared", "fwd", _relu_squared_fwd_kernel)
+BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -82,26 +82,26 @@ BWD = _tunable("relu_squared", "bwd", _relu_squared_bwd_kernel)
 def _fwd(x):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        x, stride = _rows(x)
+        x, stride = evenly_spaced(x)
         n_cols = x.shape[-1]
         n_rows = x.numel() // n_cols
         plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         flat = stride == n_cols
         args = (x, y, stride, n_rows, n_cols)
-        launch(plan, _relu_squared_fwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
+        launch(plan, _relu_squared_fwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))
     return y
 
 
 def _bwd(dy, x):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        (dy, dy_stride), (x, x_stride) = _rows(dy), _rows(x)
+        (dy, dy_stride), (x, x_stride) = evenly_spaced(dy), evenly_spaced(x)
         n_cols = x.shape[-1]
         n_rows = x.numel() // n_cols
         plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         flat = dy_stride == x_stride == n_cols
         args = (dy, x, dx, dy_stride, x_stride, n_rows, n_cols)
-        launch(plan, _relu_squared_bwd_kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
+        launch(plan, _relu_squared_bwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))
     return dx
 
 

@@ -112,6 +112,7 @@ def _rms_norm_fwd_kernel(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
+
 def fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Whole rows, 16 elements a thread, at least 2048 elements a program; wide rows in tiles."""
     block = min(key[0], WIDEST_TILE)
@@ -165,8 +166,8 @@ def _fwd(x, w, eps, offset, casting):
     return y, rstd
 
 
-def _bwd(dy, x, w, rstd, offset, casting):
-    return rms_backward((BWD, BWD_DOT, DW), dy, x, w, rstd, offset, casting, None)
+def _bwd(dy, x, w, rstd, offset, casting, needs_dw):
+    return rms_backward((BWD, BWD_DOT, DW), dy, x, w, rstd, offset, casting, None, needs_dw)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -180,12 +181,12 @@ def _fwd_reference(x, w, eps, offset, casting):
     return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
-def _bwd_reference(dy, x, w, rstd, offset, casting):
+def _bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
     wide, rstd = rstd.dtype, rstd.view(*x.shape[:-1], 1)
     h, g = x.to(wide) * rstd, dy.to(wide)
     m = g if w is None else g * (w.to(wide) + offset)
     dx = (rstd * (m - h * (m * h).mean(-1, keepdim=True))).to(x.dtype).contiguous()
-    if w is None:
+    if w is None or not needs_dw:
         return dx, no_weight(x)
     seen = h.to(x.dtype).to(wide) if casting == LLAMA else h
     return dx, (g * seen).flatten(0, -2).sum(0).to(w.dtype)
@@ -197,8 +198,8 @@ def _fwd_fake(x, w, eps, offset, casting):
     return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(rows, dtype=stat)
 
 
-def _bwd_fake(dy, x, w, rstd, offset, casting):
-    return x.new_empty(x.shape), no_weight(x) if w is None else torch.empty_like(w)
+def _bwd_fake(dy, x, w, rstd, offset, casting, needs_dw):
+    return x.new_empty(x.shape), torch.empty_like(w) if needs_dw and w is not None else no_weight(x)
 
 
 rms_norm_fwd = define(
@@ -208,7 +209,8 @@ rms_norm_fwd = define(
     fake=_fwd_fake,
 )
 rms_norm_bwd = define(
-    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting) -> (Tensor, Tensor)",
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting, bool needs_dw)"
+    " -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -229,8 +231,9 @@ class LigerRMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dY):
         X, W, RSTD = ctx.saved_tensors
-        dX, dW = rms_norm_bwd(dY, X, W, RSTD, ctx.offset, ctx.casting)
-        return dX, None if W is None else dW, None, None, None, None, None
+        needs_dw = ctx.needs_input_grad[1]
+        dX, dW = rms_norm_bwd(dY, X, W, RSTD, ctx.offset, ctx.casting, needs_dw)
+        return dX, dW if needs_dw else None, None, None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

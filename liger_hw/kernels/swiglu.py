@@ -1,10 +1,9 @@
 """SwiGLU: c = silu(gate_multiplier * a) * b * down_multiplier, with silu(g) = g * sigmoid(g), element by element.
 
-Shapes: a, b [..., n_cols] of one shape and dtype -> c like a. The fused layout takes y [..., 2 * n_cols], whose first
-half of every row is a and whose second is b, and writes both gradients into one tensor like y.
+Shapes: a, b [..., n_cols] of one shape and dtype -> c like a. fused_gate_up_swiglu.py takes both in one tensor.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
 torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
-Saved for backward: a and b (or y).
+Saved for backward: a and b. Where nobody else can see them (`_reuse.py`), their gradients take their place.
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 
@@ -17,8 +16,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import registry
-from ..registry import LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch
+from ..registry import Op, Sample
+from . import _reuse
+from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
+from ._op import check, check_tensors, define, empty_like
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -34,33 +35,7 @@ def swiglu_reference(
     return (silu.to(wide) * b.to(wide) * down_multiplier).to(a.dtype)
 
 
-def fused_gate_up_swiglu_reference(
-    y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> torch.Tensor:
-    """The specification of the fused layout."""
-    return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
-
-
 # -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _stretch(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, first column, columns of a row) of this program; FLAT when rows lie end to end and count as one."""
-    pid = tl.program_id(0).to(tl.int64)
-    if FLAT:
-        return pid * 0, pid * BLOCK_SIZE, n_rows.to(tl.int64) * n_cols
-    else:
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
-
-
-@triton.jit
-def _tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, mask) of this program, for kernels that always mask."""
-    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
-    return row, cols, cols < size
 
 
 @triton.jit
@@ -100,7 +75,7 @@ def _swiglu_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """b_offset: where b begins in its row; the fused layout passes one tensor as A and B."""
-    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + b_offset + cols
@@ -159,7 +134,7 @@ def _swiglu_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """b_offset: where b and its gradient begin in their rows, as in the forward."""
-    row, start, size = _stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
     cols = start + tl.arange(0, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
@@ -174,120 +149,38 @@ def _swiglu_bwd_kernel(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_DIMS = ("n_rows", "n_cols")
-
-
-def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Two loads of 16 bytes a thread and tensor, 1024 elements a program."""
-    block = min(1024, max(64, key[0]))
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2], 8))
-
-
-def _safe(target: Target, key: registry.Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, 8))
-
-
-def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, hint=hint)
-        for block in (256, 512, 1024, 2048, 4096, 8192)
-        for warps in (1, 2, 4, 8, 16)
-        for hint in ("none", "stream")
-        if 4 <= block // (warps * target.warp_size) <= 32
-    ]
-
-
-def _valid(config: LaunchConfig, key: registry.Key) -> str | None:
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
-
-
-def _tunable(op: str, variant: str, *kernels) -> Tunable:
-    return Tunable(
-        op,
-        variant,
-        kernels=(*kernels, _stretch, _tile),
-        key=row_key,
-        dims=_DIMS,
-        heuristic=_heuristic,
-        safe=_safe,
-        space=_space,
-        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
-        valid=_valid,
-    )
-
-
-FWD = _tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
-BWD = _tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
-FUSED_FWD = _tunable("fused_gate_up_swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
-FUSED_BWD = _tunable("fused_gate_up_swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
+FWD = elementwise_tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
+BWD = elementwise_tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x` and its elements from one row to the next; a contiguous copy when its rows are not evenly spaced."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    stride = span = None
-    for size, step in zip(x.shape[-2::-1], x.stride()[-2::-1]):
-        if size != 1:
-            if stride is None:
-                stride, span = step, step
-            elif step != span:
-                break
-            span *= size
-    else:
-        if x.stride(-1) == 1 and stride is not None:
-            return x, stride
-    return x.contiguous(), x.shape[-1]
-
-
-def _grid(plan, n_rows, n_cols, flat):
-    block = plan.config.blocks["BLOCK_SIZE"]
-    return (-(-n_rows * n_cols // block) if flat else n_rows * -(-n_cols // block),)
-
-
-def _launch(tunable, kernel, tensors, strides, b_offset, size, *multipliers):
-    """Launch over `size` = (elements, columns) of one half; one stride for each tensor that has one in the kernel."""
-    first, (n_elements, n_cols) = tensors[0], size
-    if n_elements:
-        n_rows = n_elements // n_cols
-        plan = tunable.plan(first.device, row_key(n_rows, n_cols, first.itemsize))
-        flat = strides == (n_cols,) * len(strides)
-        args = (*tensors, *strides, b_offset, n_rows, n_cols, *multipliers)
-        launch(plan, kernel, _grid(plan, n_rows, n_cols, flat), args, (flat,))
-
-
 def _fwd(a, b, gate_multiplier, down_multiplier):
-    (a, a_stride), (b, b_stride), n_cols = _rows(a), _rows(b), a.shape[-1]
+    (a, a_stride), (b, b_stride), n_cols = evenly_spaced(a), evenly_spaced(b), a.shape[-1]
     c = empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (a_stride, b_stride)
-    _launch(FWD, _swiglu_fwd_kernel, (a, b, c), strides, 0, size, gate_multiplier, down_multiplier)
+    launch_elementwise(FWD, _swiglu_fwd_kernel, (a, b, c), strides, 0, size, gate_multiplier, down_multiplier)
     return c
 
 
 def _bwd(dc, a, b, gate_multiplier, down_multiplier):
-    (dc, dc_stride), (a, a_stride), (b, b_stride), n_cols = _rows(dc), _rows(a), _rows(b), a.shape[-1]
+    (dc, dc_stride), (a, a_stride), (b, b_stride), n_cols = (
+        evenly_spaced(dc),
+        evenly_spaced(a),
+        evenly_spaced(b),
+        a.shape[-1],
+    )
     da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
-    _launch(BWD, _swiglu_bwd_kernel, (dc, a, b, da, db), strides, 0, size, gate_multiplier, down_multiplier)
+    launch_elementwise(BWD, _swiglu_bwd_kernel, (dc, a, b, da, db), strides, 0, size, gate_multiplier, down_multiplier)
     return da, db
 
 
-def _fused_fwd(y, gate_multiplier, down_multiplier):
-    (y, y_stride), n_cols = _rows(y), y.shape[-1] // 2
-    c = y.new_empty((*y.shape[:-1], n_cols))
-    size, strides = (c.numel(), n_cols), (y_stride, y_stride)
-    _launch(FUSED_FWD, _swiglu_fwd_kernel, (y, y, c), strides, n_cols, size, gate_multiplier, down_multiplier)
-    return c
-
-
-def _fused_bwd(dc, y, gate_multiplier, down_multiplier):
-    (dc, dc_stride), (y, y_stride), n_cols = _rows(dc), _rows(y), dc.shape[-1]
-    dy = empty_like(y, y.dtype)
-    size, strides = (dc.numel(), n_cols), (dc_stride, y_stride, y_stride, 2 * n_cols)
-    _launch(FUSED_BWD, _swiglu_bwd_kernel, (dc, y, y, dy, dy), strides, n_cols, size, gate_multiplier, down_multiplier)
-    return dy
+def _bwd_in_place(dc, a, b, gate_multiplier, down_multiplier):
+    """As `_bwd`, over a and b, which are contiguous."""
+    (dc, dc_stride), n_cols = evenly_spaced(dc), a.shape[-1]
+    size, strides = (a.numel(), n_cols), (dc_stride, n_cols, n_cols, n_cols)
+    launch_elementwise(BWD, _swiglu_bwd_kernel, (dc, a, b, a, b), strides, 0, size, gate_multiplier, down_multiplier)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -307,12 +200,10 @@ def _bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
     return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
 
 
-def _fused_fwd_reference(y, gate_multiplier, down_multiplier):
-    return _fwd_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
-
-
-def _fused_bwd_reference(dc, y, gate_multiplier, down_multiplier):
-    return torch.cat(_bwd_reference(dc, *y.chunk(2, -1), gate_multiplier, down_multiplier), -1)
+def _bwd_in_place_reference(dc, a, b, gate_multiplier, down_multiplier):
+    da, db = _bwd_reference(dc, a, b, gate_multiplier, down_multiplier)
+    a.copy_(da)
+    b.copy_(db)
 
 
 def _fwd_fake(a, b, gate_multiplier, down_multiplier):
@@ -321,14 +212,6 @@ def _fwd_fake(a, b, gate_multiplier, down_multiplier):
 
 def _bwd_fake(dc, a, b, gate_multiplier, down_multiplier):
     return a.new_empty(a.shape), a.new_empty(a.shape)
-
-
-def _fused_fwd_fake(y, gate_multiplier, down_multiplier):
-    return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
-
-
-def _fused_bwd_fake(dc, y, gate_multiplier, down_multiplier):
-    return y.new_empty(y.shape)
 
 
 swiglu_fwd = define(
@@ -343,17 +226,11 @@ swiglu_bwd = define(
     reference=_bwd_reference,
     fake=_bwd_fake,
 )
-fused_gate_up_swiglu_fwd = define(
-    "fused_gate_up_swiglu_fwd(Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
-    launcher=_fused_fwd,
-    reference=_fused_fwd_reference,
-    fake=_fused_fwd_fake,
-)
-fused_gate_up_swiglu_bwd = define(
-    "fused_gate_up_swiglu_bwd(Tensor dc, Tensor y, float gate_multiplier, float down_multiplier) -> Tensor",
-    launcher=_fused_bwd,
-    reference=_fused_bwd_reference,
-    fake=_fused_bwd_fake,
+swiglu_bwd_ = define(
+    "swiglu_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, float gate_multiplier, float down_multiplier) -> ()",
+    launcher=_bwd_in_place,
+    reference=_bwd_in_place_reference,
+    fake=lambda dc, a, b, gate_multiplier, down_multiplier: None,
 )
 
 
@@ -369,22 +246,11 @@ class LigerSiLUMulFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dc):
-        return *swiglu_bwd(dc, *ctx.saved_tensors, *ctx.multipliers), None, None
-
-
-class LigerFusedGateUpSiLUMulFunction(torch.autograd.Function):
-    """Autograd for SwiGLU on the fused gate-up layout: saves y. `in_place` is accepted and changes nothing."""
-
-    @staticmethod
-    def forward(ctx, y, in_place=False, gate_multiplier=1.0, down_multiplier=1.0):
-        ctx.multipliers = float(gate_multiplier), float(down_multiplier)
-        ctx.save_for_backward(y)
-        return fused_gate_up_swiglu_fwd(y, *ctx.multipliers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dc):
-        return fused_gate_up_swiglu_bwd(dc, *ctx.saved_tensors, *ctx.multipliers), None, None, None
+        (a, b), private = _reuse.unpack(ctx)
+        if all(private) and a.is_contiguous() and b.is_contiguous():
+            swiglu_bwd_(dc, a, b, *ctx.multipliers)
+            return a, b, None, None
+        return *swiglu_bwd(dc, a, b, *ctx.multipliers), None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -406,21 +272,7 @@ def liger_swiglu(
     return LigerSiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
 
 
-def liger_fused_gate_up_swiglu(
-    y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> torch.Tensor:
-    """`liger_swiglu` of the two halves of y's last dimension: gate first, then up. One gradient tensor, like y.
-
-    y: [..., 2 * n_cols] in fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
-    Raises `ValueError` for an odd last dimension or a dtype that does not fit.
-    """
-    check_tensors("liger_fused_gate_up_swiglu", y=y)
-    if not y.dim() or y.shape[-1] % 2:
-        check(False, "liger_fused_gate_up_swiglu", f"y's last dimension must be even, got shape {tuple(y.shape)}")
-    return LigerFusedGateUpSiLUMulFunction.apply(y, False, gate_multiplier, down_multiplier)
-
-
-def _check_silu(module: str, activation: str) -> None:
+def check_silu(module: str, activation: str) -> None:
     if activation not in ("silu", "swish"):
         other = "; gelu variants take LigerGEGLUMLP" if "gelu" in activation else ""
         check(False, module, f"computes silu (swish), but the config's hidden_act is {activation!r}{other}")
@@ -435,7 +287,7 @@ class LigerSwiGLUMLP(torch.nn.Module):
 
     def __init__(self, config, intermediate_size: int | None = None) -> None:
         super().__init__()
-        _check_silu("LigerSwiGLUMLP", config.hidden_act)
+        check_silu("LigerSwiGLUMLP", config.hidden_act)
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -448,24 +300,6 @@ class LigerSwiGLUMLP(torch.nn.Module):
         return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class LigerPhi3SwiGLUMLP(torch.nn.Module):
-    """down_proj(silu(gate) * up) with gate, up = the halves of gate_up_proj(x), as in Hugging Face's Phi3MLP.
-
-    config: needs hidden_size, intermediate_size and hidden_act (`silu` or `swish`, else `ValueError`). No bias.
-    """
-
-    def __init__(self, config) -> None:
-        super().__init__()
-        _check_silu("LigerPhi3SwiGLUMLP", config.hidden_act)
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = torch.nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
-        self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(liger_fused_gate_up_swiglu(self.gate_up_proj(x)))
-
-
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
@@ -476,14 +310,6 @@ WORKLOADS = {
     "llama3_2_1b": (8192, 8192),
 }
 """Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
-
-FUSED_WORKLOADS = {
-    "phi3_mini": (8192, 8192),
-    "phi3_medium": (8192, 17920),
-    "phi4": (4096, 17920),
-    "glm4_9b": (8192, 13696),
-}
-"""Problem sizes (n_rows, n_cols) of real models with a fused gate-up projection of 2 * n_cols."""
 
 
 def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False) -> Sample:
@@ -498,12 +324,6 @@ def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=
     )
 
 
-def _fused_sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0)) -> Sample:
-    n_rows, n_cols = sizes
-    y = torch.randn(n_rows, 2 * n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Sample(args=(y.requires_grad_(), *multipliers), moved=8 * n_rows * n_cols * dtype.itemsize)
-
-
 OP = registry.register(
     Op(
         name="swiglu",
@@ -516,20 +336,6 @@ OP = registry.register(
             {},
             {"multipliers": (0.75, 1.5)},
             {"strided": True},
-        ),
-    )
-)
-FUSED_OP = registry.register(
-    Op(
-        name="fused_gate_up_swiglu",
-        function=liger_fused_gate_up_swiglu,
-        reference=fused_gate_up_swiglu_reference,
-        tunables=(FUSED_FWD, FUSED_BWD),
-        workloads=FUSED_WORKLOADS,
-        sample=_fused_sample,
-        options=(
-            {},
-            {"multipliers": (0.75, 1.5)},
         ),
     )
 )

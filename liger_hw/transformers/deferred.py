@@ -41,6 +41,8 @@ class DeferredLogits:
     head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
     loss, `vocab_size` is the length of the last dimension where it is known without computing
     parent, replay: the object this one was derived from and how, for computing it operation by operation
+
+    Public names are a tensor's; the fields that loss.py reads carry an underscore so as not to hide one.
     """
 
     def __init__(

@@ -10,12 +10,12 @@ from harness import (
     Result,
     changed,
     check,
+    few_sizes,
     forward,
     leaf,
     make,
     output_grads,
     run,
-    small_sizes,
     tensors,
     verify,
     wanted,
@@ -47,29 +47,39 @@ LAYOUTS = {"padded": _padded, "every_other": _every_other, "transposed": _transp
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_inputs(lane, op, layout, seed):
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     verify(op, changed(sample, lambda t: LAYOUTS[layout](t) if t.dim() else t), seed)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "expanded"])
 def test_strided_gradients(lane, op, layout, seed):
-    """`out.sum().backward()` gives a gradient of stride zero."""
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
-    outputs = forward(op.function, sample)
-    made = {"expanded": lambda g: g.new_ones(()).expand(g.shape), **LAYOUTS}[layout]
-    grads = [g if g is None or not g.dim() else made(g) for g in output_grads(outputs, seed)]
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
+    made = {"expanded": lambda g: g[:1].expand(g.shape), **LAYOUTS}[layout]
+    grads = output_grads(forward(op.function, sample), seed)
+    grads = [g if g is None or not g.dim() else made(g) for g in grads]
     check(op, sample, run(op.function, sample, grads=grads))
+
+
+def test_gradient_of_a_sum(lane, op, seed):
+    """`out.sum().backward()` gives a gradient of stride zero; it means the same as ones."""
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
+    outputs = forward(op.function, sample)
+    ones = [torch.ones_like(o) if o.requires_grad else None for o in outputs]
+    zero_stride = [None if g is None else g.new_ones(()).expand(g.shape) for g in ones]
+    expected = run(op.function, sample, grads=ones)
+    for a, b in zip(expected.bits(), run(op.function, sample, grads=zero_stride).bits()):
+        torch.testing.assert_close(b, a)
 
 
 def test_empty_batch(lane, case, seed):
     op, options = case
-    sizes = (0, *small_sizes(op)[0][1:])
+    sizes = (0, *few_sizes(op)[1:])
     verify(op, make(op, sizes, torch.float32, lane.device, seed, options), seed)
 
 
 def test_one_tensor_in_two_places(lane, op, seed):
     """f(x, x): the gradient is the sum of both."""
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     args = list(sample.args)
     places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
     pairs = [(i, j) for i in places for j in places if i < j and args[i].shape == args[j].shape]
@@ -83,7 +93,7 @@ def test_one_tensor_in_two_places(lane, op, seed):
 def test_input_used_elsewhere(lane, case, seed):
     """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others' feet."""
     op, options = case
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     alone = run(op.function, sample, seed)
     inputs = wanted(sample)
     before = [t * 3 for t in inputs]
@@ -97,7 +107,7 @@ def test_input_used_elsewhere(lane, case, seed):
 
 def test_nothing_is_overwritten(lane, dtype, case, seed):
     op, options = case
-    sample = make(op, small_sizes(op)[0], dtype, lane.device, seed, options)
+    sample = make(op, few_sizes(op), dtype, lane.device, seed, options)
     inputs = tensors((sample.args, sample.kwargs))
     copies = [t.detach().clone() for t in inputs]
     outputs = forward(op.function, sample)
@@ -114,7 +124,7 @@ def test_nothing_is_overwritten(lane, dtype, case, seed):
 def test_backward_twice(lane, case, seed):
     """retain_graph: the second backward gives the same bits, although the first may have reused memory."""
     op, options = case
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     outputs = forward(op.function, sample)
     pairs = [(o, g) for o, g in zip(outputs, output_grads(outputs, seed)) if g is not None]
     outs, grads = [o for o, _ in pairs], [g for _, g in pairs]
@@ -128,7 +138,7 @@ def test_backward_twice(lane, case, seed):
 def test_two_runs_agree(lane, dtype, case, seed):
     """Bit for bit: no atomics, no order that depends on timing."""
     op, options = case
-    sizes = small_sizes(op)[0]
+    sizes = few_sizes(op)
     runs = [run(op.function, make(op, sizes, dtype, lane.device, seed, options), seed) for _ in range(2)]
     for a, b in zip(runs[0].bits(), runs[1].bits()):
         assert _same_bits(a, b)
@@ -137,7 +147,7 @@ def test_two_runs_agree(lane, dtype, case, seed):
 def test_each_gradient_alone(lane, case, seed):
     """An input that alone requires grad gets the same gradient as among the others."""
     op, options = case
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     full = run(op.function, sample, seed)
     for i, t in enumerate(full.inputs):
         alone = changed(sample, torch.clone)
@@ -157,7 +167,7 @@ def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) ->
 def test_without_gradients(lane, case, seed):
     """Under no_grad, and with inputs that need none, the outputs are the same bits."""
     op, options = case
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     expected = [o.detach() for o in forward(op.function, sample)]
     with torch.no_grad():
         found = forward(op.function, sample)
@@ -193,7 +203,7 @@ def test_operators(lane, case, seed):
     """torch.library.opcheck: schema (mutation, aliasing), fake tensors, AOT dispatch with dynamic shapes."""
     op, options = case
     with _Recorder() as recorder:
-        run(op.function, make(op, small_sizes(op)[0], torch.float32, lane.device, seed, options), seed)
+        run(op.function, make(op, few_sizes(op), torch.float32, lane.device, seed, options), seed)
     assert recorder.calls, f"{op.name} calls no operator of liger_hw"
     for (func, _), args in recorder.calls.items():
         torch.library.opcheck(func, args)
@@ -203,7 +213,7 @@ def test_operators(lane, case, seed):
 def test_gradcheck(case, seed):
     """The backward formulas in fp64 against finite differences."""
     op, options = case
-    sizes = tuple(min(s, 3 + i) for i, s in enumerate(small_sizes(op)[0]))
+    sizes = tuple(min(s, 3 + i) for i, s in enumerate(few_sizes(op)))
     sample = make(op, sizes, torch.float64, "cpu", seed, options)
     inputs = wanted(sample)
 
@@ -222,14 +232,14 @@ def test_gradcheck(case, seed):
 
 
 def test_integers_are_refused(lane, op, seed):
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     args = (sample.args[0].detach().long(), *sample.args[1:])
     with pytest.raises((TypeError, ValueError), match="liger_"):
         op.function(*args, **sample.kwargs)
 
 
 def test_other_devices_are_refused(lane, op, seed):
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     others = [i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor)][1:]
     if not others:
         return  # one tensor is always on one device
@@ -240,7 +250,7 @@ def test_other_devices_are_refused(lane, op, seed):
 
 
 def test_unknown_keywords_are_refused(lane, op, seed):
-    sample = make(op, small_sizes(op)[0], torch.float32, lane.device, seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     with pytest.raises(TypeError, match="no_such_argument"):
         op.function(*sample.args, **sample.kwargs, no_such_argument=1)
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fake_device import FakeDevice, Overwriting
 
 from liger_hw.bench.inputs import Inputs, Work, sample_sets, tensors_in

@@ -1,0 +1,113 @@
+"""What elementwise ops share: how a tensor is cut into stretches, the tunables, and rows read where they lie.
+
+An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row, and only
+views with a gap between rows are walked row by row. Tiles that lie inside are not masked, so that odd column counts keep
+their 16-byte accesses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..registry import Key, LaunchConfig, Plan, Target, Tunable, row_key
+from ._op import launch
+from ._triton import tl, triton
+
+
+@triton.jit
+def stretch(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, first column, columns of a row) of this program; FLAT when rows lie end to end and count as one."""
+    pid = tl.program_id(0).to(tl.int64)
+    if FLAT:
+        return pid * 0, pid * BLOCK_SIZE, n_rows.to(tl.int64) * n_cols
+    else:
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
+
+
+@triton.jit
+def masked_tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, columns, mask) of this program, for kernels that always mask."""
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
+    return row, cols, cols < size
+
+
+DIMS = ("n_rows", "n_cols")
+
+
+def heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Two loads of 16 bytes a thread and tensor, 1024 elements a program."""
+    block = min(1024, max(64, key[0]))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2], 8))
+
+
+def safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, 8))
+
+
+def space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, hint=hint)
+        for block in (256, 512, 1024, 2048, 4096, 8192)
+        for warps in (1, 2, 4, 8, 16)
+        for hint in ("none", "stream")
+        if 4 <= block // (warps * target.warp_size) <= 32
+    ]
+
+
+def valid(config: LaunchConfig, key: Key) -> str | None:
+    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
+
+
+def elementwise_tunable(op: str, variant: str, *kernels: Any) -> Tunable:
+    """A tunable of one BLOCK_SIZE; no knob of it can change a result."""
+    return Tunable(
+        op,
+        variant,
+        kernels=(*kernels, stretch, masked_tile),
+        key=row_key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
+        valid=valid,
+    )
+
+
+def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`x` and its elements from one row to the next; a contiguous copy when its rows are not evenly spaced."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    stride = span = None
+    for size, step in zip(x.shape[-2::-1], x.stride()[-2::-1]):
+        if size != 1:
+            if stride is None:
+                stride, span = step, step
+            elif step != span:
+                break
+            span *= size
+    else:
+        if x.stride(-1) == 1 and stride is not None:
+            return x, stride
+    return x.contiguous(), x.shape[-1]
+
+
+def grid_of(plan: Plan, n_rows: int, n_cols: int, flat: bool) -> tuple[int]:
+    """Programs over `n_rows` rows of `n_cols` elements, or over all of them as one row."""
+    block = plan.config.blocks["BLOCK_SIZE"]
+    return (-(-n_rows * n_cols // block) if flat else n_rows * -(-n_cols // block),)
+
+
+def launch_elementwise(tunable, kernel, tensors, strides, b_offset, size, *multipliers):
+    """Launch over `size` = (elements, columns) of one half; one stride for each tensor that has one in the kernel."""
+    first, (n_elements, n_cols) = tensors[0], size
+    if n_elements:
+        n_rows = n_elements // n_cols
+        plan = tunable.plan(first.device, row_key(n_rows, n_cols, first.itemsize))
+        flat = strides == (n_cols,) * len(strides)
+        args = (*tensors, *strides, b_offset, n_rows, n_cols, *multipliers)
+        launch(plan, kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))

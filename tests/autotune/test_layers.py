@@ -1,0 +1,312 @@
+"""The registry on top of the store: every layer, what fails at launch, quiet times, forks, threads, two devices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.autotune import inline, lock, persist, store, tables
+from liger_hw.backends import known_target
+from tests.autotune.fakes import H200, FakeMeasurer, entry, tunable
+
+KEY = (4096, 13, 2)
+NAME = ("rms_norm", "fwd", KEY)
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def h200(clean_registry, caplog):
+    """Every device is an H200; the user cache is empty."""
+    caplog.set_level(logging.WARNING, logger="liger_hw")
+    tunable()
+    with registry.pretend(H200):
+        yield clean_registry
+
+
+def put(layer: str, config, monkeypatch, tmp_path: Path) -> None:
+    """Make `layer` answer `config` for NAME."""
+    fwd = tunable()
+    made = entry(config, fwd)
+    if layer == "lock":
+        lock.write(tmp_path / "liger-hw.lock", {NAME: made}, {})
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "liger-hw.lock"))
+    elif layer == "user":
+        store.save(H200, NAME, made)
+    elif layer.startswith("shipped"):
+        stem = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}[layer]
+        folder = tmp_path / "shipped"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{stem}.json").write_text(tables.render(store.header(H200), {NAME: made}))
+        monkeypatch.setattr(store, "shipped_folder", lambda vendor: folder)
+    elif layer == "explicit":
+        monkeypatch.setenv("LIGER_HW_CONFIG_RMS_NORM__FWD", config.to_text())
+    registry.reload()
+
+
+@pytest.mark.parametrize("layer", registry.LAYERS[:6])
+def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, monkeypatch, tmp_path, caplog):
+    fwd = tunable()
+    config = next(c for c in fwd.space(H200, KEY) if c not in (fwd.heuristic(H200, KEY), fwd.safe(H200, KEY)))
+    put(layer, config, monkeypatch, tmp_path)
+    plan = fwd.plan(DEVICE, KEY)
+    assert (plan.layer, plan.config) == (layer, config)
+    assert registry.quarantine(plan, RuntimeError("out of resource: shared memory"))
+    following = fwd.plan(DEVICE, KEY)
+    assert following.layer == "heuristic"
+    said = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+    assert len(said) == 1 and config.to_text() in said[0] and "rms_norm.fwd" in said[0] and "shared memory" in said[0]
+    # another process: nothing in memory, the file says it
+    registry._quarantined.clear()
+    registry.reload()
+    assert fwd.plan(DEVICE, KEY).layer == "heuristic"
+    shown = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, H200)[0]
+    assert any(c.layer == layer and "shared memory" in c.rejected for c in shown.candidates)
+    assert fwd.plan(DEVICE, (4096, 14, 2)).layer != layer or layer == "explicit", "other keys are untouched"
+
+
+def test_a_failing_heuristic_gives_way_to_the_safe_one_and_that_to_nobody(h200):
+    fwd = tunable()
+    plan = fwd.plan(DEVICE, KEY)
+    assert plan.layer == "heuristic" and registry.quarantine(plan, RuntimeError("PTXAS error"))
+    safe = fwd.plan(DEVICE, KEY)
+    assert safe.layer == "safe" and not registry.quarantine(safe, RuntimeError("PTXAS error"))
+
+
+def test_a_full_disk_is_not_held_against_a_config(h200):
+    fwd = tunable()
+    plan = fwd.plan(DEVICE, KEY)
+    assert registry.quarantine(plan, OSError(28, "No space left on device"))
+    assert not (store.home(H200) / "_quarantine").exists()
+
+
+def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
+    fwd = tunable()
+    registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("x"))
+    registry._quarantined.clear()
+    registry.reload()
+    assert fwd.plan(DEVICE, KEY).layer == "safe"
+    monkeypatch.setattr(store, "triton_version", lambda: "99.0.0")
+    registry.reload()
+    assert fwd.plan(DEVICE, KEY).layer == "heuristic"
+    monkeypatch.undo()
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(store.root()))
+    monkeypatch.setattr(fwd, "_hash", "another source")
+    registry.reload()
+    assert fwd.plan(DEVICE, KEY).layer == "heuristic"
+
+
+def test_misses_are_written_at_exit_not_before(h200):
+    tunable().plan(DEVICE, KEY)
+    assert not store.home(H200).exists()
+    persist.flush()
+    assert store.read_misses(H200) == [NAME]
+
+
+def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path):
+    fwd = tunable()
+    config = fwd.safe(H200, KEY)
+    store.save(H200, NAME, entry(config, fwd))
+    monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
+    registry.reload()
+    registry._forced(fwd)  # what the first ordinary launch reads
+    registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
+    fwd.kernel_hash()
+    opened: list[str] = []
+    monkeypatch.setattr(registry, "is_quiet", lambda: True)
+    for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (store.tempfile, "mkstemp")):
+        monkeypatch.setattr(module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n)))
+    reads = []
+    monkeypatch.setattr(registry.env.os.environ.__class__, "get", lambda self, key, default=None: reads.append(key) or default)
+    plan = fwd.plan(DEVICE, KEY)
+    assert plan.layer == "heuristic" and not opened and not reads
+    assert registry.quarantine(plan, RuntimeError("failed during capture")) and not opened
+    persist.flush()
+    assert not opened
+    monkeypatch.undo()
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
+    assert fwd.plan(DEVICE, KEY).layer == "user", "the tables answer as soon as they may be read"
+
+
+def test_compiling_and_capturing_are_noticed(monkeypatch):
+    assert not registry.is_quiet()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert registry.is_quiet()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert registry.is_quiet()
+
+
+def test_fork_after_import_works(h200):
+    fwd = tunable()
+    store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    registry.reload()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, fwd.plan(DEVICE, KEY).layer.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"user"
+
+
+def test_two_devices_in_one_process_resolve_by_their_own_target(clean_registry, monkeypatch):
+    fwd = tunable()
+    devices = {torch.device("cuda", 0): H200, torch.device("cuda", 1): known_target("gfx942")}
+    monkeypatch.setattr(registry, "target_of", devices.__getitem__)
+    store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    registry.reload()
+    nvidia, amd = (fwd.plan(device, KEY) for device in devices)
+    assert (nvidia.layer, amd.layer) == ("user", "heuristic")
+    assert nvidia.target.warp_size == 32 and amd.target.warp_size == 64
+    assert fwd.plan(torch.device("cuda", 0), KEY) is nvidia
+
+
+def test_threads_resolve_the_same_plan_while_others_invalidate(h200):
+    fwd, errors = tunable(), []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(200):
+                assert fwd.plan(DEVICE, (4096, turn % 16, 2)).config.blocks["BLOCK_SIZE"]
+                if number == 0:
+                    registry.invalidate()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("name", ["rms_norm.fwd", "rms_norm.bwd", "swiglu.fwd", "cross_entropy.fwd"])
+def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
+    """Every configuration of the space, as if it were tuned: what may change bits is the heuristic's, always."""
+    of = tunable(name)
+    key = of.key(8192, 4096, 2)
+    heuristic = of.heuristic(H200, key)
+    registry.set_deterministic(True)
+    try:
+        for config in list(of.space(H200, key))[::7]:
+            registry.set_tables(H200, [("user", {(of.op, of.variant, key): entry(config, of)})])
+            chosen = of.plan(DEVICE, key).config
+            for knob in ("num_warps", "num_stages", "ctas_per_mp", "hint", "vendor"):
+                if knob not in of.neutral:
+                    assert getattr(chosen, knob) == getattr(heuristic, knob), knob
+            for block, size in chosen.blocks.items():
+                assert size == (config if block in of.neutral else heuristic).blocks[block]
+    finally:
+        registry.set_deterministic(None)
+
+
+class NoPool:
+    def __init__(self, *args):
+        pass
+
+    def submit(self, recipe, args, urgent=False):
+        pass
+
+    def wait(self, recipe):
+        return {"unknown": "no compiler"}
+
+    def close(self):
+        pass
+
+
+class TestInline:
+    """LIGER_HW_AUTOTUNE=1, with a measurer that works in arithmetic."""
+
+    @pytest.fixture(autouse=True)
+    def on(self, clean_registry, monkeypatch):
+        tunable()
+        monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
+        monkeypatch.setattr(registry, "target_of", lambda device: H200)
+        monkeypatch.setattr(inline, "CompilePool", NoPool)
+        monkeypatch.setattr(inline, "_tuners", {})
+        monkeypatch.setitem(persist._state, "inline", None)
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        registry.reload()
+        self.best = tunable().safe(H200, KEY)
+        self.made = []
+
+        def measurer(device):
+            self.made.append(FakeMeasurer(tunable().heuristic(H200, KEY), lambda c: 5.0 if c == self.best else 10.0))
+            return self.made[-1]
+
+        monkeypatch.setattr(inline, "new_measurer", measurer)
+
+    def test_a_miss_is_tuned_once_and_stored(self, monkeypatch):
+        fwd = tunable()
+        monkeypatch.setattr(fwd, "space", lambda target, key: [self.best])
+        plan = fwd.plan(DEVICE, KEY)
+        assert (plan.layer, plan.config) == ("user", self.best)
+        assert store.read_user(H200, [])[0][1].config == self.best
+        registry.invalidate()
+        assert fwd.plan(DEVICE, KEY).config == self.best and self.made[0].opened == 1
+
+    def test_a_failing_tuner_leaves_the_heuristic_and_stays_off(self, monkeypatch, caplog):
+        monkeypatch.setattr(inline, "new_measurer", lambda device: (_ for _ in ()).throw(RuntimeError("no memory")))
+        assert tunable().plan(DEVICE, KEY).layer == "heuristic"
+        assert tunable().plan(DEVICE, (4096, 9, 2)).layer == "heuristic"
+        assert caplog.text.count("no memory") == 1
+
+    def test_never_under_several_ranks_or_while_captured(self, monkeypatch, caplog):
+        monkeypatch.setattr(registry, "is_quiet", lambda: True)
+        assert tunable().plan(DEVICE, KEY).layer == "heuristic" and not self.made
+        monkeypatch.setattr(registry, "is_quiet", lambda: False)
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        assert tunable().plan(DEVICE, (4096, 9, 2)).layer == "heuristic" and not self.made
+        assert "WORLD_SIZE" in caplog.text
+
+
+class TestLock:
+    def test_it_pins_heuristics_too_and_survives_tuning(self, h200, monkeypatch, tmp_path):
+        fwd = tunable()
+        plan = fwd.plan(DEVICE, KEY)
+        mark = lock.save(tmp_path / "liger-hw.lock")
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "liger-hw.lock"))
+        store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+        registry.reload()
+        again = fwd.plan(DEVICE, KEY)
+        assert (again.layer, again.config) == ("lock", plan.config)
+        header, table = lock.read(tmp_path / "liger-hw.lock")
+        assert header["digest"] == mark == lock.digest(table)
+
+    def test_it_answers_on_another_machine_and_for_another_kernel_source(self, h200, monkeypatch, tmp_path):
+        fwd = tunable()
+        config = fwd.safe(H200, KEY)
+        lock.write(tmp_path / "l", lock.pin(H200, [(fwd, KEY)]) | {NAME: replace(entry(config, fwd), kernel_hash=None)}, {})
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "l"))
+        registry.reload()
+        for arch in ("sm80", "sm120"):
+            assert registry._choose(fwd, known_target(arch), KEY).config == config
+
+    @pytest.mark.parametrize("damage", ["missing", "torn", "edited", "a table"])
+    def test_a_bad_one_is_ignored_with_a_warning(self, h200, damage, monkeypatch, tmp_path, caplog):
+        path, fwd = tmp_path / "l", tunable()
+        lock.write(path, {NAME: entry(fwd.safe(H200, KEY), fwd)}, {})
+        text = path.read_text()
+        if damage == "missing":
+            path.unlink()
+        else:
+            data = json.loads(text)
+            data["entries"][0]["config"]["num_warps"] = 1
+            changed = {"torn": text[:100], "edited": json.dumps(data), "a table": text.replace('"lock"', '"table"')}
+            path.write_text(changed[damage])
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
+        registry.reload()
+        assert fwd.plan(DEVICE, KEY).layer == "heuristic"
+        assert "nothing is pinned" in caplog.text

@@ -1,0 +1,198 @@
+"""Real worker processes: crashes, hangs, kill -9 of the run, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liger_hw.autotune import remote
+from liger_hw.autotune.remote import CompilePool, RemoteMeasurer, Worker, WorkerDied, WorkerError
+from liger_hw.autotune.tuner import Job, Tuner
+from tests.autotune.fakes import FACTS, H200, tunable
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = (4096, 13, 2)
+JOB = Job("rms_norm", "fwd", KEY, (8192, 4096), "bfloat16")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(Worker, "module", "tests.autotune.fake_worker")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def with_warps(warps: int):
+    return replace(tunable().safe(H200, KEY), num_warps=warps)
+
+
+def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
+    measurer = RemoteMeasurer("cuda:0", {"prepare": 2.0})
+    try:
+        for warps, word in ((2, "signal 11"), (4, "hung for 2 s"), (16, "illegal memory access")):
+            measurer.open("rms_norm", [8192, 4096], "bfloat16", "fwd", list(KEY), [])
+            with pytest.raises(WorkerDied, match=word):
+                measurer.prepare(with_warps(warps).to_json())
+        with pytest.raises(WorkerError, match="no"):
+            measurer.prepare(with_warps(32).to_json())
+        assert measurer.prepare(with_warps(1).to_json())["id"] == 1
+        worker = measurer._worker._process
+    finally:
+        measurer.close()
+    assert worker.poll() is not None
+
+
+def test_what_a_dying_worker_said_is_told(fake):
+    measurer = RemoteMeasurer("cuda:0")
+    with pytest.raises(WorkerDied, match="cannot select"):
+        measurer.prepare(with_warps(2).to_json())
+
+
+def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
+    fwd = tunable()
+    monkeypatch.setattr(fwd, "space", lambda target, key: [with_warps(w) for w in (1, 2, 4, 16, 32)])
+    measurer = RemoteMeasurer("cuda:0", {"prepare": 2.0})
+    saved = {}
+    tuner = Tuner(H200, measurer, facts=FACTS, save=lambda name, entry: saved.update({name: entry}) or True)
+    try:
+        (result,) = tuner.run([JOB])
+    finally:
+        measurer.close()
+    assert not result.error and result.failed == 4
+    assert saved["rms_norm", "fwd", KEY].config == with_warps(1)
+
+
+def test_the_compile_pool_survives_aborts_and_hangs(fake):
+    pool = CompilePool(H200.to_json(), 2, seconds=3.0)
+    try:
+        for warps in (1, 2, 4, 8):
+            pool.submit(str(warps), ["rms_norm", [8192, 4096], "bfloat16", "fwd", with_warps(warps).to_json()])
+        assert pool.wait("1") == {"resources": {"shared": 100}} and pool.wait("8") == {"resources": {"shared": 800}}
+        assert "crashed" in pool.wait("2")["error"] and "hung" in pool.wait("4")["error"]
+        pool.submit("8", ["never", "looked", "at", "again", {}], urgent=True)
+        assert pool.wait("8") == {"resources": {"shared": 800}}
+    finally:
+        pool.close()
+
+
+def test_urgent_candidates_overtake(fake):
+    pool = CompilePool(H200.to_json(), 0)
+    args = ["rms_norm", [1, 1], "bfloat16", "fwd", with_warps(1).to_json()]
+    for name in ("a", "b", "c"):
+        pool.submit(name, args)
+    pool.submit("c", args, urgent=True)
+    assert [pool._queue.get()[2] for _ in range(4)] == ["c", "a", "b", "c"]
+    pool.close()
+
+
+RUN = """
+import sys
+from liger_hw.autotune import remote, store
+remote.Worker.module = "tests.autotune.fake_worker"
+import liger_hw.cli.autotune as command
+command._device = lambda name: "cuda:0"
+from liger_hw.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+COMMAND = ["autotune", "--ops", "swiglu", "--shapes", "8192x4096,4096x4096", "--candidates", "12", "--workers", "1"]
+
+
+def start(cache: Path, *more: str, seconds: float = 0.05) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "LIGER_HW_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FAKE_SECONDS": str(seconds),
+    }
+    environment.pop("LIGER_HW_INTERPRET", None)
+    command = [sys.executable, "-c", RUN, *COMMAND, *more]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def lines(cache: Path) -> list[dict]:
+    found = list(cache.rglob("_journal.jsonl"))
+    return [json.loads(text) for text in found[0].read_text().splitlines()] if found else []
+
+
+def wait_for(condition, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how, monkeypatch):
+    run = start(tmp_path, seconds=0.3)
+    try:
+        wait_for(lambda: len(lines(tmp_path)) >= 4)
+        run.send_signal(how)
+        output = run.communicate(timeout=60)[0]
+    finally:
+        run.kill()
+    assert run.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+    if how == signal.SIGINT:
+        assert "--resume" in output and "interrupted" in output
+    measured = {json.dumps([x["variant"], x["key"], x["config"]]) for x in lines(tmp_path) if x["stage"] == "coarse"}
+    before = len(lines(tmp_path))
+    assert measured
+    again = start(tmp_path, "--resume")
+    output = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, output
+    fresh = {json.dumps([x["variant"], x["key"], x["config"]]) for x in lines(tmp_path)[before:] if x["stage"] == "coarse"}
+    assert not fresh & measured, "measured twice"
+    assert {x["variant"] for x in lines(tmp_path) if x["stage"] == "done"} == {"fwd", "bwd"}
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    """A worker whose parent was killed notices within a second or two, even while it waits for nothing."""
+    script = (
+        "import json, os, sys, time\n"
+        "from liger_hw.autotune.remote import Worker\n"
+        "from tests.autotune.fakes import H200\n"
+        "w = Worker('compile', {'target': H200.to_json()})\n"
+        "print(w._process.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not _alive(pid), 60)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.aot
+def test_what_the_pool_compiles_is_what_a_launch_looks_up(tmp_path, monkeypatch):
+    """The compile worker's result is in Triton's cache, for the whole operator that the candidate is part of."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pool = CompilePool(H200.to_json(), 1)
+    try:
+        fwd = tunable()
+        pool.submit("x", ["rms_norm", [8192, 4096], "bfloat16", "fwd", fwd.safe(H200, KEY).to_json()])
+        resources = pool.wait("x")["resources"]
+    finally:
+        pool.close()
+    assert resources["threads"] == 32 * fwd.safe(H200, KEY).num_warps and resources["registers"] > 0
+    assert list(tmp_path.rglob("_rms_norm_fwd_kernel.cubin"))
+
+
+def test_limits_have_a_default_for_every_long_call():
+    assert {"prepare", "time", "open", "scan", "verify", "facts"} <= set(remote.RemoteMeasurer.LIMITS)
