@@ -64,7 +64,8 @@ def plan_chunks(
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
     """[rows, vocab], each row starting at a multiple of 16 elements: an odd vocabulary loads as wide as an even one."""
     buffer = torch.empty((rows, triton.cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)
-    buffer[:, vocab:] = 0.0  # read, never used
+    if vocab % 16:
+        buffer[:, vocab:] = 0.0  # read, never used
     return buffer[:, :vocab]
 
 

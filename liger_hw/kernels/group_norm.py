@@ -289,7 +289,7 @@ def _group_norm_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 _DIMS = ("batch", "groups", "spatial", "num_channels")
-_TILE = 8192
+_TILE = 4096
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
@@ -304,18 +304,18 @@ def _blocks(key: Key, tile: int) -> dict[str, int]:
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Tiles of 8192 values with the next in flight, on as many programs as keep the groups they work on inside L2."""
+    """Tiles of 4096 values with the next in flight, on as many programs as keep the groups they work on inside L2."""
     blocks = _blocks(key, _TILE)
     tile = blocks["BLOCK_SIZE"] * blocks["CHANNELS"]
     tile_bytes, group_bytes = tensors * tile * key[3], tensors * key[0] * key[1] * key[3]
-    most = max(1, min(8, _TILE // tile))
-    ctas = max(most, min(2, int(0.75 * target.l2) // (target.multiprocessors * group_bytes)))
-    stages = 3 if 2 * 2 * ctas * tile_bytes <= target.shared_memory else 2
+    fewest = max(1, min(8, _TILE // tile))
+    ctas = max(fewest, min(4, 3 * target.l2 // (4 * target.multiprocessors * group_bytes)))
+    stages = 3 if key[3] <= 2 and 2 * ctas * tile_bytes <= target.shared_memory else 2
     return LaunchConfig(blocks, target.warps(tile, 16, 16), stages, ctas)
 
 
 def _safe(target: Target, key: Key) -> LaunchConfig:
-    blocks = _blocks(key, 4096)
+    blocks = _blocks(key, _TILE)
     return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 32), 1, 1)
 
 

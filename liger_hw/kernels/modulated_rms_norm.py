@@ -27,7 +27,7 @@ from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows,
 from ._triton import tl, triton
 from .layer_norm import _bwd_heuristic, _bwd_space
 from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype, fwd_heuristic, fwd_space
-from .swiglu import _rows
+from ._elementwise import evenly_spaced
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -359,8 +359,8 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         rows_per_mod = n_rows * n_cols // scale.numel()
-        scale, scale_stride = _rows(scale)
-        shift, shift_stride = (None, 0) if shift is None else _rows(shift)
+        scale, scale_stride = evenly_spaced(scale)
+        shift, shift_stride = (None, 0) if shift is None else evenly_spaced(shift)
         plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         grid = (-(-n_rows // blocks["ROWS"]),)
@@ -384,7 +384,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
         dscale = torch.empty(scale.shape, dtype=scale.dtype, device=x.device)
         dshift = None if shift is None else torch.empty(shift.shape, dtype=shift.dtype, device=x.device)
     n_mods = scale.numel() // n_cols
-    scale, scale_stride = _rows(scale)
+    scale, scale_stride = evenly_spaced(scale)
     strides = rows_of(dy)[2], x_stride, scale_stride
     key = row_key(n_rows, n_cols, x.itemsize)
     plan = BWD.plan(x.device, key)

@@ -18,6 +18,9 @@ Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embeddin
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -37,6 +40,7 @@ def rope_reference(
     position_ids: torch.Tensor | None = None,
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
+    shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
@@ -257,17 +261,20 @@ BWD = _tunable("bwd")
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _dense(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
-    """An empty dense tensor like `x`; in memory, heads lie inside tokens or tokens inside heads."""
-    shape = x.shape
+def _dense_strides(shape: tuple[int, ...], head_axis: int, heads_inside: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor; in memory, heads lie inside tokens or tokens inside heads."""
     _, second, third, width = shape
     if heads_inside == (head_axis == 2):
-        strides = (second * third * width, third * width, width, 1)
-    else:
-        strides = (second * third * width, width, second * width, 1)
+        return second * third * width, third * width, width, 1
+    return second * third * width, width, second * width, 1
+
+
+def _dense(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
+    """An empty dense tensor like `x`, laid out as `_dense_strides` says."""
+    strides = _dense_strides(x.shape, head_axis, heads_inside)
     if x.stride() == strides:
         return torch.empty_like(x)  # the cheapest call that makes one
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def _heads_inside(x: torch.Tensor, head_axis: int) -> bool:
@@ -275,61 +282,84 @@ def _heads_inside(x: torch.Tensor, head_axis: int) -> bool:
     return x.stride(head_axis) <= x.stride(3 - head_axis)
 
 
-def _strides(x: torch.Tensor, head_axis: int) -> tuple[int, int, int]:
-    strides = x.stride()
-    return strides[0], strides[head_axis], strides[3 - head_axis]
+class _Geometry(NamedTuple):
+    """What a launch is told that follows from shapes and strides alone."""
+
+    tokens: int
+    key: tuple[int, ...]  # of `_key`, less the bytes an element
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...]
 
 
-def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+@lru_cache(maxsize=1024)
+def _geometry(
+    q_shape, q_strides, k_shape, k_strides, cos_shape, cos_strides, rotary_dim, head_axis, inside
+) -> _Geometry:
+    """Working this out takes longer than the rest of a launch, so it is kept."""
+    token_axis = 3 - head_axis
+
+    def three(strides):
+        return strides[0], strides[head_axis], strides[token_axis]
+
+    batch, seq_len, n_q_heads, head_dim = q_shape[0], q_shape[token_axis], q_shape[head_axis], q_shape[3]
+    n_k_heads = 0 if k_shape is None else k_shape[head_axis]
+    no_k = (0, 0, 0)
+    out_q = three(_dense_strides(q_shape, head_axis, inside[0]))
+    out_k = no_k if k_shape is None else three(_dense_strides(k_shape, head_axis, inside[1]))
+    cos_batch_stride = 0 if cos_shape[0] == 1 else cos_strides[0]
+    return _Geometry(
+        batch * seq_len,
+        _key(batch, seq_len, n_q_heads, n_k_heads, head_dim, 0)[:-1],
+        (*three(q_strides), *(no_k if k_shape is None else three(k_strides)), *out_q, *out_k)
+        + (cos_batch_stride, cos_strides[1]),
+        (batch * seq_len, seq_len, n_q_heads, n_k_heads),
+        (rotary_dim // 2, head_dim - rotary_dim)
+        + (next_power_of_2(rotary_dim // 2), next_power_of_2(head_dim - rotary_dim)),
+    )
+
+
+def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, shared, backward):
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out_q, out_k = _dense(q, head_axis, q_inside), None
-    k_strides, out_k_strides, n_k_heads = (0, 0, 0), (0, 0, 0), 0
-    if k is not None:
-        k = k if k.stride(-1) == 1 else k.contiguous()
-        out_k, n_k_heads = _dense(k, head_axis, k_inside), k.shape[head_axis]
-        k_strides, out_k_strides = _strides(k, head_axis), _strides(out_k, head_axis)
-    cos_strides = cos.stride()
-    if cos_strides[-1] != 1 or cos_strides != sin.stride():
+    k = k if k is None or k.stride(-1) == 1 else k.contiguous()
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-        cos_strides = cos.stride()
-    shape = q.shape
-    batch, seq_len, n_q_heads, head_dim = shape[0], shape[3 - head_axis], shape[head_axis], shape[3]
-    n_tokens = batch * seq_len
-    if n_tokens:
-        key = _key(batch, seq_len, n_q_heads, n_k_heads, head_dim, q.itemsize)
-        plan = (BWD if backward else FWD).plan(q.device, key)
+    k_layout = (None, None) if k is None else (k.shape, k.stride())
+    inside = q_inside, k_inside
+    geometry = _geometry(q.shape, q.stride(), *k_layout, cos.shape, cos.stride(), rotary_dim, head_axis, inside)
+    out_q = _dense(q, head_axis, q_inside)
+    out_k = None if k is None else _dense(k, head_axis, k_inside)
+    if geometry.tokens:
+        plan = (BWD if backward else FWD).plan(q.device, (*geometry.key, q.itemsize))
         blocks = plan.config.blocks
-        block_t, n_head_tiles = blocks["BLOCK_T"], -(-n_q_heads // blocks["BLOCK_H"])
-        cos_batches, _, cos_width = cos.shape
-        half, tail = rotary_dim // 2, head_dim - rotary_dim
-        strides = (*_strides(q, head_axis), *k_strides, *_strides(out_q, head_axis), *out_k_strides)
-        strides = (*strides, 0 if cos_batches == 1 else cos_strides[0], cos_strides[1])
-        sizes = (n_tokens, seq_len, n_q_heads, n_k_heads, n_head_tiles)
-        block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
-        widths = (half, tail, next_power_of_2(half), next_power_of_2(tail), block_k)
-        args = (q, k, cos, sin, out_q, out_k, *strides, *sizes)
-        grid = (-(-n_tokens // block_t) * n_head_tiles,)
-        launch(plan, _rope_kernel, grid, args, (*widths, cos_width == half, backward))
+        _, _, n_q_heads, n_k_heads = geometry.sizes
+        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+        flags = (*geometry.widths, next_power_of_2(-(-n_k_heads // n_head_tiles)), shared, backward)
+        args = (q, k, cos, sin, out_q, out_k, *geometry.strides, *geometry.sizes, n_head_tiles)
+        launch(plan, _rope_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
     return out_q, q.new_empty(0) if k is None else out_k
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
 
 
-def _rope_reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+def _rope_reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, shared, backward):
+    half = rotary_dim // 2
+    if shared:
+        cos, sin = cos[..., :half], sin[..., :half]
     out_q = _dense(q, head_axis, q_inside).copy_(_turned(q, cos, sin, rotary_dim, head_axis, backward))
     if k is None:
         return out_q, q.new_empty(0)
     return out_q, _dense(k, head_axis, k_inside).copy_(_turned(k, cos, sin, rotary_dim, head_axis, backward))
 
 
-def _rope_fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, backward):
+def _rope_fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, shared, backward):
     return _dense(q, head_axis, q_inside), q.new_empty(0) if k is None else _dense(k, head_axis, k_inside)
 
 
 rope = define(
     "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, int head_axis, bool q_inside, bool k_inside,"
-    " bool backward) -> (Tensor, Tensor)",
+    " bool shared, bool backward) -> (Tensor, Tensor)",
     launcher=_rope,
     reference=_rope_reference,
     fake=_rope_fake,
@@ -340,26 +370,29 @@ class LigerRopeFunction(torch.autograd.Function):
     """Autograd for rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
         cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
-        ctx.rotary_dim, ctx.head_axis = cos.shape[-1] if rotary_dim is None else rotary_dim, unsqueeze_dim
-        ctx.inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        width = cos.shape[-1]
+        rotary_dim = width if rotary_dim is None else rotary_dim
+        ctx.layout = rotary_dim, unsqueeze_dim, _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        ctx.shared = shared_halves or width < rotary_dim
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
-        return rope(q, k, cos, sin, ctx.rotary_dim, ctx.head_axis, *ctx.inside, False)
+        return rope(q, k, cos, sin, *ctx.layout, ctx.shared, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        (q_inside, k_inside), fixed = ctx.inside, (cos, sin, ctx.rotary_dim, ctx.head_axis)
-        if dq is None:
-            dk = None if dk is None else rope(dk, None, *fixed, k_inside, k_inside, True)[0]
-        elif dk is None:
-            dq = rope(dq, None, *fixed, q_inside, q_inside, True)[0]
+        rotary_dim, head_axis, q_inside, k_inside = ctx.layout
+        if dq is None or dk is None:
+            alone, inside = (dk, k_inside) if dq is None else (dq, q_inside)
+            if alone is not None:
+                alone = rope(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, ctx.shared, True)[0]
+            dq, dk = (None, alone) if dq is None else (alone, None)
         else:
-            dq, dk = rope(dq, dk, *fixed, q_inside, k_inside, True)
-        return dq, dk, None, None, None, None, None
+            dq, dk = rope(dq, dk, cos, sin, *ctx.layout, ctx.shared, True)
+        return dq, dk, None, None, None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -373,6 +406,7 @@ def liger_rope(
     position_ids: torch.Tensor | None = None,
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
+    shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, as `apply_rotary_pos_emb` of Llama.
 
@@ -381,13 +415,15 @@ def liger_rope(
     them token t takes row t). position_ids is ignored for the first form, which is per token already. No gradients.
     rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. A width
     of rotary_dim // 2 is taken as shared by both halves.
+    shared_halves: the caller knows that both halves of cos and of sin are equal, as in most models: only the first is
+    read (5% less to read at 32 + 8 heads).
     Returns new tensors of q's and k's shapes and dtypes; see the top of this file for their layout.
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_tensors("liger_rope", q=q, k=k, cos=cos, sin=sin)
     if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_rope", reason)
-    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
 
 
 def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
@@ -437,7 +473,9 @@ WORKLOADS = {
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False) -> Sample:
+def _sample(
+    sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False, shared=False
+):
     """transposed: q and k are views of the other layout, as Hugging Face passes them; partial: half the width rotates;
     table: cos and sin are half-width tables indexed by random positions."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
@@ -451,7 +489,7 @@ def _sample(sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True
     frequency = 10000.0 ** -(torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim)
     rows = 2 * seq_len if table else seq_len
     angles = torch.arange(rows, device=device, dtype=torch.float32)[:, None] * frequency
-    kwargs = {"unsqueeze_dim": unsqueeze_dim}
+    kwargs = {"unsqueeze_dim": unsqueeze_dim, "shared_halves": shared and not table}
     if table:
         kwargs |= {"rotary_dim": rotary_dim}
         kwargs |= {"position_ids": torch.randint(rows, (batch, seq_len), generator=generator, device=device)}
@@ -480,6 +518,7 @@ OP = registry.register(
             {"transposed": False},
             {"partial": True},
             {"table": True},
+            {"shared": False},
         ),
     )
 )

@@ -110,9 +110,9 @@ def config_source(kernel: str) -> str:
     from .. import registry
 
     found: dict[str, set[str]] = {}
-    for tunable in registry.get_op(kernel).tunables:
-        for plan in tunable._plans.values():
-            found.setdefault(tunable.variant, set()).add(plan.layer)
+    for plan in registry.plans():
+        if plan.tunable.op == kernel:
+            found.setdefault(plan.tunable.variant, set()).add(plan.layer)
     if found:
         return ", ".join(f"{variant}: {'/'.join(sorted(layers))}" for variant, layers in found.items())
     if not torch.accelerator.is_available() and not registry.interpreting():

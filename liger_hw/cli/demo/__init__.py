@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _worst(base: list[Run], done: list[Run], dtype: str) -> Verdict:
     """The verdict of the repeat that used most of its allowance."""
     verdicts = [compare(base[0], other, dtype) for other in done]
-    return max(verdicts, key=lambda v: (len(v.problems), v.difference / v.allowance if v.allowance else 0.0))
+    return max(verdicts, key=lambda v: (len(v.problems), v.used))
 
 
 def _conclude(verdicts: dict[str, Verdict], first: str) -> int:

@@ -41,14 +41,17 @@ def allowed(dtype: str, step: int, loss: float) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One arm against the first. The worst step is the one that used most of its allowance.
+    """One arm against the first.
 
+    difference, step, allowance: the largest difference in loss, where (counted from 0), and what was allowed there
+    used: largest share of its allowance any step used; above 1 is a failure
     problems: what is wrong, in words; empty when the arms agree
     """
 
     difference: float
     step: int
     allowance: float
+    used: float
     grad_difference: float
     grad_parameter: str
     grad_allowance: float
@@ -65,6 +68,7 @@ def compare(base: Run, other: Run, dtype: str) -> Verdict:
     gaps = [abs(base.losses[t] - other.losses[t]) for t in steps]
     limits = [allowed(dtype, t, base.losses[t]) for t in steps]
     worst = max(steps, key=lambda t: _share(gaps[t], limits[t]))
+    largest = max(steps, key=lambda t: _share(gaps[t], 1.0))
     if not gaps[worst] <= limits[worst]:
         problems.append(
             f"the loss of step {worst + 1} differs by {gaps[worst]:.3g}; {dtype} rounding explains {limits[worst]:.3g}"
@@ -83,7 +87,16 @@ def compare(base: Run, other: Run, dtype: str) -> Verdict:
         problems.append(
             f"the first gradient of {name} differs by {parts[name]:.3g} of its norm; rounding explains {limit:.3g}"
         )
-    return Verdict(gaps[worst], worst, limits[worst], parts.get(name, 0.0), name, limit, tuple(problems))
+    return Verdict(
+        difference=gaps[largest],
+        step=largest,
+        allowance=limits[largest],
+        used=_share(gaps[worst], limits[worst]),
+        grad_difference=parts.get(name, 0.0),
+        grad_parameter=name,
+        grad_allowance=limit,
+        problems=tuple(problems),
+    )
 
 
 def _share(gap: float, limit: float) -> float:

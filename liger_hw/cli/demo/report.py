@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -34,7 +36,7 @@ def describe(arguments: argparse.Namespace, size: Size, device: "torch.device", 
     on_cpu = "interpreter" if registry.interpreting() else "reference"
     return {
         "device": str(device),
-        "device_name": (platform.processor() or platform.machine()) if device.type == "cpu" else target.name,
+        "device_name": _processor() if device.type == "cpu" else target.name,
         "arch": target.arch,
         "backend": target.vendor,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -53,6 +55,15 @@ def describe(arguments: argparse.Namespace, size: Size, device: "torch.device", 
         },
         "kernels": {},
     }
+
+
+def _processor() -> str:
+    import platform
+
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def _installed(name: str) -> bool:
@@ -114,7 +125,8 @@ def as_text(context: dict[str, Any], runs: dict[str, list[Run]], verdicts: dict[
     loss = ("loss, first -> last", "largest loss difference", "first gradient differs by")
     labels = ["tokens/s (median step)", memory, *loss]
     rows = [["", *columns], *[[label, *(c[i] for c in columns.values())] for i, label in enumerate(labels)]]
-    where = f"{context['device']} ({context['device_name']}, {context['arch']})"
+    detail = f"{context['threads']} threads" if context["threads"] else context["arch"]
+    where = f"{context['device']} ({context['device_name']}, {detail})"
     facts = [["device", where], ["backend", f"{context['backend']}: {_RUNS[context['runs']]}"]]
     facts.append(["versions", ", ".join(f"{name} {value}" for name, value in context["versions"].items())])
     lines = [table(facts, header=False), "", table(rows), "", "launch configurations of liger_hw's kernels"]

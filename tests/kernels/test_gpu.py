@@ -1,0 +1,141 @@
+"""What only a GPU can show: no host synchronisation, graph capture, streams, the fast launcher, offsets past int32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from harness import Result, changed, check, few_sizes, forward, make, output_grads, real_sizes, run, tensors, wanted
+
+pytestmark = [pytest.mark.unpoisoned]
+ON_GPU = pytest.mark.lanes("gpu")
+
+
+def _cuda(lane) -> str:
+    if torch.device(lane.device).type != "cuda":
+        pytest.skip(f"torch has this check for its cuda device type only, not for {lane.device}")
+    return lane.device
+
+
+@ON_GPU
+def test_no_host_synchronisation(lane, case, seed):
+    op, options = case
+    sample = make(op, few_sizes(op), torch.bfloat16, _cuda(lane), seed, options)
+    grads = run(op.function, sample, seed).given  # compiles, and fills every cache
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(op.function, sample, grads=grads)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@ON_GPU
+def test_graph_capture(lane, case, seed):
+    """Forward and backward captured once, replayed on new values, give what eager gives on them."""
+    op, options = case
+    sample = make(op, few_sizes(op), torch.bfloat16, _cuda(lane), seed, options)
+    grads = output_grads(forward(op.function, sample), seed)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run(op.function, sample, grads=grads)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(op.function, sample, grads=grads)
+    other = make(op, few_sizes(op), torch.bfloat16, lane.device, seed + 1, options)
+    with torch.no_grad():
+        for old, new in zip(tensors((sample.args, sample.kwargs)), tensors((other.args, other.kwargs))):
+            old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured.bits(), run(op.function, sample, grads=grads).bits()):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@ON_GPU
+def test_other_stream(lane, op, seed):
+    sample = make(op, few_sizes(op), torch.bfloat16, lane.device, seed)
+    expected = run(op.function, sample, seed)
+    module = torch.get_device_module(torch.device(lane.device).type)
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        found = run(op.function, sample, grads=expected.given)
+    stream.synchronize()
+    for a, b in zip(found.bits(), expected.bits()):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@ON_GPU
+def test_fast_launcher_gives_the_same_bits(lane, case, seed, clean_registry, monkeypatch):
+    """At sizes that share a compiled kernel and sizes that must not: 1, multiples of 16, odd, misaligned pointers."""
+    op, options = case
+
+    def all_of_them():
+        found = []
+        for rows in (1, 2, 16, 17, 48, 2, 17):
+            sizes = (rows, *few_sizes(op)[1:])
+            sample = make(op, sizes, torch.bfloat16, lane.device, seed, options)
+            found += run(op.function, sample, seed).bits()
+            found += run(op.function, changed(sample, _misaligned), seed).bits()
+        return found
+
+    fast = all_of_them()
+    monkeypatch.setenv("LIGER_HW_FAST_LAUNCH", "0")
+    clean_registry.reload()
+    for a, b in zip(fast, all_of_them()):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _misaligned(t: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room[1:].view(t.shape).copy_(t)
+
+
+@ON_GPU
+def test_offsets_past_int32(lane, op, seed):
+    """More than 2^31 elements in the first tensor: the last rows are right, which no 32-bit offset reaches."""
+    sizes = real_sizes(op)
+    of_one = make(op, sizes, torch.bfloat16, lane.device, seed)
+    per_row = of_one.args[0].numel() // sizes[0]
+    rows = math.ceil(2**31 / per_row) + 3
+    free = torch.get_device_module(torch.device(lane.device).type).mem_get_info()[0]
+    needed = 16 * rows * per_row * 2
+    if free < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free device memory, {free >> 30} are")
+    options = next((o for o in op.options if _rows_apart(op, o, lane.device)), None)
+    if options is None:
+        pytest.skip("no option set of this op gives results of single rows to look at")
+    sample = make(op, (rows, *sizes[1:]), torch.bfloat16, lane.device, seed, options)
+    for t in wanted(sample):
+        t.requires_grad_(t.shape[0] == rows)
+    result = run(op.function, sample, seed)
+    last = lambda t: t[-3:].clone() if t.dim() and t.shape[0] == rows else t  # noqa: E731
+    few = changed(sample, last)
+    given = [None if g is None else last(g) for g in result.given]
+    gradients = [None if g is None else last(g) for g in result.gradients]
+    check(op, few, Result([last(o) for o in result.outputs], given, wanted(few), gradients))
+
+
+def _rows_apart(op, options, device) -> bool:
+    """Whether every output has a row for each of the input's."""
+    sample = make(op, few_sizes(op), torch.bfloat16, device, 0, options)
+    rows = sample.args[0].shape[0]
+    return all(o.dim() and o.shape[0] == rows for o in forward(op.function, sample))
+
+
+@pytest.mark.multigpu
+def test_second_device(op, seed):
+    """Tensors on device 1 while device 0 is current: the launch follows the tensors."""
+    kind = torch.accelerator.current_accelerator().type
+    sample = make(op, few_sizes(op), torch.bfloat16, f"{kind}:0", seed)
+    expected = run(op.function, sample, seed)
+    there = changed(sample, lambda t: t.to(f"{kind}:1"))
+    found = run(op.function, there, grads=[None if g is None else g.to(f"{kind}:1") for g in expected.given])
+    for a, b in zip(found.bits(), expected.bits()):
+        assert a.device.index == 1
+        torch.testing.assert_close(a.to(b.device), b, rtol=0, atol=0, equal_nan=True)
