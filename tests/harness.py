@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Mapping
 
 import torch
-from tolerance import assert_close
+from tolerance import assert_close, unit
 
 from liger_hw.registry import Op, Sample
 
@@ -135,31 +135,47 @@ def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list
     return Result([o.detach() for o in outputs], grads, inputs, found)
 
 
-def oracle(op: Op, sample: Sample, result: Result, dtype: torch.dtype | None = torch.float64) -> Result:
-    """What the op's reference gives in fp64 (or in the sample's own dtypes: None) on the values of `result`."""
+def reference(op: Op, sample: Sample, given: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]) -> Result:
+    """What the op's reference gives for the sample and the outputs' gradients, every floating tensor changed."""
 
-    def exact(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype) if dtype and t.is_floating_point() else t.clone()
+    def new(t: torch.Tensor) -> torch.Tensor:
+        return change(t) if t.is_floating_point() else t.clone()
 
-    copy = changed(sample, exact)
-    grads = [g if g is None else g.to(dtype or g.dtype) for g in result.given]
-    return run(op.reference, copy, grads=grads)
+    return run(op.reference, changed(sample, new), grads=[g if g is None else change(g) for g in given])
+
+
+def sensitivity(op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype) -> list[torch.Tensor]:
+    """How much `exact` (outputs, then gradients) moves when every input moves by less than the accumulator's rounding."""
+    most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
+    for draw in range(3):
+        generators: dict[str, torch.Generator] = {}
+
+        def nudged(t: torch.Tensor) -> torch.Tensor:
+            device = str(t.device)
+            generator = generators.setdefault(device, torch.Generator(device).manual_seed(draw))  # noqa: B023
+            noise = torch.rand(t.shape, generator=generator, dtype=torch.float64, device=t.device)
+            return t.double() * (1 + unit(dtype) * (2 * noise - 1))
+
+        moved = reference(op, sample, given, nudged).bits()
+        most = [torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m for m, a, b in zip(most, moved, exact.bits())]
+    return most
 
 
 def check(op: Op, sample: Sample, result: Result) -> None:
-    """Compare a Result with the oracle, within the bounds of `tolerance`."""
-    exact, spec = oracle(op, sample, result), oracle(op, sample, result, None)
+    """Compare a Result with the reference in fp64, within the bounds of `tolerance`."""
     dtype = next(t.dtype for t in tensors(sample.args) if t.is_floating_point())
+    exact = reference(op, sample, result.given, torch.Tensor.double)
+    spec = reference(op, sample, result.given, torch.clone)
     assert len(result.outputs) == len(exact.outputs), f"{len(result.outputs)} outputs, expected {len(exact.outputs)}"
-    for i, (got, expected, plain) in enumerate(zip(result.outputs, exact.outputs, spec.outputs)):
-        assert got.dtype == plain.dtype, f"output {i}: {got.dtype}, the reference gives {plain.dtype}"
-        assert_close(f"output {i}", got, expected, sample.reduction, dtype, plain)
-    for i, (t, got) in enumerate(zip(result.inputs, result.gradients)):
-        expected, plain = exact.gradients[i], spec.gradients[i]
-        assert (got is None) == (expected is None), f"gradient {i}: {got} against {expected}"
-        if got is not None:
-            assert got.dtype == t.dtype, f"gradient {i}: {got.dtype} for an input of {t.dtype}"
-            assert_close(f"gradient {i}", got, expected, sample.grad_reduction, dtype, plain)
+    for i, (a, b) in enumerate(zip(result.gradients, exact.gradients)):
+        assert (a is None) == (b is None), f"gradient {i}: {a} against {b}"
+    names = [f"output {i}" for i, _ in enumerate(result.outputs)]
+    names += [f"gradient {i}" for i, g in enumerate(result.gradients) if g is not None]
+    moves = sensitivity(op, sample, result.given, exact, dtype)
+    for name, got, expected, plain, move in zip(names, result.bits(), exact.bits(), spec.bits(), moves):
+        assert got.dtype == plain.dtype, f"{name}: {got.dtype}, the reference gives {plain.dtype}"
+        n = sample.reduction if name.startswith("output") else sample.grad_reduction
+        assert_close(name, got, expected, n, dtype, plain, move)
 
 
 def verify(op: Op, sample: Sample, seed: int) -> Result:

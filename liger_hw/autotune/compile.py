@@ -24,10 +24,10 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 from .. import registry
-from ..backends import LaunchConfig, Target, backend, known_target
+from ..backends import LaunchConfig, Target, backend
 from ..backends.base import Resources
 
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Mapping
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Mapping
 
 HINTS = ("none", "stream", "keep")
 

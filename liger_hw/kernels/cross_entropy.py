@@ -248,7 +248,7 @@ def _scan_block(
     if SMOOTHING:
         ws = s
         if W_ptr is not None:
-            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
         if MASKED:
             ws = tl.where(cols < n_cols, ws, 0.0)
         weighted += tl.sum(ws)
@@ -662,8 +662,11 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
     plan = STATS.plan(device, _stats_key(n_rows, n_cols, 0))
     args = (target, weight, stats, ok, n_rows, n_cols, options.ignore_index)
     launch(plan, _cross_entropy_stats_kernel, (1,), args, (options.reduction == MEAN,))
-    if ok.is_cuda or ok.is_xpu:
-        torch._assert_async(ok, f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1 names the row")
+    if device.type not in ("cpu", "meta"):
+        try:
+            torch._assert_async(ok, f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1 names the row")
+        except NotImplementedError:
+            pass  # no such operator on this device: the loss and the gradient of the row are nan all the same
     return stats
 
 

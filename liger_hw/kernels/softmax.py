@@ -3,8 +3,8 @@
 Shapes: x [..., n_cols] -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in fp32, y rounded once to x's dtype.
 A row of -inf gives NaN, as in torch. Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
 
-Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of rows
-too wide to hold are those of Milakov and Gimelshein, "Online normalizer calculation", https://arxiv.org/abs/1805.02867
+Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of
+rows too wide to hold are those of Milakov and Gimelshein, "Online normalizer calculation", https://arxiv.org/abs/1805.02867
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _WIDEST_TILE = 32768
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows: one program a row while several fit a multiprocessor, above that one that has its next row in flight.
 
-    Rows whose fp32 copies would spill go in tiles of 8192 on a grid small enough that the second sweep finds them in L2.
+    Rows whose fp32 copies would spill go in tiles of 8192, on a grid so small that the second sweep finds them in L2.
     """
     n_cols, _, itemsize = key
     if n_cols <= 16384:
@@ -175,10 +175,10 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     ]
 
 
-def _tunable(variant: str, kernel, tensors: int) -> Tunable:
-    """`tensors`: how many the kernel reads."""
+def row_tunable(op: str, variant: str, kernel, tensors: int) -> Tunable:
+    """`tensors`: how many the kernel reads. Shared with sparsemax."""
     return Tunable(
-        "softmax",
+        op,
         variant,
         kernels=(kernel,),
         key=row_key,
@@ -190,13 +190,14 @@ def _tunable(variant: str, kernel, tensors: int) -> Tunable:
     )
 
 
-FWD = _tunable("fwd", _softmax_fwd_kernel, 1)
-BWD = _tunable("bwd", _softmax_bwd_kernel, 2)
+FWD = row_tunable("softmax", "fwd", _softmax_fwd_kernel, 1)
+BWD = row_tunable("softmax", "bwd", _softmax_bwd_kernel, 2)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _launch_rows(tunable: Tunable, kernel, tensors: tuple[torch.Tensor, ...], stride: int, n_rows: int, n_cols: int) -> None:
+def launch_rows(tunable: Tunable, kernel, tensors: tuple, stride: int, n_rows: int, n_cols: int) -> None:
+    """Launch over row tiles, on the plan's persistent grid if it has one. Shared with sparsemax."""
     plan = tunable.plan(tensors[0].device, row_key(n_rows, n_cols, tensors[0].itemsize))
     blocks = plan.config.blocks
     n_tiles = -(-n_rows // blocks["ROWS"])
@@ -209,7 +210,7 @@ def _fwd(x):
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
-        _launch_rows(FWD, _softmax_fwd_kernel, (x, y), stride, n_rows, n_cols)
+        launch_rows(FWD, _softmax_fwd_kernel, (x, y), stride, n_rows, n_cols)
     return y
 
 
@@ -218,7 +219,7 @@ def _bwd(dy, y):
     n_rows, n_cols, _ = rows_of(y)
     dx = empty_like(y, y.dtype)
     if n_rows:
-        _launch_rows(BWD, _softmax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
+        launch_rows(BWD, _softmax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
     return dx
 
 
