@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
@@ -239,14 +240,19 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name. Raises `ValueError` with the nearest names."""
-    table = ops()
-    if name not in table:
+    """The op of this name; imports its file only. Raises `ValueError` with the nearest names."""
+    if name in _ops:
+        return _ops[name]
+    package = f"{__package__}.kernels"
+    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
+        importlib.import_module(f"{package}.{name}")
+    if name not in _ops:
         import difflib
 
+        table = ops()
         near = difflib.get_close_matches(name, table, 3) or sorted(table)
         raise ValueError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
-    return table[name]
+    return _ops[name]
 
 
 def interpreting() -> bool:
@@ -433,9 +439,10 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     Raises `ValueError` for an unknown op or variant. An illegal configuration is refused with a warning that says why,
     and the next layer answers.
     """
-    known = {tunable.op for tunable in _all_tunables()} | set(_tunables)
+    op = get_op(scope.split(".")[0])
+    known = [op.name, *(tunable.name for tunable in op.tunables)]
     if scope not in known:
-        raise ValueError(f"unknown op or variant {scope!r}; known: {', '.join(sorted(known))}")
+        raise ValueError(f"unknown variant {scope!r}; known: {', '.join(known)}")
     item = (scope, config)
     with _lock:
         _overrides.append(item)

@@ -73,8 +73,10 @@ def _state(name: tuple, entry: Any) -> str:
     from .. import registry
     from ..autotune import store
 
-    tunable = registry._tunables.get(f"{name[0]}.{name[1]}")
-    if tunable is None:
+    try:
+        registry.get_op(name[0])
+        tunable = registry._tunables[f"{name[0]}.{name[1]}"]
+    except (ValueError, KeyError):
         return "unknown kernel"
     if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
         return "stale: the kernel changed"
@@ -83,10 +85,8 @@ def _state(name: tuple, entry: Any) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from .. import registry
     from ..autotune import store, tables
 
-    registry.ops()
     devices = []
     for folder in _folders(arguments):
         problems: list[str] = []
@@ -136,11 +136,9 @@ def _short(config: dict[str, Any]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from .. import registry
     from ..autotune import store, tables
     from ..backends import VENDORS
 
-    registry.ops()
     problems: list[str] = []
     checked = 0
     for folder in _folders(arguments):
@@ -169,10 +167,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from .. import registry
     from ..autotune import store, tables
 
-    registry.ops()
     folders = [f for f in _folders(arguments)]
     if len(folders) != 1:
         names = ", ".join(f.name for f in folders) or "nothing"

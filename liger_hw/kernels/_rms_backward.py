@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
-from ._op import empty_like, launch, no_weight, row_major, rows_of
+from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._triton import tl, triton
 
@@ -213,7 +213,7 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
     dw is empty where there is no weight or `needs_dw` is false.
     """
     bwd, bwd_dot, dw = tunables
-    dy, x = row_major(dy), row_major(x)
+    dy, x, w = row_major(dy), row_major(x), dense(w)
     ds = None if ds is None else row_major(ds)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)

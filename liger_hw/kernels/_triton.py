@@ -7,11 +7,17 @@ launching a kernel raises with what to install.
 from __future__ import annotations
 
 import os
+import sys
 
 from .. import env
 
 INTERPRET = env.get("LIGER_HW_INTERPRET") or os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRET:
+if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
+    if "triton" in sys.modules:  # its own functions are already compiled ones: kernels could not call them
+        raise RuntimeError(
+            "LIGER_HW_INTERPRET=1 came too late: triton was imported before liger_hw's kernels (transformers does so). "
+            "Set TRITON_INTERPRET=1 in the environment before Python starts"
+        )
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when it decorates a kernel
 
 try:

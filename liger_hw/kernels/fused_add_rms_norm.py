@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
 from ._rms_backward import DIMS, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
 from .rms_norm import CASTING_MODES, LigerRMSNorm, fwd_heuristic, fwd_space, rms_norm_reference
@@ -127,7 +127,7 @@ BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 
 def _fwd(x, r, w, eps, offset, casting):
-    x, r = row_major(x), row_major(r)
+    x, r, w = row_major(x), row_major(r), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
     rstd = x.new_empty(n_rows, dtype=torch.float32)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, no_weight, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, no_weight, row_major, rows_of
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
 
@@ -153,7 +153,7 @@ def _out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.d
 
 
 def _fwd(x, w, eps, offset, casting):
-    x = row_major(x)
+    x, w = row_major(x), dense(w)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, _out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)

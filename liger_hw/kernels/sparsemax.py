@@ -5,8 +5,8 @@ fp32, y rounded once to x's dtype. Saved for backward: y.
 Backward, over the support (y > 0):  dx = dy - mean of dy over the support; outside it dx = 0.
 
 tau is found without a sort, exactly, by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and
-piecewise linear: from max(x) - 1, left of the root, each step t + f(t) / count(x > t) stays left of it, the support only
-shrinks, and when it no longer does the step was exact. A step halves f or the support (Dinkelbach's bound), so there are at
+piecewise linear: from max(x) - 1, left of the root, each step to (sum(x > t) - 1) / count(x > t) stays left of it, the
+support only shrinks, and when it no longer does the step was exact. A step halves f or the support (Dinkelbach's bound), so there are at
 most some 50 of them and on real rows about 5; every one is two sums over values already in registers.
 
 Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is that of
@@ -74,9 +74,9 @@ def _sparsemax_fwd_kernel(
             z = x.to(tl.float32)
             z = tl.where(row_mask, z - tl.max(z, axis=1)[:, None], 0.0)  # rows past the end: something finite
             while shrinking:
-                excess = tl.sum(tl.maximum(z - tau, 0.0), axis=1)[:, None] - 1.0
-                support = tl.sum((z > tau).to(tl.float32), axis=1)[:, None]
-                tau += excess / support
+                inside = z > tau
+                support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
+                tau = (tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0) / support
                 shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
                 count = support
             tl.store(y_ptrs, tl.maximum(z - tau, 0.0).to(Y_ptr.dtype.element_ty), mask=mask)
@@ -93,11 +93,11 @@ def _sparsemax_fwd_kernel(
                 for col_tile in range(col_tiles):
                     mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
                     x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                    z = x - top - tau
-                    above += tl.maximum(z, 0.0)
-                    members += (z > 0.0).to(tl.float32)
+                    z = x - top
+                    above += tl.where(z > tau, z, 0.0)
+                    members += (z > tau).to(tl.float32)
                 support = tl.sum(members, axis=1)[:, None]
-                tau += (tl.sum(above, axis=1)[:, None] - 1.0) / tl.maximum(support, 1.0)
+                tau = (tl.sum(above, axis=1)[:, None] - 1.0) / tl.maximum(support, 1.0)
                 shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
                 count = support
             for col_tile in range(col_tiles):
@@ -134,9 +134,10 @@ def _sparsemax_bwd_kernel(
             y = tl.load(Y_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             inside = y > 0.0
-            dy = tl.where(inside, dy, 0.0).to(tl.float32)
-            mean = tl.sum(dy, axis=1) / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0)
-            dx = tl.where(inside, dy - mean[:, None], 0.0)
+            total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
+            mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
+            one = tl.where(mean == mean, 1.0, 0.0).to(dy.dtype)  # keeps dy narrow across the sum, as in softmax
+            dx = tl.where(inside, (dy * one).to(tl.float32) - mean, 0.0)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)

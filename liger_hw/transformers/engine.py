@@ -164,12 +164,12 @@ class _Engine:
         elif getattr(current, _MARK, None) is not None:
             self._leave("rope", where, "rope", ALREADY)
         elif self.model is None:
-            rotary = _marked(parts.rotary_function(current), "rope", name, current)
+            rotary = _marked(parts.rotary_function(current, self.spec.shared_halves), "rope", name, current)
             self.report.change(PatchRow("rope", where, "rope", PATCHED), Patch(self.modeling, name, rotary))
         else:
             private = PREFIX + name
             if not hasattr(self.modeling, private):  # harmless, shared by every patched instance, so never taken away
-                setattr(self.modeling, private, _marked(parts.rotary_function(current), "rope", name, current))
+                setattr(self.modeling, private, _marked(parts.rotary_function(current, self.spec.shared_halves), "rope", name, current))
             try:
                 self._forwards("rope", "rope", "attentions", lambda original: rebind(original, name))
             except CannotRebind as error:

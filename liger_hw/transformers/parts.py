@@ -44,8 +44,8 @@ def why_not_swiglu(mlp: torch.nn.Module) -> str:
     return ""
 
 
-def rotary_function(original: Callable) -> Callable:
-    """Rotary embedding with the arguments of the family's own function.
+def rotary_function(original: Callable, shared_halves: bool) -> Callable:
+    """Rotary embedding with the arguments of the family's own function; `shared_halves` is the spec's.
 
     transformers before 5 passes `position_ids` ahead of `unsqueeze_dim` and ignores it, since cos and sin are already
     gathered; so does this.
@@ -55,11 +55,11 @@ def rotary_function(original: Callable) -> Callable:
     if "position_ids" in inspect.signature(original).parameters:
 
         def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, shared_halves=shared_halves)
 
     else:
 
         def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, shared_halves=shared_halves)
 
     return apply_rotary_pos_emb

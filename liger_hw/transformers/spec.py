@@ -22,6 +22,7 @@ class FamilySpec:
     prefix: what its class names start with, for example "Mistral" in MistralRMSNorm
     norms, mlps, attentions, causal_lms: class names in the modeling module; () takes them from the prefix
     rotary: name of the function the attention classes call; head: attribute of a causal LM that is its output head
+    shared_halves: its cos and sin are two equal halves, so that rope reads one
     casting_mode, offset, eps: how its RMSNorm computes (see kernels/rms_norm.py), and the attribute that holds epsilon
     parts: keyword -> default of the public function, in order
     """
@@ -34,6 +35,7 @@ class FamilySpec:
     attentions: tuple[str, ...] = ()
     causal_lms: tuple[str, ...] = ()
     rotary: str = "apply_rotary_pos_emb"
+    shared_halves: bool = True
     head: str = "lm_head"
     casting_mode: str = "llama"
     offset: float = 0.0

@@ -112,6 +112,7 @@ def start(cache: Path, *more: str, seconds: float = 0.05) -> subprocess.Popen:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "FAKE_SECONDS": str(seconds),
+        "FAKE_CALM": "1",
     }
     environment.pop("LIGER_HW_INTERPRET", None)
     command = [sys.executable, "-c", RUN, *COMMAND, *more]
