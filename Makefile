@@ -46,10 +46,10 @@ $(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
 	  { echo "cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 	@echo "installing into $(VENV) (once)"
 	@grep -v '^torch==\|^triton==' ci/constraints.txt > $(VENV)/constraints.txt
-	$(PIP) -c $(CONSTRAINTS) setuptools $(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
-	$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,dev]'
-	$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
+	@$(PIP) -c $(CONSTRAINTS) setuptools $(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,dev]'
+	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
 	@touch $@
 
 clean:

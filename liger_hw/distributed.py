@@ -51,7 +51,11 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     registry.set_tables(target, layers)
     facts = facts_of(target)
     reports = _all_gather(facts, group)
-    wrong = [f"rank {number}: {_difference(reports[0], report)}" for number, report in enumerate(reports) if report != reports[0]]
+    wrong = [
+        f"rank {number}: {_difference(reports[0], report)}"
+        for number, report in enumerate(reports)
+        if report != reports[0]
+    ]
     if wrong:
         raise RuntimeError(
             f"liger_hw.distributed.sync: {len(wrong)} of {len(reports)} ranks would launch other kernels than rank 0. "
@@ -72,7 +76,12 @@ def facts_of(target: Target) -> dict[str, Any]:
     """What the digest covers, as JSON data."""
     kernels = {tunable.name: tunable.kernel_hash() for op in registry.ops().values() for tunable in op.tunables}
     configurations = [
-        [layer, sorted([op, variant, list(key), e.config.to_json(), e.kernel_hash] for (op, variant, key), e in table.items())]
+        [
+            layer,
+            sorted(
+                [op, variant, list(key), e.config.to_json(), e.kernel_hash] for (op, variant, key), e in table.items()
+            ),
+        ]
         for layer, table in registry.tables(target)
     ]
     return {

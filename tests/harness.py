@@ -40,7 +40,7 @@ def wide_sizes(op: Op) -> Sizes:
     large = next(iter(op.workloads.values()))
     if large[-1] < 1024:
         return small_sizes(op)[-1]
-    return (*(min(s, 3) if s >= 1024 else min(s, 10) for s in large[:-1]), 4500)
+    return (min(3, large[0]), *(37 if s >= 1024 else min(s, 10) for s in large[1:-1]), 4500)
 
 
 def real_sizes(op: Op) -> Sizes:
@@ -145,7 +145,7 @@ def reference(op: Op, sample: Sample, given: list[torch.Tensor | None], change: 
 
 
 def sensitivity(op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype) -> list[torch.Tensor]:
-    """How much `exact` (outputs, then gradients) moves when every input moves by less than the accumulator's rounding."""
+    """How much `exact` (outputs, then gradients) moves when every input moves by the accumulator's rounding error."""
     most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
     for draw in range(3):
         generators: dict[str, torch.Generator] = {}
@@ -153,8 +153,8 @@ def sensitivity(op: Op, sample: Sample, given: list[torch.Tensor | None], exact:
         def nudged(t: torch.Tensor) -> torch.Tensor:
             device = str(t.device)
             generator = generators.setdefault(device, torch.Generator(device).manual_seed(draw))  # noqa: B023
-            noise = torch.rand(t.shape, generator=generator, dtype=torch.float64, device=t.device)
-            return t.double() * (1 + unit(dtype) * (2 * noise - 1))
+            sign = torch.randint(2, t.shape, generator=generator, device=t.device) * 2 - 1
+            return t.double() * (1 + unit(dtype) * sign)
 
         moved = reference(op, sample, given, nudged).bits()
         most = [torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m for m, a, b in zip(most, moved, exact.bits())]

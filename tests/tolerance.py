@@ -15,7 +15,7 @@ The bound of one element:
   + the smallest number the dtype holds: results below it are lost
 
 scale is the size of the terms behind a row (last dimension) of the result: its largest |oracle|, or, where terms cancel,
-the most that a change of every input by less than u_acc makes in the oracle, over u_acc (`sensitivity`, three draws).
+the most that moving every input up or down by u_acc makes in the oracle, over u_acc (`sensitivity`, three draws).
 
 A reference that rounds nothing in the middle grants no allowance for it. And that no allowance hides a wrong result, the
 whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc) |size|, with

@@ -53,7 +53,9 @@ class Clock:
             graph.capture_end()
         return graph.replay
 
-    def interleaved(self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int) -> list[list[float]]:
+    def interleaved(
+        self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int
+    ) -> list[list[float]]:
         """Microseconds of each (restore, replay) arm, `rounds` times in turn; `restore` is outside the clock."""
         if self.on_cpu:
             return self._on_cpu(arms, rounds)

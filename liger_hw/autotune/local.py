@@ -50,7 +50,9 @@ class LocalMeasurer:
         """[variant, key] of everything `op` launches at this shape, forward and backward."""
         return [[variant, list(key)] for variant, key in self._open_bench(op, sizes, dtype).tunables()]
 
-    def open(self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list) -> dict[str, Any]:
+    def open(
+        self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list
+    ) -> dict[str, Any]:
         """Get ready for candidates of one tunable and key. `{baseline, bytes, copies}`, or `{error}`.
 
         context: [variant, key, configuration] of other tunables that were chosen before.

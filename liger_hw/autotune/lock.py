@@ -21,7 +21,10 @@ from .tables import Name
 
 def digest(table: Mapping[Name, Entry]) -> str:
     """Hash of every (op, variant, key) and configuration; where they came from does not count."""
-    lines = sorted(json.dumps([op, variant, list(key), e.config.to_json()], sort_keys=True) for (op, variant, key), e in table.items())
+    lines = sorted(
+        json.dumps([op, variant, list(key), e.config.to_json()], sort_keys=True)
+        for (op, variant, key), e in table.items()
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -37,7 +40,9 @@ def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry
 
 def pin_plans(plans: Iterable[Plan]) -> dict[Name, Entry]:
     """What a running program resolved so far (`registry.plans()`), as lock entries."""
-    return {(p.tunable.op, p.tunable.variant, p.key): Entry(p.config, _provenance(p.layer, p.provenance)) for p in plans}
+    return {
+        (p.tunable.op, p.tunable.variant, p.key): Entry(p.config, _provenance(p.layer, p.provenance)) for p in plans
+    }
 
 
 def _provenance(layer: str, provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,24 @@ import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
-from ..kernels._launch import LaunchFailed, launch
+from ..kernels._launch import launch
 from ..registry import Key, Op, Plan, Sample, Tunable
 from . import check
 from .clock import Clock
-from .record import Call, Launch, Recorder, checksum, copy_of, everywhere, installed, mark, plan_for, poisoned, strictly
+from .record import (
+    Call,
+    Launch,
+    LaunchRefused,
+    Recorder,
+    checksum,
+    copy_of,
+    everywhere,
+    installed,
+    mark,
+    plan_for,
+    poisoned,
+    strictly,
+)
 
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
@@ -51,7 +64,9 @@ class Arm:
 class Bench:
     """One op at one shape on one device. Use inside `with clock:`."""
 
-    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock, options: dict | None = None) -> None:
+    def __init__(
+        self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock, options: dict | None = None
+    ) -> None:
         self.op, self.sizes, self.dtype, self.clock = op, sizes, dtype, clock
         self.device, self.options = clock.device, dict(options or {})
         self.target: Target = target_of(self.device)
@@ -105,8 +120,8 @@ class Bench:
                 if sizes[0] <= 256:
                     raise
                 sizes = (max(256, sizes[0] // 4), *sizes[1:])
-            except LaunchFailed as failure:
-                return f"{type(failure.cause).__name__}: {failure.cause}"
+            except LaunchRefused as failure:
+                return str(failure)
 
 
 class Stage:
@@ -131,11 +146,7 @@ class Stage:
         self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
         first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
-        self._pristine = {
-            (name, i): one.before[i]
-            for name, one in by_kernel.items()
-            for i in one.before
-        }
+        self._pristine = {(name, i): one.before[i] for name, one in by_kernel.items() for i in one.before}
         for one in launches:
             one.before = {}
         self.restore_all()
@@ -161,7 +172,9 @@ class Stage:
         noted = [self._note(config) for config in _extremes(self._space(), self.baseline)]
         own = {one for launches in noted for one, (mine, _) in launches.items() if mine}
         everywhere_alike = {
-            name for name in noted[0] if all(name in launches and launches[name] == noted[0][name] for launches in noted)
+            name
+            for name in noted[0]
+            if all(name in launches and launches[name] == noted[0][name] for launches in noted)
         }
         return own | {name for launches in noted for name in launches if name not in everywhere_alike}
 
@@ -186,7 +199,9 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.callback(registry.invalidate)
             for other in self.context:
-                stack.enter_context(installed(plan_for(other.tunable, self.target, self.device, other.key, other.config)))
+                stack.enter_context(
+                    installed(plan_for(other.tunable, self.target, self.device, other.key, other.config))
+                )
             stack.enter_context(installed(plan))
             yield
 
@@ -196,9 +211,8 @@ class Stage:
         with torch.no_grad(), strictly(), self._installed(plan), Recorder(keep) as seen, poisoned():
             try:
                 outputs = self.call.again()
-            except LaunchFailed as failure:
-                said = str(failure.cause).strip().splitlines() or [""]
-                raise Rejected(f"{type(failure.cause).__name__}: {said[0][:200]}") from None
+            except LaunchRefused as failure:
+                raise Rejected(str(failure)) from None
         launches = [one for call in seen.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")

@@ -85,7 +85,9 @@ def tune_now(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
         return False
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         _state["inline"] = "off"
-        store.warn_once("inline ranks", "LIGER_HW_AUTOTUNE=1 is ignored with WORLD_SIZE > 1; run `liger-hw autotune` first")
+        store.warn_once(
+            "inline ranks", "LIGER_HW_AUTOTUNE=1 is ignored with WORLD_SIZE > 1; run `liger-hw autotune` first"
+        )
         return False
     from . import inline
 
@@ -93,5 +95,7 @@ def tune_now(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
         return inline.tune(tunable, target, device, key)
     except Exception as error:
         _state["inline"] = "off"
-        store.warn_once("inline", f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}")
+        store.warn_once(
+            "inline", f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}"
+        )
         return False

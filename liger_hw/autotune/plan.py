@@ -54,7 +54,9 @@ def jobs(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[
             if place not in best or _weight(sizes) > _weight(best[place]):
                 best[place] = sizes
     found = []
-    for op, sizes in sorted(beside, key=lambda item: (list(dict.fromkeys(o for o, _ in wanted)).index(item[0]), _order(item[1]))):
+    for op, sizes in sorted(
+        beside, key=lambda item: (list(dict.fromkeys(o for o, _ in wanted)).index(item[0]), _order(item[1]))
+    ):
         for variant, key in beside[op, sizes]:
             if best[op, variant, key] == sizes:
                 found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
@@ -104,7 +106,9 @@ def traced(target: Target) -> Scan:
     return scan
 
 
-def trace(op: str, sizes: Sizes, dtype: str, target: Target, configs: Mapping[str, LaunchConfig] | None = None) -> list[Any]:
+def trace(
+    op: str, sizes: Sizes, dtype: str, target: Target, configs: Mapping[str, LaunchConfig] | None = None
+) -> list[Any]:
     """`compile.trace` without stored tables, and without autocast, which meta tensors cannot be asked about."""
     import torch
 

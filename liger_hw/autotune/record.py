@@ -216,10 +216,23 @@ def everywhere(plan: Plan) -> Iterator[None]:
         del plan.tunable.plan
 
 
+class LaunchRefused(Exception):
+    """A configuration failed to compile or launch inside `strictly()`."""
+
+    def __init__(self, plan: Plan, cause: BaseException) -> None:
+        said = str(cause).strip().splitlines() or [""]
+        super().__init__(f"{type(cause).__name__}: {said[0][:200]}")
+        self.plan = plan
+
+
 @contextlib.contextmanager
 def strictly() -> Iterator[None]:
-    """A configuration that fails raises here, instead of being set aside for the next layer."""
-    before, registry.quarantine = registry.quarantine, lambda plan, error: False
+    """A configuration that fails raises `LaunchRefused`, instead of being set aside for the next layer."""
+
+    def refuse(plan: Plan, error: BaseException) -> bool:
+        raise LaunchRefused(plan, error)
+
+    before, registry.quarantine = registry.quarantine, refuse
     try:
         yield
     finally:

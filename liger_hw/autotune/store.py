@@ -166,7 +166,12 @@ def save(target: Target, name: Name, entry: Entry) -> Path | None:
     if path is None:
         warn_once("no home", "no folder for the user cache: set LIGER_HW_CACHE_DIR")
         return None
-    record = {"schema": SCHEMA, "device": fingerprint(target), "target": header(target), **tables.to_record(name, entry)}
+    record = {
+        "schema": SCHEMA,
+        "device": fingerprint(target),
+        "target": header(target),
+        **tables.to_record(name, entry),
+    }
     return path if write_atomic(path, json.dumps(record, sort_keys=True) + "\n") else None
 
 
@@ -324,7 +329,9 @@ def _report(problems: list[str], target: Target) -> None:
 # -- quarantine and misses -------------------------------------------------------------------------------------------
 
 
-def save_quarantined(target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str) -> None:
+def save_quarantined(
+    target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str
+) -> None:
     """Remember on disk that a configuration failed at launch, for this kernel source and Triton minor version."""
     folder = home(target)
     if folder is None:

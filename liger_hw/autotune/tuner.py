@@ -72,7 +72,13 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         data = {k: v for k, v in vars(self).items() if k != "job"}
         job = self.job
-        head = {"op": job.op, "variant": job.variant, "key": list(job.key), "sizes": list(job.sizes), "dtype": job.dtype}
+        head = {
+            "op": job.op,
+            "variant": job.variant,
+            "key": list(job.key),
+            "sizes": list(job.sizes),
+            "dtype": job.dtype,
+        }
         return {**head, **data, "floor_share": round(self.floor_share, 4)}
 
 
@@ -186,7 +192,9 @@ class Tuner:
         same = [key for key in known if len(key) == len(job.key)]
         if not same:
             return {}
-        nearest = min(same, key=lambda key: sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in zip(key, job.key)))
+        nearest = min(
+            same, key=lambda key: sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in zip(key, job.key))
+        )
         return known[nearest]
 
     def learn(self, job: Job, times: dict[LaunchConfig, float]) -> None:
@@ -407,7 +415,9 @@ class _Search:
         self.ids[config] = answer["id"]
         return True
 
-    def _time_all(self, configs: list[LaunchConfig], rounds: int, stage: str, twice: LaunchConfig | None = None) -> dict:
+    def _time_all(
+        self, configs: list[LaunchConfig], rounds: int, stage: str, twice: LaunchConfig | None = None
+    ) -> dict:
         """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
         while True:
             ready = [c for c in configs if c not in self.failed and self._prepare(c)]
@@ -430,7 +440,11 @@ class _Search:
                 return {}
             for arm, samples in zip(arms, raw):
                 config = twice if arm == "twice" else arm
-                line = {"config": config.to_json(), "us": round(min(samples), 4), "samples": [round(s, 4) for s in samples]}
+                line = {
+                    "config": config.to_json(),
+                    "us": round(min(samples), 4),
+                    "samples": [round(s, 4) for s in samples],
+                }
                 self.tuner._write(self.job, self.tunable, {"stage": stage, **line})
             return dict(zip(arms, raw))
 

@@ -53,20 +53,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     what.add_argument("--device", help="cuda, rocm, xpu, or one device such as cuda:0 (default: the accelerator here)")
     what.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
-    what.add_argument("--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id")
+    what.add_argument(
+        "--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id"
+    )
     what.add_argument("--batch", type=_numbers, default=[1], help="batch sizes for --model (default 1)")
     what.add_argument(
-        "--seq", type=_numbers, default=[512, 1024, 2048, 4096, 8192, 16384], help="sequence lengths for --model (default 512 to 16384)"
+        "--seq",
+        type=_numbers,
+        default=[512, 1024, 2048, 4096, 8192, 16384],
+        help="sequence lengths for --model (default 512 to 16384)",
     )
-    what.add_argument("--shapes", type=_shapes, default=[], metavar="AxB,..", help="problem sizes, for ops that take as many (see `liger-hw explain`)")
-    what.add_argument("--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for")
+    what.add_argument(
+        "--shapes",
+        type=_shapes,
+        default=[],
+        metavar="AxB,..",
+        help="problem sizes, for ops that take as many (see `liger-hw explain`)",
+    )
+    what.add_argument(
+        "--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for"
+    )
     what.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     how = parser.add_argument_group("how")
-    how.add_argument("--budget", type=_seconds, metavar="SECONDS", help="stop after about this long; less is tried where time is short")
-    how.add_argument("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
+    how.add_argument(
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="stop after about this long; less is tried where time is short",
+    )
+    how.add_argument(
+        "--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)"
+    )
     how.add_argument("--candidates", type=positive, default=96, help="most candidates of a first shape (default 96)")
     how.add_argument("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
-    how.add_argument("--dry-run", action="store_true", help="print what would be tuned; works for any architecture, without the device")
+    how.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be tuned; works for any architecture, without the device",
+    )
     how.add_argument("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
 
 
@@ -112,18 +136,24 @@ def _device(name: str | None) -> str:
     names = ", ".join(b.vendor for b in here) or "none"
     if name is None:
         if not here:
-            raise UsageError("autotune: no GPU here. The tuner measures; `--dry-run --device sm90` shows what it would do")
+            raise UsageError(
+                "autotune: no GPU here. The tuner measures; `--dry-run --device sm90` shows what it would do"
+            )
         return f"{here[0].device_type}:0"
     kind, _, index = name.partition(":")
     if kind == "cpu":
         if not registry.interpreting():
-            raise UsageError("autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries the tuner out)")
+            raise UsageError(
+                "autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries the tuner out)"
+            )
         return "cpu"
     for one in here:
         if kind == one.vendor:
             count = getattr(torch, one.device_type).device_count()
             if index and not (index.isdigit() and int(index) < count):
-                raise UsageError(f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to {one.device_type}:{count - 1})")
+                raise UsageError(
+                    f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to {one.device_type}:{count - 1})"
+                )
             return f"{one.device_type}:{index or 0}"
         if target_of(torch.device(one.device_type, 0)).arch == name:
             return f"{one.device_type}:0"
@@ -159,7 +189,9 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
     wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, arguments.shapes)
     if not wanted:
         counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
-        raise UsageError(f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}")
+        raise UsageError(
+            f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
+        )
     scan = plan.traced(target)
     if target.vendor == "cpu":
         scan = plan.measured(measurer)
@@ -191,7 +223,16 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
     cells = [("kernel", "key", "sizes", "legal", "refused")]
-    cells += [(f"{r['op']}.{r['variant']}", str(tuple(r["key"])), _by(r["sizes"]), str(r["legal"]), str(sum(r["refused"].values()))) for r in rows]
+    cells += [
+        (
+            f"{r['op']}.{r['variant']}",
+            str(tuple(r["key"])),
+            _by(r["sizes"]),
+            str(r["legal"]),
+            str(sum(r["refused"].values())),
+        )
+        for r in rows
+    ]
     print(table(cells))
     for problem in problems:
         print(f"not planned: {problem}")
@@ -222,7 +263,9 @@ def _tune(
     journal = Journal(folder / "_journal.jsonl" if folder else None)
     past = Past(journal, facts["triton"]) if arguments.resume else None
     screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
-    screen.line(f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} GB/s")
+    screen.line(
+        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} GB/s"
+    )
     screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
         screen.line(f"not planned: {problem}")
@@ -252,9 +295,16 @@ def _tune(
         interrupted = True
     finally:
         journal.close()
-    screen.line(f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; {sum(r.stored for r in results)} stored")
+    screen.line(
+        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; {sum(r.stored for r in results)} stored"
+    )
     if arguments.json:
-        data = {"facts": facts, "results": [r.to_json() for r in results], "problems": problems, "interrupted": interrupted}
+        data = {
+            "facts": facts,
+            "results": [r.to_json() for r in results],
+            "problems": problems,
+            "interrupted": interrupted,
+        }
         print(json.dumps(data, indent=2))
     else:
         print(as_table(results))
@@ -317,7 +367,9 @@ class _Progress:
             what = result.note
         else:
             what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} (noise {result.noise:.1%})"
-            what += f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
+            what += (
+                f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
+            )
             what += ", stored" if result.stored else f", {result.note}" if result.note else ""
         self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{'' if self.live else self._eta()}")
 

@@ -1,10 +1,10 @@
 """`liger-hw cache list|verify|export|import|clear`: what is stored, and how it is shared.
 
-    liger-hw cache list                            every stored configuration
-    liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
-    liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
-    liger-hw cache import sm90.json                take over somebody's table
-    liger-hw cache clear [--misses|--quarantine|--entries|--journal]
+liger-hw cache list                            every stored configuration
+liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
+liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
+liger-hw cache import sm90.json                take over somebody's table
+liger-hw cache clear [--misses|--quarantine|--entries|--journal]
 """
 
 from __future__ import annotations
@@ -96,14 +96,18 @@ def _list(arguments: argparse.Namespace) -> int:
         ]
         entries.sort(key=lambda r: (r["op"], r["variant"], r["key"]))
         counts = {what: len(list((folder / f"_{what}").glob("*.json"))) for what in ("quarantine", "misses")}
-        devices.append({"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems})
+        devices.append(
+            {"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems}
+        )
     if arguments.json:
         print(json.dumps(devices, indent=2))
         return 0
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
-        print(f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, {device['misses']} lists of misses")
+        print(
+            f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, {device['misses']} lists of misses"
+        )
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:
             p = r["provenance"]

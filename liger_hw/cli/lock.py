@@ -17,10 +17,19 @@ from .autotune import _numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id")
+    parser.add_argument(
+        "--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id"
+    )
     parser.add_argument("--batch", type=_numbers, default=[1], help="batch sizes (default 1)")
-    parser.add_argument("--seq", type=_numbers, default=[512, 1024, 2048, 4096, 8192, 16384], help="sequence lengths (default 512 to 16384)")
-    parser.add_argument("--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up")
+    parser.add_argument(
+        "--seq",
+        type=_numbers,
+        default=[512, 1024, 2048, 4096, 8192, 16384],
+        help="sequence lengths (default 512 to 16384)",
+    )
+    parser.add_argument(
+        "--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up"
+    )
     parser.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     parser.add_argument("--device", help="cuda:0, xpu, or an architecture such as sm90 (default: the device here)")
@@ -114,9 +123,21 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         elif registry._choose(tunable, target, key).config != entry.config:
             other += 1
     if arguments.json:
-        print(json.dumps({"file": arguments.check, "digest": header["digest"], "entries": len(table), "illegal": illegal, "other": other}))
+        print(
+            json.dumps(
+                {
+                    "file": arguments.check,
+                    "digest": header["digest"],
+                    "entries": len(table),
+                    "illegal": illegal,
+                    "other": other,
+                }
+            )
+        )
     else:
-        print(f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on {header.get('device', '?')}")
+        print(
+            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on {header.get('device', '?')}"
+        )
         print(f"{other} differ from what {target.name} would choose by itself")
         for line in illegal:
             print(f"not usable on {target.name}: {line}")

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
-from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, masked_tile
+from . import _reuse
+from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
 from ._op import check, check_tensors, define, launch
 from ._triton import tl, triton
 
@@ -50,6 +51,15 @@ def _gelu_and_slope(a, TANH: tl.constexpr):
     return a * share, share + a * density
 
 
+@triton.jit
+def _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, TANH: tl.constexpr, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    gelu, _ = _gelu_and_slope(a.to(tl.float32), TANH)
+    c = gelu.to(a.dtype).to(tl.float32) * b
+    tl.store(c_ptrs, c.to(c_ptrs.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _geglu_fwd_kernel(
     A_ptr,
@@ -65,14 +75,37 @@ def _geglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
-    a = tl.load(a_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    gelu, _ = _gelu_and_slope(a.to(tl.float32), TANH)
-    c = gelu.to(a.dtype).to(tl.float32) * b
-    tl.store(C_ptr + row * n_cols + cols, c.to(C_ptr.dtype.element_ty), mask=mask)
+    c_ptrs = C_ptr + row * n_cols + cols
+    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
+        _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, TANH, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, cols < size, TANH, LOAD_CACHE, LOAD_EVICT)
+
+
+@triton.jit
+def _geglu_bwd_tile(
+    dc_ptrs,
+    a_ptrs,
+    b_ptrs,
+    da_ptrs,
+    db_ptrs,
+    mask,
+    TANH: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    gelu, slope = _gelu_and_slope(a.to(tl.float32), TANH)
+    da = dc * b * slope
+    db = dc * gelu.to(a.dtype).to(tl.float32)
+    tl.store(da_ptrs, da.to(da_ptrs.dtype.element_ty), mask=mask)
+    tl.store(db_ptrs, db.to(db_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -93,25 +126,23 @@ def _geglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    dc_ptrs = DC_ptr + row * DC_row_stride + cols
-    a_ptrs = A_ptr + row * A_row_stride + cols
-    b_ptrs = B_ptr + row * B_row_stride + cols
-    a = tl.load(a_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    dc = tl.load(dc_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    gelu, slope = _gelu_and_slope(a.to(tl.float32), TANH)
-    da = dc * b * slope
-    db = dc * gelu.to(a.dtype).to(tl.float32)
-    tl.store(DA_ptr + row * n_cols + cols, da.to(DA_ptr.dtype.element_ty), mask=mask)
-    tl.store(DB_ptr + row * n_cols + cols, db.to(DB_ptr.dtype.element_ty), mask=mask)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
+    dc = DC_ptr + row * DC_row_stride + cols
+    a = A_ptr + row * A_row_stride + cols
+    b = B_ptr + row * B_row_stride + cols
+    dense = row * n_cols + cols
+    if start + BLOCK_SIZE <= size:
+        _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, None, TANH, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, cols < size, TANH, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The tiles of swiglu: the streams are the same, and the arithmetic still hides behind them.
 
-FWD = elementwise_tunable("geglu", "fwd", _geglu_fwd_kernel)
-BWD = elementwise_tunable("geglu", "bwd", _geglu_bwd_kernel)
+FWD = elementwise_tunable("geglu", "fwd", _geglu_fwd_kernel, _geglu_fwd_tile, _gelu_and_slope)
+BWD = elementwise_tunable("geglu", "bwd", _geglu_bwd_kernel, _geglu_bwd_tile, _gelu_and_slope)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
-from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, masked_tile
+from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
 from ._op import check_tensors, define, launch
 from ._triton import tl, triton
 
@@ -28,6 +28,13 @@ def relu_squared_reference(x: torch.Tensor) -> torch.Tensor:
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _fwd_tile(x_ptrs, y_ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    x = tl.load(x_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    y = tl.where(x <= 0.0, 0.0, x * x)
+    tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _relu_squared_fwd_kernel(
     X_ptr,
@@ -40,11 +47,22 @@ def _relu_squared_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
     x_ptrs = X_ptr + row * X_row_stride + cols
-    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    y = tl.where(x <= 0.0, 0.0, x * x)
-    tl.store(Y_ptr + row * n_cols + cols, y.to(Y_ptr.dtype.element_ty), mask=mask)
+    y_ptrs = Y_ptr + row * n_cols + cols
+    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
+        _fwd_tile(x_ptrs, y_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _fwd_tile(x_ptrs, y_ptrs, cols < size, LOAD_CACHE, LOAD_EVICT)
+
+
+@triton.jit
+def _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    dy = tl.load(dy_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    x = tl.load(x_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+    dx = tl.where(x <= 0.0, 0.0, 2.0 * x * dy)
+    tl.store(dx_ptrs, dx.to(dx_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -61,20 +79,22 @@ def _relu_squared_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, cols, mask = masked_tile(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
+    cols = start + tl.arange(0, BLOCK_SIZE)
     dy_ptrs = DY_ptr + row * DY_row_stride + cols
     x_ptrs = X_ptr + row * X_row_stride + cols
-    dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    dx = tl.where(x <= 0.0, 0.0, 2.0 * x * dy)
-    tl.store(DX_ptr + row * n_cols + cols, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+    dx_ptrs = DX_ptr + row * n_cols + cols
+    if start + BLOCK_SIZE <= size:
+        _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, cols < size, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The tiles of swiglu; with fewer streams the measured tables may prefer wider ones.
 
-FWD = elementwise_tunable("relu_squared", "fwd", _relu_squared_fwd_kernel)
-BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel)
+FWD = elementwise_tunable("relu_squared", "fwd", _relu_squared_fwd_kernel, _fwd_tile)
+BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel, _bwd_tile)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def _softmax_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 _WIDEST_TILE = 32768
-"""Columns a program holds at most: 32 a thread of a full block, so that one fp32 copy of the row stays in registers."""
+"""Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
@@ -153,8 +153,8 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, target.warps(n_cols * rows, 16, 16))
     row_bytes = tensors * n_cols * itemsize
     if n_cols <= _WIDEST_TILE and tensors * itemsize <= 4:
-        stages, ctas = (2, 1) if row_bytes <= target.shared_memory else (1, 0)
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 32), stages, ctas)
+        stages, ctas, per_thread = (2, 1, 32 * tensors) if row_bytes <= target.shared_memory else (1, 0, 32)
+        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, per_thread), stages, ctas)
     ctas = max(1, min(4, target.l2 // (2 * target.multiprocessors * row_bytes)))
     return LaunchConfig({"BLOCK_SIZE": 8192, "ROWS": 1}, target.warps(8192, 16, 16), 2, ctas)
 

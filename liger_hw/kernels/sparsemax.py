@@ -36,7 +36,7 @@ def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     place = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
     size = (1 + place * ranked > sums).sum(-1, keepdim=True)
     tau = (sums.gather(-1, size - 1) - 1) / size
-    return (z - tau).clamp_min(0).to(input.dtype).movedim(-1, dim)
+    return (z - tau).relu().to(input.dtype).movedim(-1, dim)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

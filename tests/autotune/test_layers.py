@@ -41,7 +41,9 @@ def put(layer: str, config, monkeypatch, tmp_path: Path) -> None:
     elif layer == "user":
         store.save(H200, NAME, made)
     elif layer.startswith("shipped"):
-        stem = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}[layer]
+        stem = {"shipped-device": "sm90-nvidia-h200", "shipped-arch": "sm90", "shipped-family": "sm90-other-device"}[
+            layer
+        ]
         folder = tmp_path / "shipped"
         folder.mkdir(exist_ok=True)
         (folder / f"{stem}.json").write_text(tables.render(store.header(H200), {NAME: made}))
@@ -122,9 +124,13 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
     for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (store.tempfile, "mkstemp")):
-        monkeypatch.setattr(module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n)))
+        monkeypatch.setattr(
+            module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n))
+        )
     reads = []
-    monkeypatch.setattr(registry.env.os.environ.__class__, "get", lambda self, key, default=None: reads.append(key) or default)
+    monkeypatch.setattr(
+        registry.env.os.environ.__class__, "get", lambda self, key, default=None: reads.append(key) or default
+    )
     plan = fwd.plan(DEVICE, KEY)
     assert plan.layer == "heuristic" and not opened and not reads
     assert registry.quarantine(plan, RuntimeError("failed during capture")) and not opened
@@ -288,7 +294,9 @@ class TestLock:
     def test_it_answers_on_another_machine_and_for_another_kernel_source(self, h200, monkeypatch, tmp_path):
         fwd = tunable()
         config = fwd.safe(H200, KEY)
-        lock.write(tmp_path / "l", lock.pin(H200, [(fwd, KEY)]) | {NAME: replace(entry(config, fwd), kernel_hash=None)}, {})
+        lock.write(
+            tmp_path / "l", lock.pin(H200, [(fwd, KEY)]) | {NAME: replace(entry(config, fwd), kernel_hash=None)}, {}
+        )
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "l"))
         registry.reload()
         for arch in ("sm80", "sm120"):

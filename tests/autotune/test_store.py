@@ -60,7 +60,9 @@ def test_a_changed_kernel_rejects(stored):
     path.unlink()
     registry.reload()
     assert taken().layer == "heuristic"
-    explained = [c for c in registry.explain("rms_norm", (8192, 4096), _bf16(), H200)[0].candidates if c.layer == "user"]
+    explained = [
+        c for c in registry.explain("rms_norm", (8192, 4096), _bf16(), H200)[0].candidates if c.layer == "user"
+    ]
     assert "made for kernel source" in explained[0].rejected
 
 
@@ -214,7 +216,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(stored, monkeypatch):
 
 def test_shipped_format_is_canonical():
     fwd = tunable()
-    table = {("rms_norm", "fwd", (2048, 9, 2)): entry(fwd.safe(H200, KEY), fwd), NAME: entry(fwd.heuristic(H200, KEY), fwd)}
+    table = {
+        ("rms_norm", "fwd", (2048, 9, 2)): entry(fwd.safe(H200, KEY), fwd),
+        NAME: entry(fwd.heuristic(H200, KEY), fwd),
+    }
     text = tables.render(store.header(H200), table)
     assert text == tables.render(store.header(H200), dict(reversed(table.items())))
     assert len(text.splitlines()) == 2 + len(table), "one line an entry"
@@ -252,9 +257,16 @@ print(torn)
 
 def test_sixteen_processes_never_see_a_torn_entry(clean_registry, tmp_path):
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "LIGER_HW_CACHE_DIR": str(tmp_path / "shared"), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "LIGER_HW_CACHE_DIR": str(tmp_path / "shared"),
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", WRITER]
-    running = [subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True) for i in range(16)]
+    running = [
+        subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.PIPE, text=True) for i in range(16)
+    ]
     assert [p.communicate(timeout=240)[0].strip() for p in running] == ["0"] * 16
     assert all(p.returncode == 0 for p in running)
     left = [p.name for p in (tmp_path / "shared").rglob("*") if p.is_file()]

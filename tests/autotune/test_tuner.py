@@ -50,7 +50,9 @@ def test_it_finds_the_best_and_keeps_its_evidence():
     entry = kept["rms_norm", "bwd", KEY]
     assert entry.config == BEST and entry.kernel_hash == BWD.kernel_hash()
     p = entry.provenance
-    assert p["kind"] == "measured" and p["median_us"] == 10.0 and p["heuristic_us"] == pytest.approx(cost(START), abs=1e-3)
+    assert (
+        p["kind"] == "measured" and p["median_us"] == 10.0 and p["heuristic_us"] == pytest.approx(cost(START), abs=1e-3)
+    )
     assert p["gain"] == pytest.approx(1 - 10 / cost(START), abs=1e-3)
     assert {"p20", "p80", "device", "driver", "torch", "triton", "date", "noise"} <= set(p)
     assert result.floor_us == 1.0 and result.floor_share == pytest.approx(0.1), "4 MB at 4000 GB/s"
@@ -262,7 +264,11 @@ def test_a_pool_that_knows_nothing_changes_nothing():
 
 
 def test_sizes_are_found_for_recorded_keys():
-    for name, sizes in (("rms_norm.bwd", (8192, 4096)), ("rope.fwd", (4, 4096, 32, 8, 128)), ("cross_entropy.fwd", (8192, 128256))):
+    for name, sizes in (
+        ("rms_norm.bwd", (8192, 4096)),
+        ("rope.fwd", (4, 4096, 32, 8, 128)),
+        ("cross_entropy.fwd", (8192, 128256)),
+    ):
         of, op = tunable(name), registry.get_op(name.split(".")[0])
         for rows in (sizes[0], 2 * sizes[0]):
             key = of.key(rows, *sizes[1:], 2)

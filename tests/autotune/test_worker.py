@@ -116,7 +116,9 @@ def start(cache: Path, *more: str, seconds: float = 0.05) -> subprocess.Popen:
     }
     environment.pop("LIGER_HW_INTERPRET", None)
     command = [sys.executable, "-c", RUN, *COMMAND, *more]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def lines(cache: Path) -> list[dict]:
@@ -149,7 +151,9 @@ def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how, monkeypat
     again = start(tmp_path, "--resume")
     output = again.communicate(timeout=120)[0]
     assert again.returncode == 0, output
-    fresh = {json.dumps([x["variant"], x["key"], x["config"]]) for x in lines(tmp_path)[before:] if x["stage"] == "coarse"}
+    fresh = {
+        json.dumps([x["variant"], x["key"], x["config"]]) for x in lines(tmp_path)[before:] if x["stage"] == "coarse"
+    }
     assert not fresh & measured, "measured twice"
     assert {x["variant"] for x in lines(tmp_path) if x["stage"] == "done"} == {"fwd", "bwd"}
 

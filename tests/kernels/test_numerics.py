@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import make, real_sizes, small_sizes, verify, wide_sizes
+from harness import few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
 
 from liger_hw import registry
 
@@ -27,7 +27,7 @@ def test_other_configurations(lane, op, pick, seed, monkeypatch):
     for tunable in op.tunables:
         monkeypatch.setattr(tunable, "heuristic", tunable.safe if pick == "safe" else _picker(tunable, pick))
     registry.invalidate()
-    for sizes in (small_sizes(op)[0], wide_sizes(op)):
+    for sizes in (few_sizes(op), wide_sizes(op)):
         verify(op, make(op, sizes, torch.float32, lane.device, seed), seed)
 
 

@@ -7,6 +7,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
+from ...transformers.rebind import PREFIX
 from .. import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Original:
     def _foreign(self) -> str:
         for place, saved in zip(self.places, self.saved):
             for name, value in saved.items():
-                if origin := _kernel_package(value):
+                # PREFIX: what patches of single models leave in the module; nothing of Hugging Face's own uses it
+                if not name.startswith(PREFIX) and (origin := _kernel_package(value)):
                     return f"{place.__name__}.{name} comes from {origin}"
         return ""
 

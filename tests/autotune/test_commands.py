@@ -1,0 +1,231 @@
+"""`liger-hw autotune --dry-run`, `cache` and `lock`, and the sizes of models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from liger_hw import registry
+from liger_hw.autotune import lock, models, store, tables
+from liger_hw.cli import main
+from tests.autotune.fakes import H200, entry, other_config, tunable
+
+KEY = (4096, 13, 2)
+NAME = ("rms_norm", "fwd", KEY)
+
+
+@pytest.fixture
+def cache(clean_registry):
+    fwd = tunable()
+    store.save(H200, NAME, entry(other_config(fwd, H200, KEY), fwd, median_us=12.5, gain=0.2))
+    return store.home(H200)
+
+
+def run(capsys, *words: str, code: int = 0) -> str:
+    assert main(list(words)) == code
+    shown = capsys.readouterr()
+    return shown.out if code != 2 else shown.err
+
+
+# -- autotune --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_needs_no_device(clean_registry, capsys):
+    out = run(
+        capsys,
+        "autotune",
+        "--dry-run",
+        "--device",
+        "gfx942",
+        "--ops",
+        "rms_norm,swiglu",
+        "--shapes",
+        "8192x4096",
+        "--json",
+    )
+    data = json.loads(out)
+    assert data["target"]["arch"] == "gfx942" and not data["problems"]
+    assert {(j["op"], j["variant"]) for j in data["jobs"]} == {
+        *(("rms_norm", v) for v in ("fwd", "bwd", "dw")),
+        *(("swiglu", v) for v in ("fwd", "bwd")),
+    }
+    assert all(j["legal"] > 1 for j in data["jobs"])
+
+
+def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
+    words = ("--model", "qwen3-8b", "llama-3-8b", "--seq", "4096,3000", "--batch", "1,2", "--json")
+    data = json.loads(run(capsys, "autotune", "--dry-run", "--device", "sm90", "--ops", "rms_norm,rope", *words))
+    places = [(j["op"], j["variant"], tuple(j["key"])) for j in data["jobs"]]
+    assert len(places) == len(set(places))
+    assert ("rms_norm", "fwd", (128, 17, 2)) in places, "qwen3 normalises its heads"
+    assert ("rms_norm", "fwd", (4096, 12, 2)) in places
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--device", "gfx942"), "is not in this machine"),
+        (("--device", "cuda:7"), "is not in this machine"),
+        (("--device", "nonsense"), "is not in this machine"),
+        (("--device", "cpu"), "nothing to tune"),
+        ((), "no GPU here"),
+        (("--dry-run", "--device", "sm90", "--ops", "rms_nrm"), "did you mean rms_norm"),
+        (("--dry-run", "--device", "sm90", "--model", "mistral-70z"), "known without"),
+        (("--dry-run", "--device", "sm90", "--ops", "rope", "--shapes", "1x2"), "rope (5)"),
+        (("--shapes", "axb"), "is not a shape"),
+        (("--budget", "-3"), "positive number of seconds"),
+        (("--seq", "0"), "positive integers"),
+    ],
+)
+def test_what_cannot_be_done_is_said(clean_registry, capsys, monkeypatch, words, said):
+    import torch
+
+    if torch.accelerator.is_available() or registry.interpreting():
+        pytest.skip("for a machine without a GPU")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert said in run(capsys, "autotune", *words, code=2)
+
+
+def test_only_rank_0_measures(clean_registry, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert main(["autotune", "--device", "cuda"]) == 0
+    assert "only rank 0" in capsys.readouterr().err
+
+
+# -- cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_entry_and_its_state(cache, capsys):
+    out = run(capsys, "cache", "list")
+    assert "rms_norm.fwd" in out and "4096,13,2" in out and "12.50" in out and "20.0%" in out and "current" in out
+    data = json.loads(run(capsys, "cache", "list", "--json"))
+    assert data[0]["entries"][0]["state"] == "current" and data[0]["device"] == cache.name
+
+
+def test_verify_lists_what_is_broken_or_old(cache, capsys):
+    assert "0 problems" in run(capsys, "cache", "verify")
+    fwd = tunable()
+    (cache / "rms_norm" / "torn.json").write_text("{")
+    old = store.Entry(fwd.safe(H200, KEY), {"kind": "measured", "triton": "2.0.0"}, "0" * 16)
+    store.save(H200, NAME, old)
+    out = run(capsys, "cache", "verify", code=1)
+    assert "2 problems" in out and "torn.json" in out and "kernel changed" in out
+
+
+def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "sm90.json"
+    run(capsys, "cache", "export", "-o", str(path))
+    header, entries, problems = tables.parse(path.read_text(), "x")
+    assert header["arch"] == "sm90" and header["warp_size"] == 32 and header["family"] == "hopper" and not problems
+    assert run(capsys, "cache", "export") == path.read_text()
+    # shipped, it answers
+    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path)
+    run(capsys, "cache", "clear")
+    registry.reload()
+    assert registry._choose(tunable(), H200, KEY).layer == "shipped-arch"
+    # imported, it answers from the user cache
+    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    assert "1 of 1" in run(capsys, "cache", "import", str(path))
+    registry.reload()
+    chosen = registry._choose(tunable(), H200, KEY)
+    assert chosen.layer == "user" and chosen.config == entries[NAME].config and chosen.provenance["gain"] == 0.2
+
+
+def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
+    fwd = tunable()
+    path = tmp_path / "sm90.json"
+    run(capsys, "cache", "export", "-o", str(path))
+    run(capsys, "cache", "clear")
+    other = ("rms_norm", "fwd", (2048, 13, 2))
+    store.save(H200, other, entry(fwd.safe(H200, other[2]), fwd))
+    store.save(
+        H200, ("rms_norm", "fwd", (1024, 13, 2)), store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, "0" * 16)
+    )
+    assert "1 out of date" in run(capsys, "cache", "export", "-o", str(path), "--merge")
+    assert set(tables.parse(path.read_text(), "x")[1]) == {NAME, other}
+
+
+def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    run(capsys, "cache", "export", "-o", str(path))
+    assert "Name the device" in run(capsys, "cache", "import", str(path), "--device", "gfx942", code=2)
+    path.write_text("{}")
+    assert "not a table" in run(capsys, "cache", "import", str(path), "--device", "sm90", code=2)
+
+
+def test_clear_takes_what_it_is_told(cache, capsys):
+    store.save_misses(H200, [NAME])
+    store.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
+    run(capsys, "cache", "clear", "--quarantine")
+    assert {p.name for p in cache.iterdir()} == {"rms_norm", "_misses"}
+    assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
+    run(capsys, "cache", "clear", "--device", "sm90")
+    assert not cache.exists()
+    assert "nothing is stored" in run(capsys, "cache", "list")
+
+
+# -- lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_lock_pins_a_model(cache, capsys, tmp_path):
+    path = tmp_path / "liger-hw.lock"
+    words = ("--model", "llama-3-8b", "--ops", "rms_norm,rope", "--seq", "8192", "--device", "sm90", "-o", str(path))
+    data = json.loads(run(capsys, "lock", *words, "--json"))
+    header, table = lock.read(path)
+    assert data["digest"] == header["digest"] and data["entries"] == len(table) == 5
+    assert run(capsys, "lock", "--check", str(path), "--device", "sm90")
+    path.write_text(path.read_text().replace('"num_warps": 8', '"num_warps": 4'))
+    assert "edited" in run(capsys, "lock", "--check", str(path), "--device", "sm90", code=1)
+
+
+def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
+    store.save_misses(H200, [("rms_norm", "bwd", KEY)])
+    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    run(capsys, "lock", "--from-used", "-o", str(tmp_path / "l"))
+    table = lock.read(tmp_path / "l")[1]
+    assert {name: e.provenance["layer"] for name, e in table.items()} == {
+        NAME: "user",
+        ("rms_norm", "bwd", KEY): "heuristic",
+    }
+
+
+def test_lock_says_what_is_missing(clean_registry, capsys):
+    assert "say what to pin" in run(capsys, "lock", "--device", "sm90", code=2)
+    assert "say what to pin" in run(capsys, "lock", "--device", "sm90", "--from-used", "--model", "qwen3-8b", code=2)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_known_models_match_the_ops_own_workloads():
+    for name, workload in (
+        ("mistral-7b", "mistral_7b"),
+        ("llama-3-8b", "llama3_8b"),
+        ("qwen3-8b", "qwen3_8b"),
+        ("gemma-2-2b", "gemma2_2b"),
+    ):
+        model = models.find(name)
+        rows, vocab = registry.get_op("cross_entropy").workloads[workload]
+        assert models.sizes_of("cross_entropy", model, 1, rows) == [(rows, vocab)]
+    assert models.sizes_of("swiglu", models.find("gemma-2-2b"), 1, 8) == []
+    assert models.sizes_of("geglu", models.find("google/gemma-2-2b"), 1, 8) == [(8, 9216)]
+
+
+def test_a_config_file_is_a_model(tmp_path):
+    data = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 100,
+        "rms_norm_eps": 1e-6,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    for name in (tmp_path, tmp_path / "config.json"):
+        model = models.find(str(name))
+        assert (model.kv_heads, model.head_dim, model.rms_norm) == (4, 16, True)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": data}))
+    assert models.find(str(tmp_path)).vocab == 100
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        models.find(str(tmp_path))

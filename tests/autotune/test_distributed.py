@@ -1,0 +1,103 @@
+"""Two gloo processes with different caches launch the same kernels after `sync`, or are told why not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_hw import distributed, registry
+from liger_hw.autotune import store
+from tests.autotune.fakes import H200, entry, tunable
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = ("rms_norm", "fwd", (4096, 13, 2))
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+import liger_hw.distributed
+from liger_hw import registry
+from dataclasses import replace
+from liger_hw.autotune import store
+from tests.autotune.fakes import H200, entry, tunable
+rank, world, what = int(sys.argv[1]), 2, sys.argv[2]
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world)
+target = replace(H200, multiprocessors=66) if what == "device" and rank else H200
+fwd, bwd = tunable("rms_norm.fwd"), tunable("rms_norm.bwd")
+key = (4096, 13, 2)
+legal = [c for c in fwd.space(target, key) if c != fwd.heuristic(target, key)]
+store.save(target, ("rms_norm", "fwd", key), entry(legal[rank], fwd))  # tuned differently
+if rank:
+    store.save(target, ("rms_norm", "bwd", key), entry(bwd.safe(target, key), bwd))  # and more
+registry.reload()
+with registry.pretend(target):
+    device = torch.device("cuda", 0)
+    if what == "failed" and rank:
+        registry.quarantine(fwd.plan(device, (4096, 9, 2)), RuntimeError("out of shared memory"))
+    if what == "deterministic" and rank:
+        registry.set_deterministic(True)
+    before = liger_hw.distributed.digest(target)
+    try:
+        digest = liger_hw.distributed.sync()
+    except RuntimeError as error:
+        print("raised", error)
+        sys.exit(0)
+    plans = [t.plan(device, k) for t in (fwd, bwd) for k in (key, (4096, 9, 2))]
+    print(digest, digest != before, [(p.layer, p.config.to_text()) for p in plans])
+dist.destroy_process_group()
+"""
+
+
+def ranks(tmp_path: Path, what: str) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    running = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "LIGER_HW_CACHE_DIR": str(tmp_path / f"rank{rank}"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, "-c", RANK, str(rank), what, address]
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=200) for process in running]
+    assert all(p.returncode == 0 for p in running), [errors[-2000:] for _, errors in outputs]
+    return [output.strip() for output, _ in outputs]
+
+
+@pytest.mark.parametrize("what", ["caches", "failed"])
+def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
+    one, two = ranks(tmp_path, what)
+    assert one.split()[0] == two.split()[0] and len(one.split()[0]) == 16
+    plans = [text.split("[", 1)[1] for text in (one, two)]
+    assert plans[0] == plans[1]
+    assert "('user'" in plans[0] and "heuristic" in plans[0], "rank 1's extra entry does not answer"
+    if what == "failed":
+        assert "('safe'" in plans[0], "what failed on rank 1 is set aside on rank 0 too"
+
+
+@pytest.mark.parametrize(
+    "what, word", [("device", "multiprocessors 66 instead of 132"), ("deterministic", "deterministic True")]
+)
+def test_ranks_that_still_differ_are_all_told(clean_registry, tmp_path, what, word):
+    one, two = ranks(tmp_path, what)
+    assert one.startswith("raised") and two.startswith("raised") and word in one and "rank 1" in one
+
+
+def test_without_a_process_group_it_is_the_digest(clean_registry):
+    fwd = tunable()
+    with registry.pretend(H200):
+        bare = distributed.sync()
+        assert bare == distributed.digest(H200) == distributed.sync()
+        store.save(H200, NAME, entry(fwd.safe(H200, NAME[2]), fwd))
+        registry.reload()
+        assert distributed.sync() != bare

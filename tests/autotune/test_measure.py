@@ -1,0 +1,154 @@
+"""The local measurer on the real kernels, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.autotune import check, measure
+from liger_hw.autotune.local import LocalMeasurer
+from liger_hw.backends import LaunchConfig
+
+pytestmark = [pytest.mark.interpret, pytest.mark.unpoisoned]
+SIZES = {
+    "rms_norm": [8, 64],
+    "fused_add_rms_norm": [8, 64],
+    "swiglu": [8, 64],
+    "rope": [1, 8, 2, 1, 16],
+    "cross_entropy": [8, 64],
+    "fused_linear_cross_entropy": [8, 16, 32],
+}
+
+
+@pytest.fixture
+def measurer(clean_registry):
+    one = LocalMeasurer("cpu")
+    yield one
+    one.close()
+
+
+def opened(measurer: LocalMeasurer, op: str, variant: str, sizes: list[int] | None = None) -> dict:
+    sizes = sizes or SIZES[op]
+    key = next(key for found, key in measurer.scan(op, sizes, "float32") if found == variant)
+    return measurer.open(op, sizes, "float32", variant, key, [])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_kernel_of_an_op_can_be_measured(measurer, name):
+    launched = measurer.scan(name, SIZES[name], "float32")
+    assert {variant for variant, _ in launched} <= {t.variant for t in registry.get_op(name).tunables}
+    for variant, key in launched:
+        answer = measurer.open(name, SIZES[name], "float32", variant, key, [])
+        assert "error" not in answer and answer["bytes"] > 0
+        arm = measurer.prepare(answer["baseline"])
+        (samples,) = measurer.time([arm["id"]], 2)
+        assert len(samples) == 2 and min(samples) > 0
+
+
+def test_a_wrong_candidate_is_rejected_before_it_is_timed(measurer, monkeypatch):
+    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
+    again = measure.Call.again
+
+    def wrong(call):
+        outputs = again(call)
+        outputs[0][-1] = float("nan")
+        return outputs
+
+    monkeypatch.setattr(measure.Call, "again", wrong)
+    assert "wrong result" in measurer.prepare(baseline)["rejected"]
+
+
+def test_a_candidate_that_leaves_elements_unwritten_is_rejected(measurer):
+    """A block narrower than the row, where the kernel needs the whole row: the poison is still there."""
+    answer = opened(measurer, "fused_linear_cross_entropy", "fwd")
+    config = LaunchConfig.from_json(answer["baseline"])
+    measurer._stage.expected[0].fill_(7.0)
+    assert "wrong result" in measurer.prepare(config.to_json())["rejected"]
+
+
+def test_an_illegal_candidate_is_rejected_with_the_reason(measurer):
+    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
+    assert "not a power of two" in measurer.prepare({**baseline, "num_warps": 3})["rejected"]
+
+
+def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
+    from liger_hw.kernels import _launch
+
+    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
+    ordinary = _launch._launch_ordinary
+
+    def fails(plan, *args):
+        if plan.config.hint == "stream":
+            raise _launch.LaunchFailed(plan, RuntimeError("out of resource"))
+        return ordinary(plan, *args)
+
+    monkeypatch.setattr(_launch, "_launch_ordinary", fails)
+    assert "out of resource" in measurer.prepare({**baseline, "hint": "stream"})["rejected"]
+    assert not registry._quarantined
+    assert "id" in measurer.prepare(baseline)
+
+
+def test_what_is_overwritten_is_restored_before_each_replay(measurer):
+    opened(measurer, "cross_entropy", "bwd")
+    stage = measurer._stage
+    assert stage._pristine, "the gradient is scaled in place"
+    arm = stage.prepare(stage.baseline)
+    kept = {place: before.clone() for place, before in stage._pristine.items()}
+    stage.time([arm], 3)
+    arm.restore()
+    for (name, i), before in kept.items():
+        assert torch.equal(stage._sets[0][name][i], before)
+
+
+def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
+    """More programs in the backward leave more partial sums for the kernel that adds them up; the reverse is not so."""
+    rows = [64, 64]
+    opened(measurer, "rms_norm", "bwd", rows)
+    assert len(measurer._stage.timed) == 2
+    opened(measurer, "rms_norm", "dw", rows)
+    assert len(measurer._stage.timed) == 1
+    opened(measurer, "rms_norm", "fwd", rows)
+    assert len(measurer._stage.timed) == 1
+
+
+def test_a_wrong_heuristic_stops_the_job(measurer, monkeypatch):
+    monkeypatch.setattr(check, "against_reference", lambda *args: "result 1: relative error 0.5")
+    assert "disagrees with the reference" in opened(measurer, "swiglu", "fwd")["error"]
+
+
+def test_where_the_heuristic_does_not_launch_the_safe_one_is_the_baseline(measurer, monkeypatch):
+    tunable = registry.get_op("swiglu").tunables[0]
+    key = measurer.scan("swiglu", SIZES["swiglu"], "float32")[0][1]
+    heuristic = tunable.heuristic
+    broken = replace(heuristic(measurer.target, tuple(key)), num_warps=64)
+    monkeypatch.setattr(tunable, "heuristic", lambda target, k: broken)
+    answer = measurer.open("swiglu", SIZES["swiglu"], "float32", tunable.variant, key, [])
+    assert LaunchConfig.from_json(answer["baseline"]) == tunable.safe(measurer.target, tuple(key))
+
+
+def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
+    answer = opened(measurer, "rms_norm", "fwd")
+    used = []
+    tunable = registry.get_op("rms_norm").tunables[0]
+    monkeypatch.setattr(
+        measurer._bench, "against_reference", lambda: used.append(tunable.plan(None, (1, 2, 3)).config) or ""
+    )
+    config = {**answer["baseline"], "hint": "stream"}
+    assert measurer.verify(config) == "" and used == [LaunchConfig.from_json(config)]
+    assert "plan" not in vars(tunable)
+
+
+def test_tuning_end_to_end_in_the_interpreter(measurer, tmp_path):
+    from liger_hw.autotune.tuner import Effort, Job, Tuner
+
+    saved = {}
+    effort = Effort(first=3, refine=0, finalists=1, coarse_rounds=1, final_rounds=2, confirm_rounds=2)
+    tuner = Tuner(
+        measurer.target, measurer, facts=measurer.facts(), save=lambda n, e: saved.update({n: e}) or True, effort=effort
+    )
+    jobs = [Job("swiglu", v, tuple(k), (8, 64), "float32") for v, k in measurer.scan("swiglu", [8, 64], "float32")]
+    results = tuner.run(jobs)
+    assert [r.error for r in results] == ["", ""] and all(r.heuristic_us > 0 and r.tried == 3 for r in results)
