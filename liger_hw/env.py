@@ -45,8 +45,16 @@ _TABLE = (
     Variable("LIGER_HW_DETERMINISTIC", _flag, False, "fix every numerics-affecting knob to the heuristic's value"),
     Variable("LIGER_HW_DISABLE_SHIPPED", _flag, False, "ignore the tables shipped with the package"),
     Variable("LIGER_HW_FAST_LAUNCH", _flag, True, "launch compiled kernels directly where the backend allows it"),
-    Variable("LIGER_HW_CHECK_TARGETS", _flag, False, "check cross-entropy targets on the host (syncs) and name the row"),
-    Variable("LIGER_HW_LOSS_MEMORY_MIB", _mebibytes, 1024, "memory budget of a fused linear loss, in MiB"),
+    Variable(
+        "LIGER_HW_CHECK_TARGETS", _flag, False, "check cross-entropy targets on the host (syncs) and name the row"
+    ),
+    Variable(
+        "LIGER_HW_LOSS_MEMORY_MIB",
+        _mebibytes,
+        None,
+        "memory of a fused linear loss, in MiB: gradients and a chunk of "
+        "logits (default: 1024, in chunks of at most 2048 rows; more is a little faster)",
+    ),
 )
 VARIABLES = {variable.name: variable for variable in _TABLE}
 

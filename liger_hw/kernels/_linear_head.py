@@ -5,7 +5,8 @@
 The logits of one chunk at a time exist, in a buffer that every chunk uses again. Each chunk costs three GEMMs, each
 into its final place: no temporary, no concatenation.
 
-How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients, but at least SMALLEST, below
+How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients (unset: 1 GiB, and LARGEST rows at
+most), but at least SMALLEST, below
 which the GEMMs slow down (H200, 8192 x 4096 x 131072 bf16: 2048 rows a chunk cost 3% more than one chunk, 1024 rows 5%,
 512 rows 36%); twice that where every chunk reads and writes an fp32 weight gradient.
 
@@ -26,6 +27,8 @@ from .. import env
 from ._triton import triton
 
 SMALLEST = 1024
+LARGEST = 2048
+DEFAULT_MIB = 1024
 MOST_ROUNDINGS = 6
 _SLICE = 4096
 
@@ -52,7 +55,10 @@ def plan_chunks(
     weight = vocab * hidden * (4 if wide else itemsize)
     taken = weight + n_rows * hidden * itemsize if gradients else 0
     smallest = 2 * SMALLEST if wide else SMALLEST
-    rows = max(smallest, ((scale * env.get("LIGER_HW_LOSS_MEMORY_MIB") << 20) - taken) // row)
+    budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
+    rows = max(smallest, ((scale * (budget or DEFAULT_MIB) << 20) - taken) // row)
+    if budget is None:
+        rows = min(rows, scale * max(smallest, LARGEST))
     if gradients and itemsize == 2 and not wide and triton.cdiv(n_rows, rows) > MOST_ROUNDINGS:
         fewer = triton.cdiv(n_rows, MOST_ROUNDINGS)
         wide = (fewer - rows) * row > 4 * vocab * hidden

@@ -5,7 +5,7 @@
 Shapes: a, b [..., n_cols] of one shape and dtype -> c like a.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gelu(a) is rounded to the input's dtype, as torch rounds it in
 `act_fn(gate) * up`; the product is rounded once, at the end.
-Saved for backward: a and b.
+Saved for backward: a and b. Where nobody else can see them (`_reuse.py`), their gradients take their place.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415;
@@ -163,6 +163,16 @@ def _fwd(a, b, tanh):
 def _bwd(dc, a, b, tanh):
     da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     db = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    _launch_bwd(dc, a, b, da, db, tanh)
+    return da, db
+
+
+def _bwd_in_place(dc, a, b, tanh):
+    """As `_bwd`, over a and b, which are contiguous."""
+    _launch_bwd(dc, a, b, a, b, tanh)
+
+
+def _launch_bwd(dc, a, b, da, db, tanh):
     (dc, dc_stride), (a, a_stride), (b, b_stride) = evenly_spaced(dc), evenly_spaced(a), evenly_spaced(b)
     n_cols = a.shape[-1]
     if a.numel():
@@ -171,7 +181,6 @@ def _bwd(dc, a, b, tanh):
         flat = dc_stride == a_stride == b_stride == n_cols
         args = (dc, a, b, da, db, dc_stride, a_stride, b_stride, n_rows, n_cols)
         launch(plan, _geglu_bwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (tanh, flat))
-    return da, db
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -191,6 +200,12 @@ def _bwd_reference(dc, a, b, tanh):
     db = d * torch.nn.functional.gelu(gate, approximate=_name(tanh)).to(a.dtype).to(wide)
     da = torch.ops.aten.gelu_backward(d * b.to(wide), gate, approximate=_name(tanh))
     return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
+
+
+def _bwd_in_place_reference(dc, a, b, tanh):
+    da, db = _bwd_reference(dc, a, b, tanh)
+    a.copy_(da)
+    b.copy_(db)
 
 
 def _fwd_fake(a, b, tanh):
@@ -213,6 +228,12 @@ geglu_bwd = define(
     reference=_bwd_reference,
     fake=_bwd_fake,
 )
+geglu_bwd_ = define(
+    "geglu_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, bool tanh) -> ()",
+    launcher=_bwd_in_place,
+    reference=_bwd_in_place_reference,
+    fake=lambda dc, a, b, tanh: None,
+)
 
 
 class LigerGELUMulFunction(torch.autograd.Function):
@@ -227,7 +248,11 @@ class LigerGELUMulFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dc):
-        return *geglu_bwd(dc, *ctx.saved_tensors, ctx.tanh), None
+        (a, b), private = _reuse.unpack(ctx)
+        if all(private) and a.is_contiguous() and b.is_contiguous():
+            geglu_bwd_(dc, a, b, ctx.tanh)
+            return a, b, None
+        return *geglu_bwd(dc, a, b, ctx.tanh), None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * w + b, over the last dimension (var is the mean squared deviation).
+"""LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * w + b, over the last dimension.
 
-Shapes: x [..., n_cols], w [n_cols] or None (no scaling), b [n_cols] or None (no shift; None where w is None) -> y like x.
-Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's dtype.
+Shapes: x [..., n_cols], w [n_cols] or None (no scaling), b [n_cols] or None (no shift; only with a w) -> y like x.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once, to x's
+dtype. var is the mean squared deviation.
 Saved for backward: x, w, and mean and rstd = 1 / sqrt(var + eps), two fp32 a row.
 Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)),
 dw = sum over rows of dy * h,  db = sum over rows of dy.
@@ -21,8 +22,17 @@ from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
-from ._rms_backward import DIMS, bwd_heuristic, bwd_space, dot_heuristic, dot_safe, dot_space
-from ._rms_backward import safe, tiles_rows, tiles_rows_persistently
+from ._rms_backward import (
+    DIMS,
+    bwd_heuristic,
+    bwd_space,
+    dot_heuristic,
+    dot_safe,
+    dot_space,
+    safe,
+    tiles_rows,
+    tiles_rows_persistently,
+)
 from ._triton import tl, triton
 from .rms_norm import fwd_heuristic, fwd_space
 
@@ -162,7 +172,7 @@ def _layer_norm_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw and db stays in registers.
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw, db stays in registers.
 
     MEANS_ptr: mean(m) and mean(m * h) of every row, or None when the tile holds whole rows.
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
@@ -182,7 +192,8 @@ def _layer_norm_bwd_kernel(
         x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
         dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dy = dy.to(tl.float32)
         mean = tl.load(STATS_ptr + rows, mask=row_mask, other=0.0)[:, None]
         rstd = tl.load(STATS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
         h = (x - mean) * rstd

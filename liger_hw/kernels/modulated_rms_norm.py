@@ -1,10 +1,10 @@
-"""Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift, over the last dimension.
+"""Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
-Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which serves
-n_rows / n_mods consecutive rows of x: [n_cols] all of them, [batch, n_cols] those of one example, or one each when it has
-x's shape. shift is like scale, or None.
-Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's, and
-everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
+Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which
+serves n_rows / n_mods consecutive rows of x: [n_cols] all of them, [batch, n_cols] those of one example, or one each
+when it has x's shape. shift is like scale, or None.
+Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's,
+and everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
 Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
 q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._elementwise import evenly_spaced
 from ._op import check, check_tensors, define, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
 from .layer_norm import _bwd_heuristic, _bwd_space
 from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype, fwd_heuristic, fwd_space
-from ._elementwise import evenly_spaced
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,9 @@ def modulated_rms_norm_reference(
 
 
 @triton.jit
-def _modulate_and_store(x, rstd, W_ptr, scale_ptrs, shift_ptrs, Y_ptrs, cols, n_cols, mask, offset, CASTING: tl.constexpr):
+def _modulate_and_store(
+    x, rstd, W_ptr, scale_ptrs, shift_ptrs, Y_ptrs, cols, n_cols, mask, offset, CASTING: tl.constexpr
+):
     y = x.to(tl.float32) * rstd[:, None]
     if CASTING == 0:
         y = y.to(x.dtype).to(tl.float32)
@@ -221,7 +223,8 @@ def _modulated_rms_norm_bwd_kernel(
         x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
         dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
         x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dy = dy.to(tl.float32)
         rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
         h = x_raw.to(tl.float32) * rstd
         seen = h
@@ -404,7 +407,8 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     if needs_params and not (per_row and w is None):
         partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
     stored = (dscale, dshift) if per_row else (None, None)
-    args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, n_cols, n_rows // groups, n_tiles, chunks, offset)
+    numbers = n_cols, n_rows // groups, n_tiles, chunks, offset
+    args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
     flags = (casting, per_row, has_shift)
     launch(plan, _modulated_rms_norm_bwd_kernel, (groups * chunks, col_tiles), args, flags)
     if not needs_params:
@@ -421,7 +425,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
 
 
 def _chunks(programs: int, groups: int) -> int:
-    """Programs for each group: an even share of one wave, or with many groups so many that the last wave is a small part."""
+    """Programs for each group: an even share of one wave, or with many groups enough for the last wave to matter little."""
     return programs // groups if programs >= 4 * groups else -(-4 * programs // groups)
 
 
@@ -520,9 +524,10 @@ def liger_modulated_rms_norm(
 ) -> torch.Tensor:
     """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
 
-    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with as many rows as divide X's, each serving that many
-    consecutive rows: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None. fp32, fp16 or
-    bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for liger_rms_norm.
+    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with a number of rows that divides X's, each serving as
+    many consecutive rows: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None. fp32,
+    fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for
+    liger_rms_norm.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
@@ -574,7 +579,8 @@ class LigerModulatedRMSNorm(torch.nn.Module):
         return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+        options = f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+        return f"{self.hidden_size}, {options}, elementwise_affine={self.elementwise_affine}"
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
@@ -588,7 +594,9 @@ WORKLOADS = {
 """Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
 
 
-def _sample(sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0):
+def _sample(
+    sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0
+) -> Sample:
     n_mods, n_rows, n_cols = sizes
     if per_row or n_mods == 0 or n_rows % n_mods:
         n_mods = n_rows or 1
