@@ -379,10 +379,10 @@ def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entr
     if found is None:
         if is_quiet():
             return []
-        from .autotune import store
+        from .autotune import notes, store
 
         found = _tables.setdefault(target, store.layers(target))
-        for name, key, config, reason, made_for in store.read_quarantined(target):
+        for name, key, config, reason, made_for in notes.read_quarantined(target):
             _quarantined_before[target.arch, name, key, config.to_text()] = reason, made_for
     return found
 

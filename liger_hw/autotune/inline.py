@@ -15,8 +15,9 @@ from .. import registry
 from ..backends import Target
 from ..registry import Entry, Key, Tunable
 from . import space, store
+from .jobs import Effort, Job
 from .remote import CompilePool, RemoteMeasurer
-from .tuner import Effort, Job, Tuner
+from .tuner import Tuner
 
 log = logging.getLogger("liger_hw")
 EFFORT = Effort(first=32, later=16, refine=4, finalists=3, confirm_rounds=20, job_seconds=5.0)

@@ -12,7 +12,7 @@ from typing import Any, Callable
 from .. import registry
 from ..backends import Target
 from ..registry import Key, Plan, Tunable
-from . import store
+from . import notes, store
 
 _pending: list[Callable[[], None]] = []
 _state: dict[str, Any] = {"registered": False, "pid": None, "muted": False, "inline": None}
@@ -36,7 +36,7 @@ def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
     kernel_hash = plan.tunable.kernel_hash()
 
     def write() -> None:
-        store.save_quarantined(plan.target, plan.tunable.name, plan.key, plan.config, reason, kernel_hash)
+        notes.save_quarantined(plan.target, plan.tunable.name, plan.key, plan.config, reason, kernel_hash)
 
     if registry.is_quiet():
         _pending.append(write)
@@ -56,7 +56,7 @@ def flush() -> None:
         if target.vendor != "cpu":
             by_target.setdefault(target, []).append(name)
     for target, names in by_target.items():
-        store.save_misses(target, names)
+        notes.save_misses(target, names)
 
 
 def _at_exit() -> None:

@@ -9,7 +9,7 @@ from .. import registry
 from ..backends import LaunchConfig, Target
 from ..registry import Key
 from . import models, space
-from .tuner import Job
+from .jobs import Job
 
 Sizes = tuple[int, ...]
 Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]

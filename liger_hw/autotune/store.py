@@ -26,11 +26,11 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator
 
 from .. import env
-from ..backends import LaunchConfig, Target, known_target
-from ..registry import Entry, Key
+from ..backends import Target, known_target
+from ..registry import Entry
 from . import tables
 from .tables import SCHEMA, Name
 
@@ -157,7 +157,7 @@ def entry_path(target: Target, name: Name, entry: Entry) -> Path | None:
     if folder is None:
         return None
     valid_for = [*name[:2], list(name[2]), entry.kernel_hash, minor(str(entry.provenance.get("triton", "")))]
-    return folder / name[0] / f"{_digest(valid_for)}.json"
+    return folder / name[0] / f"{digest(valid_for)}.json"
 
 
 def save(target: Target, name: Name, entry: Entry) -> Path | None:
@@ -246,7 +246,7 @@ def layers(target: Target) -> list[tuple[str, Table]]:
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):
             offers += [(layer, *item) for item in _read_shipped(file, target, problems).items()]
-    _report(problems, target)
+    report(problems, target)
     here = minor(triton_version())
     return pinned + _stack(offers, here, demoted=False) + _stack(offers, here, demoted=True)
 
@@ -316,7 +316,7 @@ def _read_shipped(path: Path, target: Target, problems: list[str]) -> Table:
     return entries
 
 
-def _report(problems: list[str], target: Target) -> None:
+def report(problems: list[str], target: Target) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         warn_once(
@@ -324,72 +324,6 @@ def _report(problems: list[str], target: Target) -> None:
             f"ignored what cannot be read in the stored configurations: {problems[0]}{more}; "
             "`liger-hw cache verify` lists all of it",
         )
-
-
-# -- quarantine and misses -------------------------------------------------------------------------------------------
-
-
-def save_quarantined(
-    target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str
-) -> None:
-    """Remember on disk that a configuration failed at launch, for this kernel source and Triton minor version."""
-    folder = home(target)
-    if folder is None:
-        return
-    record = {
-        "schema": SCHEMA,
-        "tunable": tunable,
-        "key": list(key),
-        "config": config.to_json(),
-        "reason": reason,
-        "kernel_hash": kernel_hash,
-        "triton": triton_version(),
-        "date": today(),
-    }
-    valid_for = [tunable, list(key), config.to_text(), kernel_hash, minor(record["triton"])]
-    write_atomic(folder / "_quarantine" / f"{_digest(valid_for)}.json", json.dumps(record, sort_keys=True) + "\n")
-
-
-def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, str, str]]:
-    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; the caller checks the hash."""
-    folder = home(target)
-    if folder is None:
-        return
-    problems: list[str] = []
-    here = minor(triton_version())
-    for path, data in json_files(folder / "_quarantine", problems):
-        try:
-            if data.get("schema") == SCHEMA and minor(str(data.get("triton", ""))) == here:
-                config = LaunchConfig.from_json(data["config"])
-                yield str(data["tunable"]), tuple(data["key"]), config, str(data["reason"]), str(data["kernel_hash"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            problems.append(f"{path}: {error}")
-    _report(problems, target)
-
-
-def save_misses(target: Target, names: list[Name]) -> None:
-    """Note what a process found no entry for; the same misses give the same file, so runs do not pile up."""
-    folder = home(target)
-    if folder is None or not names:
-        return
-    listed = sorted([op, variant, list(key)] for op, variant, key in names)
-    path = folder / "_misses" / f"{_digest(listed)}.json"
-    if not path.exists():
-        write_atomic(path, json.dumps({"schema": SCHEMA, "misses": listed}) + "\n")
-
-
-def read_misses(target: Target) -> list[Name]:
-    """Every miss recorded for a device, sorted, each once."""
-    folder = home(target)
-    problems: list[str] = []
-    found: set[Name] = set()
-    for path, data in json_files(folder / "_misses", problems) if folder else ():
-        try:
-            found.update((str(op), str(variant), tuple(map(int, key))) for op, variant, key in data["misses"])
-        except (ValueError, TypeError, KeyError) as error:
-            problems.append(f"{path}: {error}")
-    _report(problems, target)
-    return sorted(found)
 
 
 def header(target: Target) -> dict[str, Any]:
@@ -407,14 +341,5 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _digest(data: Any) -> str:
+def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def merged(layered: list[tuple[str, Mapping[Name, Entry]]]) -> Table:
-    """The best entry of each name over all layers."""
-    result: Table = {}
-    for _, table in layered:
-        for name, entry in table.items():
-            result.setdefault(name, entry)
-    return result

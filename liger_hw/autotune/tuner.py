@@ -1,101 +1,20 @@
-"""The search: from the legal configurations of a tunable to one that beats the heuristic by more than noise.
-
-For each job (one tunable at one key):
-    1 a shortlist of candidates is compiled ahead by worker processes, the heuristic first
-    2 each is checked and timed briefly (coarse); then the unmeasured neighbours of the best ones
-    3 the best few and the heuristic are timed interleaved (final)
-    4 the winner and the heuristic, the heuristic twice, are timed once more (confirm): what the two heuristic arms
-      differ by, and the spread of each arm, is the noise that the gain must exceed
-    5 the whole op with the winner is compared with the reference, and only then stored
-Every measurement goes to the journal as it is taken. A candidate that kills or hangs its worker is noted and the search
-goes on without it.
-"""
+"""Running jobs: compile ahead, search each, learn from neighbours, keep the journal, stay within the budget."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Callable
 
 from .. import registry
-from ..backends import LaunchConfig, Target, backend
+from ..backends import LaunchConfig, Target
 from ..registry import Entry, Key, Tunable
 from . import space, store
+from .jobs import Effort, Job, Result
 from .journal import Journal, Past
 from .remote import WorkerDied, WorkerError
-
-MIN_GAIN = 0.01
-"""A smaller gain is not worth an entry, however quiet the machine."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One tunable at one key, measured at `sizes`. `beside`: (variant, key) of everything launched at these sizes."""
-
-    op: str
-    variant: str
-    key: Key
-    sizes: tuple[int, ...]
-    dtype: str
-    beside: tuple[tuple[str, Key], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.op}.{self.variant}"
-
-
-@dataclass
-class Result:
-    """What became of a job. `config` is the winner (the heuristic when nothing beats it); times in microseconds."""
-
-    job: Job
-    heuristic_us: float = 0.0
-    winner_us: float = 0.0
-    gain: float = 0.0
-    noise: float = 0.0
-    floor_us: float = 0.0
-    config: dict[str, Any] = field(default_factory=dict)
-    stored: bool = False
-    tried: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    note: str = ""
-    error: str = ""
-
-    @property
-    def floor_share(self) -> float:
-        """Time the bytes alone would take over the winner's time; above 1 when they come from cache."""
-        return self.floor_us / self.winner_us if self.winner_us else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        data = {k: v for k, v in vars(self).items() if k != "job"}
-        job = self.job
-        head = {
-            "op": job.op,
-            "variant": job.variant,
-            "key": list(job.key),
-            "sizes": list(job.sizes),
-            "dtype": job.dtype,
-        }
-        return {**head, **data, "floor_share": round(self.floor_share, 4)}
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How hard to look. Rounds are samples per arm; each sample is one graph replay of many launches."""
-
-    first: int = 96
-    """Candidates of a tunable's first key."""
-    later: int = 36
-    """Candidates of further keys of the tunable, which start from what was best nearby."""
-    refine: int = 16
-    finalists: int = 6
-    coarse_rounds: int = 3
-    final_rounds: int = 12
-    confirm_rounds: int = 30
-    job_seconds: float = 30.0
+from .search import Search
 
 
 class Tuner:
@@ -116,14 +35,14 @@ class Tuner:
         past: Past | None = None,
         save: Callable[[tuple, Entry], Any] | None = None,
         discard: Callable[[tuple, Entry], Any] | None = None,
-        effort: Effort = Effort(),
+        effort: Effort | None = None,
         budget: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[Job, str], None] = lambda job, text: None,
     ) -> None:
         self.target, self.measurer, self.facts, self.pool = target, measurer, facts, pool
         self.journal, self.past = journal, past or Past(None, "")
-        self.save, self.discard, self.effort = save, discard, effort
+        self.save, self.discard, self.effort = save, discard, effort or Effort()
         self.clock, self.progress = clock, progress
         self.deadline = None if budget is None else clock() + budget
         self.winners: dict[tuple[str, str, Key], LaunchConfig] = {}
@@ -158,7 +77,7 @@ class Tuner:
         if finished is not None:
             return self._resumed(job, finished)
         try:
-            result = _Search(self, job, tunable, until).run()
+            result = Search(self, job, tunable, until).run()
         except (WorkerDied, WorkerError) as error:
             result = Result(job, error=str(error))
         if not result.error:
@@ -172,7 +91,11 @@ class Tuner:
         result = Result(job, **known)
         result.note = "measured by an earlier run"
         if result.config:
-            self.winners[job.op, job.variant, job.key] = LaunchConfig.from_json(result.config)
+            config = LaunchConfig.from_json(result.config)
+            self.winners[job.op, job.variant, job.key] = config
+            if result.provenance and self.save is not None:  # the journal may have outlived the cache
+                entry = Entry(config, result.provenance, registry._tunables[job.name].kernel_hash())
+                result.stored = bool(self.save((job.op, job.variant, job.key), entry))
         return result
 
     # -- what the search shares ------------------------------------------------------------------------------------
@@ -238,260 +161,3 @@ class Tuner:
                 "date": store.today(),
             }
             self.journal.write({**head, **line})
-
-
-class _Search:
-    """The search for one job. Keeps which candidates are prepared in the worker, and survives the worker's death."""
-
-    MAX_DEATHS = 6
-
-    def __init__(self, tuner: Tuner, job: Job, tunable: Tunable, until: float) -> None:
-        self.tuner, self.job, self.tunable, self.until = tuner, job, tunable, until
-        self.effort, self.measurer = tuner.effort, tuner.measurer
-        self.coarse: dict[LaunchConfig, float] = {}
-        self.failed: dict[LaunchConfig, str] = {}
-        self.ids: dict[LaunchConfig, int] = {}
-        self.deaths = 0
-        place = (job.op, job.variant, job.key, tunable.kernel_hash())
-        self._past_failed = tuner.past.failed.get(place, {})
-        self._past_coarse = tuner.past.coarse.get(place, {})
-
-    def run(self) -> Result:
-        everything, first = self.tuner.shortlist(self.job, self.tunable)
-        result = Result(self.job)
-        if not first:
-            return replace(result, error="no legal configuration")
-        opened = self._open()
-        if "error" in opened:
-            return replace(result, error=opened["error"])
-        start = LaunchConfig.from_json(opened["baseline"])
-        first = [start, *(c for c in first if c != start)]
-        self._coarse_all(first)
-        if start not in self.coarse:
-            return replace(result, error=f"the baseline cannot be timed: {self.failed.get(start, 'unknown')}")
-        for best in sorted(self.coarse, key=self.coarse.__getitem__)[:2]:
-            near = [c for c in space.neighbours(everything, best) if c not in self.coarse and c not in self.failed]
-            self._coarse_all(near[: self.effort.refine])
-        self.tuner.learn(self.job, self.coarse)
-        gbs = float(self.tuner.facts.get("copy_gbs") or 0.0)
-        result.floor_us = round(opened.get("bytes", 0) / gbs / 1000.0, 3) if gbs else 0.0
-        self._decide(start, result)
-        result.tried, result.failed = len(self.coarse) + len(self.failed), len(self.failed)
-        return result
-
-    def _decide(self, start: LaunchConfig, result: Result) -> None:
-        """Final and confirming rounds; stores a winner that passes both and the reference."""
-        ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
-        finalists = [start, *ranked[: self.effort.finalists]]
-        times = self._time_all(finalists, self.effort.final_rounds, "final")
-        result.heuristic_us = result.winner_us = round(statistics.median(times[start]), 3)
-        result.config = start.to_json()
-        self.tuner.winners[self.job.op, self.job.variant, self.job.key] = start
-        medians = sorted((statistics.median(t), c.to_text(), c) for c, t in times.items())
-        for _, _, winner in medians:
-            if winner == start:
-                break
-            again = self._time_all([start, winner], self.effort.confirm_rounds, "confirm", twice=start)
-            if winner not in again or start not in again:
-                continue
-            one, two, mine = again[start], again["twice"], again[winner]
-            heuristic, best = statistics.median(one + two), statistics.median(mine)
-            apart = abs(statistics.median(one) - statistics.median(two)) / heuristic
-            noise = max(apart, _half_spread(mine) / best, _half_spread(one) / heuristic)
-            gain = (heuristic - best) / heuristic
-            result.heuristic_us, result.winner_us = round(heuristic, 3), round(best, 3)
-            result.gain, result.noise = round(gain, 5), round(noise, 5)
-            if gain <= max(noise, MIN_GAIN):
-                break
-            if reason := self._verify(winner):
-                self._fail(winner, f"wrong result: {reason}")
-                continue
-            result.config = winner.to_json()
-            self.tuner.winners[self.job.op, self.job.variant, self.job.key] = winner
-            self._store(winner, mine, result)
-            return
-        result.note = result.note or "the heuristic stays"
-        if self.tuner.discard is not None:
-            self.tuner.discard((self.job.op, self.job.variant, self.job.key), self._entry(start, {"kind": "measured"}))
-
-    def _store(self, winner: LaunchConfig, samples: list[float], result: Result) -> None:
-        low, high = _quantile(samples, 0.2), _quantile(samples, 0.8)
-        facts = {k: self.tuner.facts[k] for k in ("device", "driver", "torch") if k in self.tuner.facts}
-        provenance = {
-            "kind": "measured",
-            "median_us": result.winner_us,
-            "p20": round(low, 3),
-            "p80": round(high, 3),
-            "heuristic_us": result.heuristic_us,
-            "gain": round(result.gain, 4),
-            "noise": round(result.noise, 4),
-            "sizes": list(self.job.sizes),
-            "dtype": self.job.dtype,
-            **facts,
-        }
-        if self.tuner.save is not None:
-            name = (self.job.op, self.job.variant, self.job.key)
-            result.stored = bool(self.tuner.save(name, self._entry(winner, provenance)))
-            result.note = "" if result.stored else "not stored: the cache cannot be written"
-
-    def _entry(self, config: LaunchConfig, provenance: dict[str, Any]) -> Entry:
-        stamped = {**provenance, "triton": self.tuner.facts.get("triton", ""), "date": store.today()}
-        return Entry(config, stamped, self.tunable.kernel_hash())
-
-    # -- measuring, with a worker that may die -----------------------------------------------------------------------
-
-    def _open(self) -> dict[str, Any]:
-        self.ids.clear()
-        job = self.job
-        arguments = (job.op, list(job.sizes), job.dtype, job.variant, list(job.key), self.tuner.context(job))
-        try:
-            return self.measurer.open(*arguments)
-        except WorkerDied as death:
-            self._count_death(death)
-            return self.measurer.open(*arguments)
-
-    def _count_death(self, death: WorkerDied) -> None:
-        self.deaths += 1
-        if self.deaths > self.MAX_DEATHS:
-            raise WorkerDied(f"gave up after {self.deaths} dead workers; the last {death}")
-
-    def _coarse_all(self, configs: list[LaunchConfig]) -> None:
-        recipes = {c: self.tuner.submit(self.job, c, urgent=True) for c in configs} if self.tuner.pool else {}
-        for number, config in enumerate(configs):
-            if number and self.tuner.clock() > self.until:
-                return
-            text = json.dumps(config.to_json(), sort_keys=True)
-            self.tuner.progress(self.job, f"{number + 1}/{len(configs)} candidates, {len(self.failed)} failed")
-            if text in self._past_failed:
-                self.failed[config] = self._past_failed[text]
-            elif text in self._past_coarse:
-                self.coarse[config] = self._past_coarse[text]
-            elif config in recipes and (reason := self._uncompilable(config, recipes[config])):
-                self._fail(config, reason)
-            else:
-                self._coarse_one(config)
-
-    def _uncompilable(self, config: LaunchConfig, recipe: str) -> str:
-        """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for a compiler is not its fault."""
-        asked = self.tuner.clock()
-        compiled = self.tuner.pool.wait(recipe)
-        self.until += self.tuner.clock() - asked
-        if "error" in compiled:
-            return str(compiled["error"])
-        shared = compiled.get("resources", {}).get("shared")
-        if shared is None:
-            return ""
-        return backend(self.tuner.target.vendor).illegal(self.tuner.target, config, shared) or ""
-
-    def _coarse_one(self, config: LaunchConfig) -> None:
-        samples = self._time_all([config], self.effort.coarse_rounds, "coarse").get(config)
-        if samples:
-            self.coarse[config] = min(samples)
-            self._keep_best()
-
-    def _keep_best(self) -> None:
-        """Hold only the leading candidates in the worker: each one keeps a graph and some tensors alive."""
-        if len(self.ids) > 2 * self.effort.finalists:
-            ranked = sorted(self.ids, key=lambda c: self.coarse.get(c, 0.0))
-            dropped = ranked[self.effort.finalists :]
-            self._call("drop", [self.ids.pop(c) for c in dropped])
-
-    def _prepare(self, config: LaunchConfig) -> bool:
-        if config in self.ids:
-            return True
-        try:
-            answer = self.measurer.prepare(config.to_json())
-        except WorkerDied as death:
-            self._fail(config, f"the worker {death}")
-            self._count_death(death)
-            self._open()
-            return False
-        except WorkerError as error:
-            self._fail(config, str(error))
-            return False
-        if "rejected" in answer:
-            self._fail(config, answer["rejected"])
-            return False
-        self.ids[config] = answer["id"]
-        return True
-
-    def _time_all(
-        self, configs: list[LaunchConfig], rounds: int, stage: str, twice: LaunchConfig | None = None
-    ) -> dict:
-        """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
-        while True:
-            ready = [c for c in configs if c not in self.failed and self._prepare(c)]
-            ready = [c for c in ready if c in self.ids]  # a worker that died lost the others
-            if len(ready) < len([c for c in configs if c not in self.failed]):
-                continue
-            if not ready:
-                return {}
-            arms: list[Any] = [*ready, *(["twice"] if twice is not None else [])]
-            try:
-                raw = self.measurer.time([self.ids[twice if arm == "twice" else arm] for arm in arms], rounds)
-            except WorkerDied as death:
-                self._count_death(death)
-                self._open()
-                self._find_culprit(ready, death)
-                continue
-            except WorkerError as error:
-                for config in ready:
-                    self._fail(config, str(error))
-                return {}
-            for arm, samples in zip(arms, raw):
-                config = twice if arm == "twice" else arm
-                line = {
-                    "config": config.to_json(),
-                    "us": round(min(samples), 4),
-                    "samples": [round(s, 4) for s in samples],
-                }
-                self.tuner._write(self.job, self.tunable, {"stage": stage, **line})
-            return dict(zip(arms, raw))
-
-    def _find_culprit(self, configs: list[LaunchConfig], death: WorkerDied) -> None:
-        """Time each alone after a group died; the one that dies again is set aside."""
-        if len(configs) == 1:
-            self._fail(configs[0], f"the worker {death}")
-            return
-        for config in configs:
-            if not self._prepare(config):
-                continue
-            try:
-                self.measurer.time([self.ids[config]], 1)
-            except WorkerDied as again:
-                self._fail(config, f"the worker {again}")
-                self._count_death(again)
-                self._open()
-
-    def _verify(self, config: LaunchConfig) -> str:
-        try:
-            return self.measurer.verify(config.to_json())
-        except WorkerDied as death:
-            self._count_death(death)
-            self._open()
-            return f"the worker {death}"
-        except WorkerError as error:
-            return str(error)
-
-    def _call(self, name: str, *args: Any) -> None:
-        try:
-            getattr(self.measurer, name)(*args)
-        except WorkerDied as death:
-            self._count_death(death)
-            self._open()
-
-    def _fail(self, config: LaunchConfig, reason: str) -> None:
-        self.failed[config] = reason
-        self.coarse.pop(config, None)
-        self.ids.pop(config, None)
-        line = {"stage": "failed", "config": config.to_json(), "reason": reason}
-        self.tuner._write(self.job, self.tunable, line)
-
-
-def _quantile(samples: list[float], share: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _half_spread(samples: list[float]) -> float:
-    return (_quantile(samples, 0.8) - _quantile(samples, 0.2)) / 2

@@ -21,7 +21,7 @@ from . import UsageError
 from ._values import dtype_name, positive, shape, table
 
 if TYPE_CHECKING:
-    from ..autotune.tuner import Job, Result
+    from ..autotune.jobs import Job, Result
     from ..backends import Target
 
 
@@ -172,7 +172,7 @@ def _target(data: dict[str, Any]) -> "Target":
 
 def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tuple[list["Job"], list[str]]:
     from .. import registry
-    from ..autotune import models, plan, store
+    from ..autotune import models, notes, plan
 
     try:
         ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
@@ -181,7 +181,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         raise UsageError(f"autotune: {error}") from None
     if arguments.from_misses:
         known = {name for _, entries in registry.tables(target) for name in entries}
-        misses = [name for name in store.read_misses(target) if name not in known]
+        misses = [name for name in notes.read_misses(target) if name not in known]
         found, problems = plan.from_misses(misses, ops)
         if not found and not problems:
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
@@ -256,8 +256,9 @@ def _tune(
     problems: list[str],
 ) -> int:
     from ..autotune import store
+    from ..autotune.jobs import Effort
     from ..autotune.journal import Journal, Past
-    from ..autotune.tuner import Effort, Tuner
+    from ..autotune.tuner import Tuner
 
     folder = store.home(target)
     journal = Journal(folder / "_journal.jsonl" if folder else None)

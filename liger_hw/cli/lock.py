@@ -94,10 +94,10 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
 
 def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
     from .. import registry
-    from ..autotune import store
+    from ..autotune import notes, store
 
     ops = registry.ops()
-    names = {name for name, _ in store.read_user(target, [])} | set(store.read_misses(target))
+    names = {name for name, _ in store.read_user(target, [])} | set(notes.read_misses(target))
     wanted = set(arguments.ops or ops)
     tunables = registry._tunables
     return [(tunables[f"{o}.{v}"], key) for o, v, key in sorted(names) if o in wanted and f"{o}.{v}" in tunables]

@@ -24,9 +24,7 @@ from ._triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def dyt_reference(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:
+def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
     """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
@@ -323,9 +321,7 @@ class LigerDyTFunction(torch.autograd.Function):
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
-def liger_dyt(
-    x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:
+def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
     """gamma * tanh(alpha * x) + beta, over the last dimension.
 
     x: [..., n_cols]; alpha: one element of any shape; gamma: [n_cols]; beta: [n_cols] or None. fp32, fp16 or bf16 (fp64

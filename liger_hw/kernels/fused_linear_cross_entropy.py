@@ -22,10 +22,34 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from . import cross_entropy as ce
+from ._cross_entropy_reference import (
+    REDUCTIONS,
+    CrossEntropyOutput,
+    Options,
+    absent,
+    check_targets,
+    fake_outputs,
+    pack,
+    reference_gradient,
+    reference_losses,
+    reference_outputs,
+)
+from ._cross_entropy_rows import (
+    ROW_KERNELS,
+    RowResults,
+    divides_late,
+    has_block_size,
+    launch_rows,
+    row_buffers,
+    rows_heuristic,
+    rows_safe,
+    rows_space,
+)
+from ._cross_entropy_scale import scale_gradients
+from ._cross_entropy_stats import launch_stats, launch_sum
 from ._linear_head import HeadGradients, logits_buffer, plan_chunks
 from ._op import check, check_tensors, define
-from .cross_entropy import REDUCTIONS, CrossEntropyOutput, Options, RowResults
+from .cross_entropy import check_arguments, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -52,8 +76,8 @@ def fused_linear_cross_entropy_reference(
     options = Options(
         ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction], use_token_scaling
     )
-    outputs = ce.reference_losses(_logits(input, weight, bias), target, ce_weight, options)
-    return ce.pack(*outputs, (return_z_loss, return_token_accuracy, return_predicted_tokens))
+    outputs = reference_losses(_logits(input, weight, bias), target, ce_weight, options)
+    return pack(*outputs, (return_z_loss, return_token_accuracy, return_predicted_tokens))
 
 
 def _logits(input, weight, bias):
@@ -76,13 +100,13 @@ def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
 FWD = Tunable(
     "fused_linear_cross_entropy",
     "fwd",
-    kernels=ce.ROW_KERNELS,
+    kernels=ROW_KERNELS,
     key=_key,
     dims=_DIMS,
-    heuristic=ce.rows_heuristic,
-    safe=ce.rows_safe,
-    space=ce.rows_space,
-    valid=ce.FWD.valid,
+    heuristic=rows_heuristic,
+    safe=rows_safe,
+    space=rows_space,
+    valid=has_block_size,
 )
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -97,8 +121,8 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
     (n_rows, hidden), vocab, gradients = x.shape, weight.shape[0], any(wanted)
     size = x.dtype.itemsize
     chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, scale=chunk_mem_const)
-    stats = ce.launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
-    rows = RowResults() if row_grads is not None else ce.row_buffers(n_rows, options, torch.float32, x.device, extra)
+    stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
+    rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
     grads = HeadGradients(x, weight, wanted, chunks.wide)
     plan = FWD.plan(x.device, row_key(chunks.rows, vocab, size))
     buffer = logits_buffer(min(chunks.rows, n_rows), vocab, x)
@@ -106,7 +130,7 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
         part = x[start : start + chunks.rows]
         logits = buffer[: part.shape[0]]
         torch.mm(part, weight.t(), out=logits)
-        ce.launch_rows(
+        launch_rows(
             *(plan, logits, target, ce_weight, stats, options, rows, logits if gradients else None),
             bias=bias,
             row_grads=row_grads,
@@ -116,15 +140,15 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
         if gradients:
             grads.add(logits, part, weight, start)
     dbias = None if grads.dbias is None else grads.dbias.to(bias.dtype)
-    return rows, stats, tuple(ce.absent(x) if g is None else g for g in (grads.dx, grads.dweight_as_weight(), dbias))
+    return rows, stats, tuple(absent(x) if g is None else g for g in (grads.dx, grads.dweight_as_weight(), dbias))
 
 
 def _fwd(x, weight, target, bias, ce_weight, *call):
     options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = tuple(wanted[:3]), tuple(wanted[3:])
     rows, stats, grads = _chunked(x, weight, target, bias, ce_weight, options, wide, const, extra, wanted)
-    late = any(wanted) and ce.divides_late(x.dtype, options)
-    return *ce.launch_sum(rows, stats, options, torch.float32), *grads, stats if late else ce.absent(stats)
+    late = any(wanted) and divides_late(x.dtype, options)
+    return *launch_sum(rows, stats, options, torch.float32), *grads, stats if late else absent(stats)
 
 
 def _bwd(grad_output, x, weight, target, bias, ce_weight, *call):
@@ -137,17 +161,17 @@ def _bwd(grad_output, x, weight, target, bias, ce_weight, *call):
 
 
 def _no_grads(x):
-    return ce.absent(x), ce.absent(x), ce.absent(x)
+    return absent(x), absent(x), absent(x)
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
     """What autograd gives through `_logits`: the gradient of the logits is rounded to their dtype before the products."""
-    wide = ce.reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
+    wide = reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
     dlogits = wide.to(x.dtype)
     return (
-        dlogits @ weight if wanted[0] else ce.absent(x),
-        dlogits.t() @ x if wanted[1] else ce.absent(x),
-        wide.sum(0).to(bias.dtype) if wanted[2] else ce.absent(x),
+        dlogits @ weight if wanted[0] else absent(x),
+        dlogits.t() @ x if wanted[1] else absent(x),
+        wide.sum(0).to(bias.dtype) if wanted[2] else absent(x),
     )
 
 
@@ -155,11 +179,11 @@ def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_gr
 def _fwd_reference(x, weight, target, bias, ce_weight, *call):
     options, (_, _, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = wanted[:3], wanted[3:]
-    ce.check_targets(_NAME, target, weight.shape[0], options.ignore_index)
-    outputs = ce.reference_losses(_logits(x, weight, bias), target, ce_weight, options)
+    check_targets(_NAME, target, weight.shape[0], options.ignore_index)
+    outputs = reference_losses(_logits(x, weight, bias), target, ce_weight, options)
     grads = _reference_grads(x, weight, target, bias, ce_weight, options, wanted) if any(wanted) else _no_grads(x)
-    stats = torch.ones(5) if any(wanted) and ce.divides_late(x.dtype, options) else torch.empty(0)
-    return *ce.reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), extra), *grads, stats
+    stats = torch.ones(5) if any(wanted) and divides_late(x.dtype, options) else torch.empty(0)
+    return *reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), extra), *grads, stats
 
 
 @torch.no_grad()
@@ -169,15 +193,15 @@ def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, *call):
 
 def _fake_grads(x, weight, bias, wanted):
     shapes = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight if bias is None else bias))
-    return tuple(like.new_empty(shape) if w else ce.absent(x) for (shape, like), w in zip(shapes, wanted))
+    return tuple(like.new_empty(shape) if w else absent(x) for (shape, like), w in zip(shapes, wanted))
 
 
 def _fwd_fake(x, weight, target, bias, ce_weight, *call):
     options, (_, _, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = wanted[:3], wanted[3:]
     wide = torch.promote_types(x.dtype, torch.float32)
-    outputs = ce.fake_outputs(x, x.shape[0], options.reduction, wide, extra)
-    late = any(wanted) and ce.divides_late(x.dtype, options)
+    outputs = fake_outputs(x, x.shape[0], options.reduction, wide, extra)
+    late = any(wanted) and divides_late(x.dtype, options)
     stats = x.new_empty(5 if late else 0, dtype=torch.float32)
     return *outputs, *_fake_grads(x, weight, bias, wanted), stats
 
@@ -260,7 +284,7 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
 
 def scale_wanted(grads, wanted, grad_output, stats):
     """`scale_gradients` of those that are wanted; the others are empty."""
-    scaled = iter(ce.scale_gradients([g for g, w in zip(grads, wanted) if w], grad_output, stats))
+    scaled = iter(scale_gradients([g for g, w in zip(grads, wanted) if w], grad_output, stats))
     return tuple(next(scaled) if w else g for g, w in zip(grads, wanted))
 
 
@@ -319,9 +343,7 @@ def liger_fused_linear_cross_entropy(
         check(False, _NAME, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     if type(chunk_mem_const) is not int or chunk_mem_const < 1:
         check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
-    ce.check_arguments(
-        _NAME, input, target, weight.shape[0], ce_weight, ignore_index, label_smoothing, reduction, softcap
-    )
+    check_arguments(_NAME, input, target, weight.shape[0], ce_weight, ignore_index, label_smoothing, reduction, softcap)
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
         options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
@@ -332,7 +354,7 @@ def liger_fused_linear_cross_entropy(
         call = _call(*options, accum_dtype, chunk_mem_const)
         wanted = *extra, False, False, False
         outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, *call, *wanted)[:4]
-    return ce.pack(*outputs, extra)
+    return pack(*outputs, extra)
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
@@ -417,7 +439,7 @@ def _sample(
     x, weight = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
     bias = random(vocab).requires_grad_() if biased else None
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
-    target = ce.sample_targets(n_rows, vocab, device, generator, ignored)
+    target = sample_targets(n_rows, vocab, device, generator, ignored)
     products = 2 if frozen else 3
     return Sample(
         args=(x, weight.requires_grad_(not frozen), target, bias, ce_weight),

@@ -52,7 +52,9 @@ def _gelu_and_slope(a, TANH: tl.constexpr):
 
 
 @triton.jit
-def _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, TANH: tl.constexpr, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+def _geglu_fwd_tile(
+    a_ptrs, b_ptrs, c_ptrs, mask, TANH: tl.constexpr, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr
+):
     a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
     gelu, _ = _gelu_and_slope(a.to(tl.float32), TANH)

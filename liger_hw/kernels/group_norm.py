@@ -377,7 +377,9 @@ def _split(plan, n_rows: int, channels: int, spatial: int) -> tuple[int, int, in
     return n_rows, -(-n_tiles // share), share, n_tiles
 
 
-def _launch_both(plan, kernel, tensors: tuple, numbers: tuple, splits: tuple[int, int, int, int], last: tuple, flags: tuple):
+def _launch_both(
+    plan, kernel, tensors: tuple, numbers: tuple, splits: tuple[int, int, int, int], last: tuple, flags: tuple
+):
     """One launch that sums and applies, or with several splits one of each. tensors: without Sums_ptr, which comes last."""
     programs, n_splits, share, n_tiles = splits
     args = (*numbers, n_splits, share, *last)

@@ -159,7 +159,9 @@ def _sparsemax_bwd_kernel(
                 mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
                 inside = tl.load(Y_ptr + dense + start, mask=mask, other=0.0) > 0.0
                 dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-                tl.store(DX_ptr + dense + start, tl.where(inside, dy - mean, 0.0).to(DX_ptr.dtype.element_ty), mask=mask)
+                tl.store(
+                    DX_ptr + dense + start, tl.where(inside, dy - mean, 0.0).to(DX_ptr.dtype.element_ty), mask=mask
+                )
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import lock, models, store, tables
+from liger_hw.autotune import lock, models, notes, store, tables
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, entry, other_config, tunable
 
@@ -155,8 +155,8 @@ def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
 
 
 def test_clear_takes_what_it_is_told(cache, capsys):
-    store.save_misses(H200, [NAME])
-    store.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
+    notes.save_misses(H200, [NAME])
+    notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
     run(capsys, "cache", "clear", "--quarantine")
     assert {p.name for p in cache.iterdir()} == {"rms_norm", "_misses"}
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
@@ -180,7 +180,7 @@ def test_lock_pins_a_model(cache, capsys, tmp_path):
 
 
 def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
-    store.save_misses(H200, [("rms_norm", "bwd", KEY)])
+    notes.save_misses(H200, [("rms_norm", "bwd", KEY)])
     monkeypatch.setattr(registry, "_target_named", lambda name: H200)
     run(capsys, "lock", "--from-used", "-o", str(tmp_path / "l"))
     table = lock.read(tmp_path / "l")[1]

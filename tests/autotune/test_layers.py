@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from liger_hw import registry
-from liger_hw.autotune import inline, lock, persist, store, tables
+from liger_hw.autotune import inline, lock, notes, persist, store, tables
 from liger_hw.backends import known_target
 from tests.autotune.fakes import H200, FakeMeasurer, entry, tunable
 
@@ -109,7 +109,7 @@ def test_misses_are_written_at_exit_not_before(h200):
     tunable().plan(DEVICE, KEY)
     assert not store.home(H200).exists()
     persist.flush()
-    assert store.read_misses(H200) == [NAME]
+    assert notes.read_misses(H200) == [NAME]
 
 
 def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import store, tables
+from liger_hw.autotune import notes, store, tables
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.registry import Entry
 from tests.autotune.fakes import H200, entry, other_config, tunable
@@ -275,10 +275,10 @@ def test_sixteen_processes_never_see_a_torn_entry(clean_registry, tmp_path):
 
 def test_misses_are_kept_once(clean_registry):
     names = [("rms_norm", "fwd", KEY), ("rms_norm", "bwd", KEY)]
-    store.save_misses(H200, names)
-    store.save_misses(H200, list(reversed(names)))
-    store.save_misses(H200, names[:1])
-    assert store.read_misses(H200) == sorted(names)
+    notes.save_misses(H200, names)
+    notes.save_misses(H200, list(reversed(names)))
+    notes.save_misses(H200, names[:1])
+    assert notes.read_misses(H200) == sorted(names)
     assert len(list((store.home(H200) / "_misses").iterdir())) == 2
 
 

@@ -204,6 +204,7 @@ def test_a_killed_run_resumes_where_it_was(tmp_path):
     third = FakeMeasurer(START, cost)
     (result,), kept, _ = tune(measurer=third, journal=Journal(path), past=Past(Journal(path), FACTS["triton"]))
     assert third.opened == 0 and result.note == "measured by an earlier run" and result.config == BEST.to_json()
+    assert kept["rms_norm", "bwd", KEY].provenance["gain"] > 0, "stored again: the journal may have outlived the cache"
 
 
 def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):

@@ -22,7 +22,7 @@ _ARCHS = {
     "sm120": ("NVIDIA GeForce RTX 5090", 170, 99 * KIB, 96 * MIB, 1792, 1536),
 }
 _FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell-consumer"}
-_BANDWIDTH = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
+_BANDWIDTH = {"GH200": 4000, "H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
 
 
 class CudaBackend(Backend):

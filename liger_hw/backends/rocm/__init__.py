@@ -3,6 +3,12 @@
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
 and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950).
 torch reaches AMD through its "cuda" device type; the backend is told apart by `torch.version.hip`.
+
+A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four SIMDs)
+on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767), so 48 on an
+RX 7900 XTX of 96 compute units. Registers are counted for the same: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA 2 to 4
+(accumulation registers included), 1536 x 32 x 4 on gfx1100, gfx1151 and gfx1201 (LLVM AMDGPU user guide, "Processors";
+RDNA 3 ISA, "VGPRs"). They are not read from the device: ROCm reported 65536 and, later, 131072 for the same gfx90a.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from ..base import Backend, LaunchConfig, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
-# arch -> (representative device, CUs of one torch device, wavefront, LDS a block, L2 or last-level cache, GB/s, family)
+# arch -> (representative device, multiprocessors of one torch device, wavefront, LDS a block, L2 or last-level cache, GB/s, family)
 _ARCHS = {
     "gfx90a": ("AMD Instinct MI250X", 110, 64, 64 * KIB, 8 * MIB, 1638, "cdna2"),
     "gfx942": ("AMD Instinct MI300X", 304, 64, 64 * KIB, 4 * MIB, 5300, "cdna3"),
@@ -22,6 +28,10 @@ _ARCHS = {
     "gfx1151": ("AMD Radeon 8060S", 20, 32, 64 * KIB, 2 * MIB, 256, "rdna3.5"),
     "gfx1201": ("AMD Radeon RX 9070 XT", 32, 32, 64 * KIB, 8 * MIB, 640, "rdna4"),
 }
+
+
+def _registers(wavefront: int) -> int:
+    return 4 * (512 * 64 if wavefront == 64 else 1536 * 32)
 
 
 def arch_of(gcn_arch_name: str) -> str:
@@ -57,7 +67,7 @@ class RocmBackend(Backend):
             warp_sizes=(wavefront,),
             max_threads=getattr(properties, "max_threads_per_block", 1024),
             shared_memory=reference[3] if reference else 64 * KIB,
-            registers=getattr(properties, "regs_per_multiprocessor", 65536),
+            registers=_registers(wavefront),
             l2=getattr(properties, "L2_cache_size", reference[4] if reference else 4 * MIB),
             bandwidth=reference[5] if reference else 0,
             family=reference[6] if reference else f"wave{wavefront}",
@@ -81,7 +91,7 @@ class RocmBackend(Backend):
             warp_sizes=(wavefront,),
             max_threads=1024,
             shared_memory=lds,
-            registers=65536 * 2 if wavefront == 64 else 65536 * 3 // 2,
+            registers=_registers(wavefront),
             l2=l2,
             bandwidth=bandwidth,
             family=family,

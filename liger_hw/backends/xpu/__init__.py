@@ -1,11 +1,15 @@
 """Intel GPUs, through torch.xpu.
 
 Limits: Intel oneAPI GPU Optimization Guide (sub-group sizes, general register file modes, shared local memory of a
-work-group); device numbers are read from torch.xpu's device properties.
+work-group; "Intel Xe GPU Architecture": vector engines of an Xe-core, eight hardware threads each, one sub-group a thread);
+device numbers are read from torch.xpu's device properties. One torch device is one tile (stack) of a Max 1550.
+PCI device ids: Linux, include/drm/intel/pciids.h. They tell the architecture where the name is a generic one, as
+"Intel(R) Graphics [0x64a0]" is for Lunar Lake.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..base import Backend, LaunchConfig, Target
@@ -13,22 +17,31 @@ from ..base import Backend, LaunchConfig, Target
 KIB, MIB = 1024, 1024 * 1024
 GRF_MODES = ("default", "128", "256", "512", "auto")
 
-# arch -> (representative device, Xe-cores of one torch device, sub-group sizes, work-group size, SLM, cache, GB/s, threads)
+# arch -> (representative device, Xe-cores of one torch device, vector engines of one, sub-group sizes, SLM, cache, GB/s)
 _ARCHS = {
-    "pvc": ("Intel(R) Data Center GPU Max 1550", 64, (16, 32), 1024, 128 * KIB, 204 * MIB, 1638, 8 * 8 * 16),
-    "acm": ("Intel(R) Arc(TM) A770 Graphics", 32, (8, 16, 32), 1024, 64 * KIB, 16 * MIB, 560, 16 * 8 * 8),
-    "bmg": ("Intel(R) Arc(TM) B580 Graphics", 20, (16, 32), 1024, 128 * KIB, 18 * MIB, 456, 8 * 8 * 16),
-    "lnl": ("Intel(R) Arc(TM) Graphics (Lunar Lake)", 8, (16, 32), 1024, 128 * KIB, 8 * MIB, 136, 8 * 8 * 16),
+    "pvc": ("Intel(R) Data Center GPU Max 1550", 64, 8, (16, 32), 128 * KIB, 192 * MIB, 1638),
+    "acm": ("Intel(R) Arc(TM) A770 Graphics", 32, 16, (8, 16, 32), 64 * KIB, 16 * MIB, 560),
+    "bmg": ("Intel(R) Arc(TM) B580 Graphics", 20, 8, (16, 32), 128 * KIB, 18 * MIB, 456),
+    "lnl": ("Intel(R) Arc(TM) Graphics (Lunar Lake)", 8, 8, (16, 32), 128 * KIB, 8 * MIB, 136),
 }
+_FAMILIES = {"pvc": "xe-hpc", "acm": "xe", "bmg": "xe2", "lnl": "xe2"}
 _NAMES = (("Max", "pvc"), ("A770", "acm"), ("A750", "acm"), ("B580", "bmg"), ("B570", "bmg"), ("B60", "bmg"), ("B50", "bmg"))
+_DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
 _SUB_GROUP = 32
+_THREADS_AN_ENGINE = 8
+_WORK_GROUP = 1024
+_REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
 
 
 def arch_of(properties: Any) -> str:
-    """Architecture from the device's name, or from its sub-group sizes when the name is a generic one."""
+    """Architecture from the device's name or PCI id, or from its shape when neither is known."""
     for word, arch in _NAMES:
         if word in properties.name:
             return arch
+    in_name = re.search(r"\[0x([0-9a-f]+)\]", properties.name.lower())
+    device_id = getattr(properties, "device_id", None) or (int(in_name[1], 16) if in_name else 0)
+    if device_id >> 8 in _DEVICE_IDS:
+        return _DEVICE_IDS[device_id >> 8]
     if 8 in getattr(properties, "sub_group_sizes", ()):
         return "acm"
     return "lnl" if getattr(properties, "gpu_subslice_count", 0) <= 8 else "bmg"
@@ -51,22 +64,24 @@ class XpuBackend(Backend):
 
     def target_from_properties(self, properties: Any) -> Target:
         arch = arch_of(properties)
-        reference = _ARCHS[arch]
-        sizes = tuple(sorted(getattr(properties, "sub_group_sizes", reference[2])))
+        _, _, engines, known_sizes, slm, cache, bandwidth = _ARCHS[arch]
+        sizes = tuple(sorted(getattr(properties, "sub_group_sizes", known_sizes)))
+        sub_group = _SUB_GROUP if _SUB_GROUP in sizes else sizes[-1]
+        cores, all_engines = properties.gpu_subslice_count, getattr(properties, "gpu_eu_count", 0)
         return Target(
             vendor=self.vendor,
             arch=arch,
             name=properties.name,
-            multiprocessors=properties.gpu_subslice_count,
-            warp_size=_SUB_GROUP if _SUB_GROUP in sizes else sizes[-1],
+            multiprocessors=cores,
+            warp_size=sub_group,
             warp_sizes=sizes,
-            max_threads=min(getattr(properties, "max_work_group_size", reference[3]), 1024),
-            shared_memory=getattr(properties, "local_mem_size", reference[4]),
-            registers=65536,
-            l2=getattr(properties, "last_level_cache_size", reference[5]),
-            bandwidth=reference[6],
-            family="xe" if arch == "acm" else "xe2" if arch in ("bmg", "lnl") else "xe-hpc",
-            max_threads_per_multiprocessor=reference[7],
+            max_threads=min(getattr(properties, "max_work_group_size", _WORK_GROUP), _WORK_GROUP),
+            shared_memory=getattr(properties, "local_mem_size", slm),
+            registers=_REGISTERS,
+            l2=getattr(properties, "last_level_cache_size", cache),
+            bandwidth=bandwidth,
+            family=_FAMILIES[arch],
+            max_threads_per_multiprocessor=(all_engines // cores or engines) * _THREADS_AN_ENGINE * sub_group,
         )
 
     def known_archs(self) -> tuple[str, ...]:
@@ -75,7 +90,7 @@ class XpuBackend(Backend):
     def known_target(self, arch: str) -> Target | None:
         if arch not in _ARCHS:
             return None
-        name, cores, sizes, work_group, slm, cache, bandwidth, threads = _ARCHS[arch]
+        name, cores, engines, sizes, slm, cache, bandwidth = _ARCHS[arch]
         return Target(
             vendor=self.vendor,
             arch=arch,
@@ -83,13 +98,13 @@ class XpuBackend(Backend):
             multiprocessors=cores,
             warp_size=_SUB_GROUP,
             warp_sizes=sizes,
-            max_threads=work_group,
+            max_threads=_WORK_GROUP,
             shared_memory=slm,
-            registers=65536,
+            registers=_REGISTERS,
             l2=cache,
             bandwidth=bandwidth,
-            family="xe" if arch == "acm" else "xe2" if arch in ("bmg", "lnl") else "xe-hpc",
-            max_threads_per_multiprocessor=threads,
+            family=_FAMILIES[arch],
+            max_threads_per_multiprocessor=engines * _THREADS_AN_ENGINE * _SUB_GROUP,
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:

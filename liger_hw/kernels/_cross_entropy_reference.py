@@ -1,0 +1,146 @@
+"""What a cross entropy is, in plain torch: the options, the results and the formulas that the kernels follow.
+
+Shared by `cross_entropy` and the fused linear losses; see cross_entropy.py for the mathematics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+NONE, MEAN, SUM = 0, 1, 2
+REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+
+
+@dataclass
+class CrossEntropyOutput:
+    """What a cross entropy returns when more than the loss was asked for; what was not asked for is None.
+
+    z_loss: part of the loss, reduced like it; token_accuracy: share of counted rows whose first largest logit is the
+    target (per row with reduction="none"); predicted_tokens: [n_rows] int64, -1 in ignored rows. None has a gradient.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The numbers of one call, as the kernels take them. softcap 0.0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    reduction: int
+    token_scaling: bool = False
+
+
+def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
+    """(loss, z_loss, token_accuracy, predicted_tokens) in plain torch, none rounded to the logits' dtype."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s = logits.to(wide)
+    if options.softcap:
+        s = options.softcap * torch.tanh(s / options.softcap)
+    target = target.long()
+    w = None if weight is None else weight.to(wide)
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    lse = torch.logsumexp(s, -1)
+    rows = F.cross_entropy(
+        s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
+    )
+    z = torch.where(counted, options.lse_square_scale * lse.square(), 0.0)
+    if options.token_scaling:
+        p = torch.where(counted, torch.exp(s.gather(1, y[:, None])[:, 0] - lse), 0.0).detach()
+        rows, z = rows * p, z * p
+    top = logits.detach().argmax(-1)
+    hits = (counted & (top == target)).to(torch.float32)
+    top = top.masked_fill(~counted, -1)
+    if options.reduction == NONE:
+        return rows + z, z.detach(), hits, top
+    n = counted.sum()
+    hits = hits.sum() / n
+    if options.reduction == SUM:
+        return (rows + z).sum(), z.detach().sum(), hits, top
+    total = n if w is None else torch.where(counted, w[y], 0.0).sum()
+    z = z.sum() / n
+    return rows.sum() / total + z, z.detach(), hits, top
+
+
+def reference_gradient(logits, target, weight, options: Options, row_grads=None) -> torch.Tensor:
+    """d(sum of the loss, rows times row_grads) / d(logits) in plain torch, in fp32 or fp64: the formula the kernel has.
+
+    Not by autograd, which is not there where an operator runs under a dispatch mode.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s, slope = logits.to(wide), 1.0
+    if options.softcap:
+        t = torch.tanh(s / options.softcap)
+        s, slope = options.softcap * t, 1.0 - t.square()
+    target = target.long()
+    counted = target != options.ignore_index
+    y = target.masked_fill(~counted, 0)
+    w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
+    lse = torch.logsumexp(s, -1)
+    push = (1.0 - options.label_smoothing) * w[y]
+    smooth = torch.full_like(lse, options.label_smoothing / logits.shape[1])
+    pull = push + smooth * w.sum()
+    z_pull = 2.0 * options.lse_square_scale * lse
+    if options.reduction == MEAN:
+        total = torch.where(counted, w[y], 0.0).sum()
+        push, pull, smooth, z_pull = push / total, pull / total, smooth / total, z_pull / counted.sum()
+    factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
+    if options.token_scaling:
+        factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
+    grad = ((pull + z_pull) * factor)[:, None] * torch.exp(s - lse[:, None])
+    if options.label_smoothing:
+        grad -= (smooth * factor)[:, None] * w
+    grad.scatter_add_(1, y[:, None], -(push * factor)[:, None])
+    return torch.where(counted[:, None], grad * slope, 0.0)
+
+
+def pack(loss, z_loss, hits, top, extra: tuple[bool, bool, bool]) -> torch.Tensor | CrossEntropyOutput:
+    """The loss alone, or a CrossEntropyOutput with the extras asked for: (z_loss, token_accuracy, predicted_tokens)."""
+    if not any(extra):
+        return loss
+    return CrossEntropyOutput(loss, z_loss if extra[0] else None, hits if extra[1] else None, top if extra[2] else None)
+
+
+def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int) -> None:
+    """Raise `IndexError` that names the first row whose target is out of range. Synchronises on a GPU."""
+    bad = (target != ignore_index) & ((target < 0) | (target >= n_cols))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise IndexError(
+            f"{op}: target[{row}] = {int(target[row])} is out of range: expected 0 <= target < {n_cols} "
+            f"or ignore_index={ignore_index}"
+        )
+
+
+def absent(like: torch.Tensor) -> torch.Tensor:
+    """Stands for a result that was not asked for: an operator may not return None."""
+    return like.new_empty(0)
+
+
+def reference_outputs(outputs, dtype: torch.dtype, extra) -> tuple[torch.Tensor, ...]:
+    """What `reference_losses` gave, in the dtypes and with the absences an operator returns."""
+    loss, z_loss, hits, top = outputs
+    extras = (t if asked else torch.empty(0) for t, asked in zip((z_loss.to(dtype), hits, top), extra))
+    return loss.to(dtype), *extras
+
+
+def fake_outputs(like, n_rows, reduction: int, dtype: torch.dtype, extra) -> tuple[torch.Tensor, ...]:
+    """Empty (loss, z_loss, token_accuracy, predicted_tokens) of the shapes and dtypes an operator returns."""
+    shape = (n_rows,) if reduction == NONE else ()
+    shapes = (shape, shape, (n_rows,))
+    dtypes = (dtype, torch.float32, torch.int64)
+    extras = (
+        like.new_empty(s, dtype=d) if asked else like.new_empty(0, dtype=torch.float32)
+        for s, d, asked in zip(shapes, dtypes, extra)
+    )
+    return like.new_empty(shape, dtype=dtype), *extras
