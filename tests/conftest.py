@@ -115,7 +115,10 @@ def _no_triton() -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = metafunc.fixturenames
+    names = set(metafunc.fixturenames) - set(metafunc._arg2fixturedefs)  # a fixture of that name goes first
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        given = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names -= {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}
     if "lane" in names:
         device = gpu_device(metafunc.config) or "none"
         chosen = next((mark.args for mark in metafunc.definition.iter_markers("lanes")), tuple(_DTYPES))

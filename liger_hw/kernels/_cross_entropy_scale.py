@@ -11,7 +11,7 @@ import torch
 from .. import registry
 from ..registry import LaunchConfig, Target, Tunable, row_key
 from ._cross_entropy_rows import DIMS, has_block_size
-from ._op import define, launch
+from ._op import cdiv, define, launch
 from ._triton import tl, triton
 
 
@@ -103,7 +103,7 @@ def _scale(grad, out, grad_output, stats) -> None:
         args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
         launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args)
     else:
-        programs = min(plan.programs, triton.cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
+        programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
         late = stats if stats.numel() else None
         launch(plan, _scale_kernel, (programs,), (grad, out, grad_output, late, n_elements))
 

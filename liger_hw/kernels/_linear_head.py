@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .. import env
-from ._triton import triton
+from ._op import cdiv
 
 SMALLEST = 1024
 LARGEST = 2048
@@ -59,17 +59,17 @@ def plan_chunks(
     rows = max(smallest, ((scale * (budget or DEFAULT_MIB) << 20) - taken) // row)
     if budget is None:
         rows = min(rows, scale * max(smallest, LARGEST))
-    if gradients and itemsize == 2 and not wide and triton.cdiv(n_rows, rows) > MOST_ROUNDINGS:
-        fewer = triton.cdiv(n_rows, MOST_ROUNDINGS)
+    if gradients and itemsize == 2 and not wide and cdiv(n_rows, rows) > MOST_ROUNDINGS:
+        fewer = cdiv(n_rows, MOST_ROUNDINGS)
         wide = (fewer - rows) * row > 4 * vocab * hidden
         rows = max(rows, 2 * SMALLEST) if wide else fewer
-    even = triton.cdiv(n_rows, triton.cdiv(n_rows, rows)) if n_rows else 1
-    return Chunks(min(max(n_rows, 1), triton.cdiv(even, 128) * 128), wide)
+    even = cdiv(n_rows, cdiv(n_rows, rows)) if n_rows else 1
+    return Chunks(min(max(n_rows, 1), cdiv(even, 128) * 128), wide)
 
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
     """[rows, vocab], each row starting at a multiple of 16 elements: an odd vocabulary loads as wide as an even one."""
-    buffer = torch.empty((rows, triton.cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)
+    buffer = torch.empty((rows, cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)
     if vocab % 16:
         buffer[:, vocab:] = 0.0  # read, never used
     return buffer[:, :vocab]

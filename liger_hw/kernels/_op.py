@@ -16,7 +16,7 @@ from ._launch import LaunchFailed, launch  # noqa: F401  op files take `launch` 
 from ._triton import INTERPRET
 
 __all__ = [
-    *("define", "launch", "check", "check_tensors", "dense", "empty_like", "no_weight", "rows_of", "row_major"),
+    *("define", "launch", "check", "check_tensors", "cdiv", "dense", "empty_like", "no_weight", "rows_of", "row_major"),
     *("reference_grads", "is_interpreted"),
 ]
 
@@ -100,6 +100,11 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
         return x
     return x.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def dense(t: torch.Tensor | None) -> torch.Tensor | None:

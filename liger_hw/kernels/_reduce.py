@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
-from ._launch import launch
+from ._op import cdiv, launch
 from ._triton import tl, triton
 
 
@@ -80,6 +80,6 @@ def column_sum(tunable: Tunable, partial: torch.Tensor, dtype: torch.dtype) -> t
     n_partials, n_cols = partial.shape
     out = partial.new_empty(n_cols, dtype=dtype)
     plan = tunable.plan(partial.device, (next_power_of_2(n_cols),))
-    grid = (triton.cdiv(n_cols, plan.config.blocks["BLOCK_N"]),)
+    grid = (cdiv(n_cols, plan.config.blocks["BLOCK_N"]),)
     launch(plan, _column_sum_kernel, grid, (partial, out, n_partials, n_cols))
     return out

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import DIMS, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
@@ -207,7 +207,7 @@ DW = column_sum_tunable("dyt")
 
 
 def _fwd(x, alpha, gamma, beta):
-    x = row_major(x)
+    x, gamma, beta = row_major(x), dense(gamma), dense(beta)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
@@ -219,7 +219,7 @@ def _fwd(x, alpha, gamma, beta):
 
 
 def _bwd(dy, x, alpha, gamma, beta, needs_params):
-    dy, x = row_major(dy), row_major(x)
+    dy, x, gamma = row_major(dy), row_major(x), dense(gamma)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     parts, dtype = _parts(beta, needs_params), _params_dtype(gamma, beta)

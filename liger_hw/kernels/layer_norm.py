@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import (
     DIMS,
@@ -273,7 +273,7 @@ DW = column_sum_tunable("layer_norm")
 
 
 def _fwd(x, w, b, eps):
-    x = row_major(x)
+    x, w, b = row_major(x), dense(w), dense(b)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
@@ -287,7 +287,7 @@ def _fwd(x, w, b, eps):
 
 
 def _bwd(dy, x, w, b, stats, needs_params):
-    dy, x = row_major(dy), row_major(x)
+    dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     parts = _parts(w, b, needs_params)
@@ -328,7 +328,8 @@ def _params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | Non
 
 def _fwd_reference(x, w, b, eps):
     wide = torch.promote_types(x.dtype, torch.float32)
-    variance, mean = torch.var_mean(x.to(wide), -1, correction=0)
+    mean = x.to(wide).mean(-1)
+    variance = (x.to(wide) - mean[..., None]).square().mean(-1)
     return layer_norm_reference(x, w, b, eps).contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)]).flatten(1)
 
 

@@ -16,13 +16,15 @@ Zhang and Sennrich's, https://arxiv.org/abs/1910.07467
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._elementwise import evenly_spaced
-from ._op import check, check_tensors, define, empty_like, launch, no_weight, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
@@ -356,7 +358,7 @@ DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 
 
 def _fwd(x, w, scale, shift, eps, offset, casting):
-    x = row_major(x)
+    x, w = row_major(x), dense(w)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, _out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)
@@ -375,7 +377,7 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
 
 
 def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
-    dy, x = row_major(dy), row_major(x)
+    dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     if not n_rows or not needs_params:
@@ -466,7 +468,7 @@ def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
 def _fwd_fake(x, w, scale, shift, eps, offset, casting):
     stat = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(x.shape, dtype=_out_dtype(x, w, casting))
-    return y, x.new_empty(x.shape[:-1].numel(), dtype=stat)
+    return y, x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
 
 
 def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):

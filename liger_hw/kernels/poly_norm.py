@@ -12,12 +12,14 @@ Source: Zhuo, Wang, Zeng, Li, Zhou and Ma, "Polynomial Composition Activations",
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
@@ -240,7 +242,7 @@ DW = column_sum_tunable("poly_norm")
 
 
 def _fwd(x, w, b, eps):
-    x, w = row_major(x), w.contiguous()
+    x, w = row_major(x), dense(w)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     rstd = x.new_empty((3, n_rows), dtype=torch.float32)
@@ -254,7 +256,7 @@ def _fwd(x, w, b, eps):
 
 
 def _bwd(dy, x, w, b, rstd):
-    dy, x, w = row_major(dy), row_major(x), w.contiguous()
+    dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
     dtype = _params_dtype(w, b)
@@ -297,7 +299,7 @@ def _bwd_reference(dy, x, w, b, rstd):
 
 
 def _fwd_fake(x, w, b, eps):
-    rstd = x.new_empty((3, x.shape[:-1].numel()), dtype=torch.promote_types(x.dtype, torch.float32))
+    rstd = x.new_empty((3, math.prod(x.shape[:-1])), dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape), rstd
 
 

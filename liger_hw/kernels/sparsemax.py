@@ -29,6 +29,8 @@ from .softmax import launch_rows, row_tunable
 
 def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """The specification in plain torch, by sorting; computes in fp32, or in fp64 when `input` is fp64."""
+    if not input.numel():
+        return input.clone()
     x = input.to(torch.promote_types(input.dtype, torch.float32)).movedim(dim, -1)
     z = x - x.amax(-1, keepdim=True).detach()
     ranked = z.sort(-1, descending=True).values

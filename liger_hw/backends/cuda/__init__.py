@@ -25,6 +25,10 @@ _FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell-consumer"
 _BANDWIDTH = {"GH200": 4000, "H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
 
 
+def _family(major: int, minor: int) -> str:
+    return "ada" if (major, minor) == (8, 9) else _FAMILIES.get(major, f"sm{major}x")
+
+
 class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
@@ -59,7 +63,7 @@ class CudaBackend(Backend):
             registers=getattr(properties, "regs_per_multiprocessor", 65536),
             l2=getattr(properties, "L2_cache_size", reference[3]),
             bandwidth=bandwidth,
-            family=_FAMILIES.get(major, f"sm{major}x"),
+            family=_family(major, minor),
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         )
 
@@ -82,7 +86,7 @@ class CudaBackend(Backend):
             registers=65536,
             l2=l2,
             bandwidth=bandwidth,
-            family=_FAMILIES[int(arch[2:]) // 10],
+            family=_family(*divmod(int(arch[2:]), 10)),
             max_threads_per_multiprocessor=threads,
         )
 

@@ -1,0 +1,126 @@
+"""What importing the package costs a process: no Triton, no transformers, no GPU context, and it survives a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = """
+import importlib.abc, sys
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError("No module named " + repr(name) + " (blocked by the test)", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def _python(code: str, *blocked: str, **environment: str) -> str:
+    """Run code in a fresh interpreter where some packages are not installed; what it prints."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LIGER_HW_", "TRITON_"))}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    prefix = BLOCK.format(names=set(blocked)) if blocked else ""
+    done = subprocess.run([sys.executable, "-c", prefix + code], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light():
+    loaded = _python("import sys, liger_hw; print(*[m for m in ('torch', 'triton', 'transformers') if m in sys.modules])")
+    assert "triton" not in loaded and "transformers" not in loaded
+
+
+@pytest.mark.parametrize("module", ["liger_hw.registry", "liger_hw.backends", "liger_hw.cli", "liger_hw.autotune.store"])
+def test_the_core_needs_no_triton(module):
+    _python(f"import {module}", "triton", "transformers")
+
+
+def test_public_names_are_there():
+    _python("import liger_hw; [getattr(liger_hw, name) for name in dir(liger_hw)]")
+
+
+def test_ops_run_their_reference_without_triton():
+    code = """
+import torch
+from liger_hw import registry
+for op in registry.ops().values():
+    sizes = tuple(min(n, 4) for n in next(iter(op.workloads.values())))
+    sample = op.sample(sizes, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    op.function(*sample.args, **sample.kwargs)
+print(len(registry.ops()))
+"""
+    assert int(_python(code, "triton", "transformers")) >= 6
+
+
+def test_launching_without_triton_says_what_to_install():
+    code = """
+from liger_hw.kernels import _triton
+try:
+    _triton.require()
+except ImportError as error:
+    print(error)
+"""
+    said = _python(code, "triton")
+    assert "need Triton" in said and "liger_hw[rocm]" in said
+
+
+def test_no_context_is_made():
+    """Importing everything and resolving for a CPU tensor initialises no GPU runtime in torch."""
+    code = """
+import torch, liger_hw
+from liger_hw import registry
+registry.ops()
+for op in registry.ops().values():
+    registry.explain(op.name, next(iter(op.workloads.values())), torch.bfloat16, "gfx942")
+print(torch.cuda.is_initialized(), torch.xpu.is_initialized())
+"""
+    assert _python(code) == "False False"
+
+
+def test_fork_safe():
+    """A forked child computes with the parent's registry; on a GPU machine it may still start its own context."""
+    code = """
+import os, torch
+from liger_hw import registry
+op = registry.get_op("rms_norm")
+def run(device):
+    sample = op.sample((3, 8), torch.float32, torch.device(device), torch.Generator(device).manual_seed(0))
+    return float(op.function(*sample.args).sum())
+here = run("cpu")
+pid = os.fork()
+if pid == 0:
+    ok = run("cpu") == here
+    if torch.cuda.device_count():
+        run("cuda")
+    os._exit(0 if ok else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), torch.cuda.is_initialized())
+"""
+    assert _python(code) == "0 False"
+
+
+def test_interpreter_is_asked_for_by_environment():
+    code = "from liger_hw import registry; print(registry.interpreting())"
+    assert _python(code) == "False"
+    assert _python(code, LIGER_HW_INTERPRET="1") == "True"
+    assert _python(code, TRITON_INTERPRET="1") == "True"
+
+
+def test_misspelt_variables_are_found():
+    code = "from liger_hw import env; print(env.unknown())"
+    assert _python(code, LIGER_HW_CHACHE_DIR="x", LIGER_HW_CONFIG_RMS_NORM="{}") == "['LIGER_HW_CHACHE_DIR']"
+
+
+def test_a_variable_that_cannot_be_parsed_is_named():
+    code = """
+from liger_hw import env
+try:
+    env.get("LIGER_HW_FAST_LAUNCH")
+except ValueError as error:
+    print(error)
+"""
+    assert "LIGER_HW_FAST_LAUNCH='maybe': expected 1 or 0" in _python(code, LIGER_HW_FAST_LAUNCH="maybe")

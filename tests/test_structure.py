@@ -1,0 +1,138 @@
+"""The house rules that keep one move in one place: what may stand in which file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import combinations
+from pathlib import Path
+
+from liger_hw import env
+from liger_hw.backends import VENDORS
+
+PACKAGE = Path(__file__).resolve().parent.parent / "liger_hw"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
+MOST_LINES = 450
+
+VENDOR_WORD = re.compile(
+    r"nvidia|\bamd|amd\b|\bintel|intel\b|cuda|rocm|\bhip|\bxpu|\bgfx\d|\bsm_?\d\d|\bpvc\b|\bbmg\b|hopper|blackwell|ampere"
+    r"|cdna|rdna|tesla|geforce|radeon|instinct|\bh[12]00\b|\ba100\b|\bmi\d{3}",
+    re.IGNORECASE,
+)
+# Every line of code in kernels/ that may name a vendor's thing, with why. Docstrings and comments may.
+VENDOR_CODE = {
+    "_op.py": ['for key in ("CUDA", "XPU"):'],  # torch's dispatch keys; ROCm shares the first
+    "_launch.py": ["_cuda_getDevice", "_cuda_getCurrentRawStream"],  # torch's names for the fast launcher's two calls
+}
+SYNCS = re.compile(r"\.item\(\)|torch\.equal\(|\.nonzero\(|torch\.nonzero|\.tolist\(\)|\.cpu\(\)|synchronize\(")
+
+
+def _code(path: Path) -> list[tuple[int, str]]:
+    """(line number, text) of a file without comments and docstrings."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    hidden: set[int] = set()
+    for node in ast.walk(tree):
+        bodies = [node.body] if isinstance(node, documented) else []
+        for body in bodies:
+            for statement in body:  # also the strings that document an assignment above them
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    if isinstance(statement.value.value, str):
+                        hidden |= set(range(statement.lineno, statement.end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return [(n, re.sub(r"(^|\s)#.*", "", line)) for n, line in lines if n not in hidden]
+
+
+def _found(paths, pattern) -> list[str]:
+    return [f"{p.relative_to(PACKAGE.parent)}:{n}: {line.strip()}" for p in paths for n, line in _code(p) if pattern.search(line)]
+
+
+def test_no_vendor_in_kernels():
+    wrong = []
+    for path in KERNELS:
+        allowed = VENDOR_CODE.get(path.name, [])
+        found = _found([path], VENDOR_WORD)
+        wrong += [line for line in found if not any(text in line for text in allowed)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_allowed_vendor_lines_are_still_there():
+    for name, texts in VENDOR_CODE.items():
+        code = "\n".join(line for _, line in _code(PACKAGE / "kernels" / name))
+        assert all(text in code for text in texts), f"{name}: drop what is gone from VENDOR_CODE"
+
+
+def test_no_launch_numbers_in_kernels():
+    """A kernel is launched with what the registry resolved: no num_warps=4 written down."""
+    wrong = _found(KERNELS, re.compile(r"\bnum_(warps|stages|ctas)\s*=\s*\d"))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_autotuner_anywhere():
+    wrong = _found(SOURCES, re.compile(r"@triton\.(autotune|heuristics)|triton\.autotune\(|triton\.heuristics\("))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_host_synchronisation_in_kernels():
+    """Launchers never wait for the device. A checking mode the user switched on may: it says so on its line."""
+    wrong = [line for line in _found(KERNELS, SYNCS) if not _checks(line)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _checks(found: str) -> bool:
+    """Whether the line stands in a function that a checking mode alone calls: its name starts with `_check`."""
+    file, number = found.split(":")[:2]
+    tree = ast.parse((PACKAGE.parent / file).read_text())
+    inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= int(number) <= f.end_lineno]
+    return any(f.name.lstrip("_").startswith("check") for f in inside)
+
+
+def test_variables_live_in_one_file():
+    wrong = []
+    for path in SOURCES:
+        if path.name == "env.py":
+            continue
+        reads = re.compile(r"(environ|getenv)[^\n]*LIGER_HW_")
+        wrong += _found([path], reads)
+        for name in re.findall(r"LIGER_HW_[A-Z_]+", "\n".join(line for _, line in _code(path))):
+            if not name.startswith(env.CONFIG_PREFIX) and name != env.PREFIX and name not in env.VARIABLES:
+                wrong.append(f"{path.name}: {name} is not in env.py")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_op_is_complete(op):
+    assert op.function.__name__ == f"liger_{op.name}", "the public function is liger_<op>"
+    assert op.reference.__name__ == f"{op.name}_reference"
+    assert op.workloads and op.tunables and op.options and op.options[0] == {}
+    assert (op.function.__doc__ or "").strip() and (op.reference.__doc__ or "").strip()
+    dims = op.tunables[0].dims
+    assert all(t.dims == dims and t.op == op.name for t in op.tunables)
+    assert len({t.variant for t in op.tunables}) == len(op.tunables)
+    for sizes in (*op.workloads.values(), *op.small):
+        assert len(sizes) == len(dims) and all(type(n) is int and n > 0 for n in sizes)
+    for tunable in op.tunables:
+        kernels = [getattr(kernel, "fn", kernel).__name__ for kernel in tunable.kernels]
+        assert all(name.startswith("_") for name in kernels), kernels
+
+
+def test_no_two_vendors_ship_the_same_table():
+    files = {vendor: sorted((PACKAGE / "backends" / vendor / "configs").glob("*.json")) for vendor in VENDORS}
+    for one, other in combinations(VENDORS, 2):
+        for a in files[one]:
+            for b in files[other]:
+                assert a.read_bytes() != b.read_bytes(), f"{a} is a copy of {b}"
+
+
+def test_files_stay_readable():
+    long = {str(p.relative_to(PACKAGE.parent)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines, split by meaning: {long}"
+
+
+def test_one_folder_a_vendor():
+    folders = {p.parent.name for p in (PACKAGE / "backends").glob("*/__init__.py")}
+    assert folders == set(VENDORS)
+    others = [p for p in SOURCES if "backends" not in p.parts and "kernels" not in p.parts]
+    wrong = _found([p for p in others if p.name == "registry.py"], VENDOR_WORD)
+    assert not [line for line in wrong if 'for name in ("cuda", "xpu")' not in line], wrong
