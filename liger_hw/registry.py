@@ -277,8 +277,9 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
         if chosen.layer in _ALWAYS_TAKEN:
             from .autotune import persist
 
-            _misses[tunable.op, tunable.variant, key] = target
-            persist.note_miss(target)
+            name = tunable.op, tunable.variant, key
+            _misses[name] = target
+            persist.note_miss(name, target, device)
             if not quiet and env.get("LIGER_HW_AUTOTUNE") and persist.tune_now(tunable, target, device, key):
                 chosen = _choose(tunable, target, key)
         plan = Plan(tunable, target, device, key, chosen)
@@ -319,7 +320,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
         if _deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
             config = _keep_numerics(tunable, heuristic, config)
         reason = stale or tunable.illegal(target, key, config)
-        if not reason:
+        if not reason and layer != "safe":  # the last resort is never set aside: what fails there is raised
             mark = target.arch, tunable.name, key, config.to_text()
             reason = _quarantined.get(mark, "")
             if not reason and mark in _quarantined_before:
@@ -488,8 +489,8 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     with _lock:
         mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
-        if mark in _quarantined:
-            return False
+        if mark in _quarantined:  # another thread met it first
+            return True
         _quarantined[mark] = f"failed at launch: {reason}"
         plan.tunable._plans.pop((plan.device, plan.key), None)
         persist.note_failure(plan, _quarantined[mark], error)

@@ -180,6 +180,7 @@ def generator(seed: int):
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
     from liger_hw import registry
+    from liger_hw.autotune import persist
 
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
     state = dict(registry._state)
@@ -187,6 +188,7 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def wipe() -> None:
         registry._quarantined.clear()
         registry._misses.clear()
+        persist._missed.clear()
         registry._overrides.clear()
         registry.reload()
 

@@ -23,6 +23,7 @@ VENDOR_WORD = re.compile(
 # Every line of code in kernels/ that may name a vendor's thing, with why. Docstrings and comments may.
 VENDOR_CODE = {
     "_op.py": ['for key in ("CUDA", "XPU"):'],  # torch's dispatch keys; ROCm shares the first
+    "_triton.py": ["pip install 'liger_hw[cuda]', 'liger_hw[rocm]' or 'liger_hw[xpu]'"],  # the extras' names, in an error
     "_launch.py": ["_cuda_getDevice", "_cuda_getCurrentRawStream"],  # torch's names for the fast launcher's two calls
 }
 SYNCS = re.compile(r"\.item\(\)|torch\.equal\(|\.nonzero\(|torch\.nonzero|\.tolist\(\)|\.cpu\(\)|synchronize\(")
@@ -94,7 +95,7 @@ def test_variables_live_in_one_file():
     for path in SOURCES:
         if path.name == "env.py":
             continue
-        reads = re.compile(r"(environ|getenv)[^\n]*LIGER_HW_")
+        reads = re.compile(r"(environ(\.get\(|\[)|getenv\()f?[\"']LIGER_HW_")
         wrong += _found([path], reads)
         for name in re.findall(r"LIGER_HW_[A-Z_]+", "\n".join(line for _, line in _code(path))):
             if not name.startswith(env.CONFIG_PREFIX) and name != env.PREFIX and name not in env.VARIABLES:
@@ -113,8 +114,8 @@ def test_every_op_is_complete(op):
     for sizes in (*op.workloads.values(), *op.small):
         assert len(sizes) == len(dims) and all(type(n) is int and n > 0 for n in sizes)
     for tunable in op.tunables:
-        kernels = [getattr(kernel, "fn", kernel).__name__ for kernel in tunable.kernels]
-        assert all(name.startswith("_") for name in kernels), kernels
+        launched = getattr(tunable.kernels[0], "fn", tunable.kernels[0]).__name__
+        assert re.fullmatch(r"_\w+_kernel", launched), f"{tunable.name}: {launched} should be _<op>_<variant>_kernel"
 
 
 def test_no_two_vendors_ship_the_same_table():

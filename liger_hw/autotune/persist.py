@@ -15,6 +15,7 @@ from ..registry import Key, Plan, Tunable
 from . import notes, store
 
 _pending: list[Callable[[], None]] = []
+_missed: dict[tuple[str, str, Key], Target] = {}
 _state: dict[str, Any] = {"registered": False, "pid": None, "muted": False, "inline": None}
 
 
@@ -23,15 +24,20 @@ def mute() -> None:
     _state["muted"] = True
 
 
-def note_miss(target: Target) -> None:
-    """Called for each miss; the misses themselves are in `registry.misses()` and are written once, at exit."""
-    if target.vendor != "cpu":
+def note_miss(name: tuple[str, str, Key], target: Target, device: Any) -> None:
+    """Called for each miss; those of a real device are written once, at exit."""
+    if device.type != "cpu":
+        _missed[name] = target
         _at_exit()
 
 
 def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
-    """Set a configuration aside for later processes too, unless what failed was the machine (a full disk, memory)."""
-    if _state["muted"] or isinstance(error, (OSError, MemoryError)) or plan.layer == "safe":
+    """Set a configuration aside for later processes too.
+
+    Not where the machine failed (a full disk, memory), nor on CPU tensors: there the interpreter or a test failed.
+    """
+    machine = isinstance(error, (OSError, MemoryError))
+    if _state["muted"] or machine or plan.layer == "safe" or plan.device.type == "cpu":
         return
     kernel_hash = plan.tunable.kernel_hash()
 
@@ -52,9 +58,9 @@ def flush() -> None:
     while _pending:
         _pending.pop()()
     by_target: dict[Target, list] = {}
-    for name, target in registry.misses().items():
-        if target.vendor != "cpu":
-            by_target.setdefault(target, []).append(name)
+    while _missed:
+        name, target = _missed.popitem()
+        by_target.setdefault(target, []).append(name)
     for target, names in by_target.items():
         notes.save_misses(target, names)
 

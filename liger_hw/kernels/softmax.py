@@ -22,7 +22,7 @@ from ._triton import tl, triton
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """The specification in plain torch, which computes in fp32 (fp64 for fp64) and saves the rounded y, as here."""
+    """The specification in plain torch: it sums in fp32 (fp64 for fp64) and, as here, its backward sees the rounded y."""
     return torch.softmax(x, -1)
 
 

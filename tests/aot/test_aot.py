@@ -1,0 +1,183 @@
+"""Every op, forward and backward, compiled for every architecture with the configurations users get there, no GPU needed.
+
+For each workload and each option set the real launchers are traced (liger_hw/autotune/compile.py) with the heuristic's
+and, where there are any, the shipped tables' configurations, and everything that Triton would compile is compiled. A
+launch must compile, be legal on the target, and hold its registers: a spill needs a reason in SPILLS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+
+from liger_hw.autotune import compile as aot
+from liger_hw.autotune import store
+from liger_hw.backends import backend, known_target
+
+pytestmark = pytest.mark.aot
+ARCHS = ("sm80", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+
+# (tunable, architectures) -> most registers it may spill, and why that is so
+SPILLS: dict[tuple[str, tuple[str, ...]], tuple[int, str]] = {}
+
+
+@pytest.fixture(scope="module")
+def workers():
+    processes = max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    with aot.Workers(min(processes, 8)) as workers:
+        yield workers
+
+
+def _launches(op, target):
+    """(launches, how many traces) of all workloads and options, heuristic and shipped; fp32 for the first workload."""
+    shipped = any(layer.startswith("shipped") and table for layer, table in store.layers(target))
+    for number, sizes in enumerate(op.workloads.values()):
+        for options in op.options:
+            for asked in {False, shipped}:
+                yield from aot.trace(op.name, sizes, torch.bfloat16, target, options, shipped=asked)
+        if number == 0:
+            yield from aot.trace(op.name, sizes, torch.float32, target, shipped=False)
+
+
+def _allowed_spills(tunable: str, arch: str) -> int:
+    return max((most for (name, archs), (most, _) in SPILLS.items() if name == tunable and arch in archs), default=0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(op, arch, workers, record_property):
+    target = known_target(arch)
+    launches = list(_launches(op, target))
+    reached = {launch.tunable for launch in launches}
+    certificates = list(aot.certify(launches, workers))
+    assert len(certificates) == len(launches)
+    record_property("kernels", len({launch.same() for launch in launches}))
+    failed = Counter(f"{c}" for c in certificates if c.error)
+    assert not failed, _listed("did not compile", failed)
+    illegal = Counter(f"{c}" for c in certificates if c.illegal)
+    assert not illegal, _listed("may not be launched", illegal)
+    spilled = Counter(str(c) for c in certificates if c.resources.spills > _allowed_spills(c.launch.tunable, arch))
+    assert not spilled, _listed("spilled registers without a reason in SPILLS", spilled)
+    narrow = {str(c) for c in certificates if c.resources.loads and max(c.resources.loads) < 32}
+    assert not narrow, f"no load of {op.name} is as wide as 32 bits: {narrow}"
+    assert reached, f"{op.name} launched nothing"
+
+
+def _listed(what: str, found: Counter) -> str:
+    lines = [f"  {text}" + (f" ({count} times)" if count > 1 else "") for text, count in found.most_common(12)]
+    return f"{len(found)} launches {what}:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm") for a in backend(v).known_archs() if a not in ARCHS])
+def test_the_other_known_architectures_compile_too(arch, workers):
+    """One workload of one op: the name is one that the stock compiler knows."""
+    launches = aot.trace("rms_norm", (8192, 4096), torch.bfloat16, known_target(arch))
+    assert all(certificate.ok for certificate in aot.certify(launches, workers))
+
+
+# -- the compiler's own tests ----------------------------------------------------------------------------------------
+
+
+def _first(arch="gfx942", **more):
+    return aot.trace("rms_norm", (8192, 4096), torch.bfloat16, known_target(arch), **more)
+
+
+def test_what_is_recorded():
+    launches = _first()
+    assert [launch.tunable for launch in launches][:2] == ["rms_norm.fwd", "rms_norm.bwd"]
+    forward = launches[0]
+    assert forward.layer == "heuristic" and forward.kernel == "liger_hw.kernels.rms_norm:_rms_norm_fwd_kernel"
+    assert forward.args[0] == ("ptr", "bfloat16", True, True)
+    assert dict(forward.options)["num_warps"] == forward.config.num_warps
+
+
+def test_specialisation_is_that_of_the_launch():
+    """A tensor past 2 GiB loses AMD's 32-bit pointer range, an odd width its divisibility: another kernel each."""
+
+    def forward(rows, cols):
+        return aot.trace("rms_norm", (rows, cols), torch.bfloat16, known_target("gfx942"))[0]
+
+    assert forward(8192, 4096).same() == forward(8000, 4096).same()
+    assert forward(8192, 4096).same() != forward(8192, 4095).same()
+    assert forward(8192, 4096).args[0] != forward(1 << 19, 4096).args[0] == ("ptr", "bfloat16", True, False)
+
+
+def test_tracing_leaves_the_registry_alone():
+    from liger_hw import registry
+    from liger_hw.kernels import _launch
+
+    before = registry.misses()
+    _first()
+    assert registry.misses() == before and _launch.redirect is None and not registry._state["pretend"]
+    assert all(plan.target.arch == "cpu" for plan in registry.plans())
+
+
+def test_the_certificate_of_a_known_kernel(workers):
+    for arch in ("gfx942", "gfx1100", "sm90"):
+        certificate = next(iter(aot.certify(_first(arch)[:1], workers)))
+        r = certificate.resources
+        assert certificate.ok and r.spills == 0 and r.scratch == 0
+        assert 16 <= r.registers <= 255 and 0 < r.occupancy <= 1
+        assert r.threads == certificate.launch.config.num_warps * certificate.launch.target.warp_size
+        assert max(r.loads) == max(r.stores) == 128 and r.instructions["load"] == sum(r.loads.values())
+        assert certificate.to_json()["resources"]["registers"] == r.registers
+
+
+def test_a_configuration_that_spills_is_seen(workers):
+    """One row of 65536 columns on 4 warps cannot be held: TRAPS.md measured 1561 spilled registers on gfx1100."""
+    from liger_hw.backends import LaunchConfig
+
+    wide = {"rms_norm.fwd": LaunchConfig({"BLOCK_SIZE": 65536, "ROWS": 1}, 4)}
+    for arch in ("gfx1100", "sm90"):
+        launches = aot.trace("rms_norm", (64, 65536), torch.float32, known_target(arch), configs=wide)
+        (certificate,) = aot.certify(launches[:1], workers)
+        r = certificate.resources
+        assert r.spills > 500 and r.scratch >= 4 * r.spills * 0.9 and r.instructions["spill"] > 500, certificate
+
+
+def test_what_compiles_may_still_be_illegal():
+    """96 KiB of LDS compile for gfx942 and cannot be launched there."""
+    from liger_hw.backends.base import Resources
+
+    launch = _first()[0]
+    certificate = aot.Certificate(launch, Resources(32, 0, 0, 96 * 1024, 256, 1.0))
+    assert "98304 bytes of shared memory" in certificate.illegal and not certificate.ok
+
+
+def test_an_abort_of_the_compiler_is_a_finding(workers):
+    """waves_per_eu=0.5 ends the process inside LLVM; the next kernel compiles in a new one."""
+    from dataclasses import replace
+
+    launch = _first()[0]
+    bad = replace(launch, options=(*launch.options, ("waves_per_eu", 0.5)))
+    refused, good = sorted(aot.certify([bad, launch], workers), key=lambda c: c.ok)
+    assert refused.error and not refused.resources and good.ok
+
+
+def test_an_unknown_option_is_a_finding(workers):
+    from dataclasses import replace
+
+    launch = _first()[0]
+    (certificate,) = aot.certify([replace(launch, options=(*launch.options, ("grf_mode", "256")))], workers)
+    assert "grf_mode" in certificate.error
+
+
+def test_a_hang_is_a_finding():
+    with aot.Workers(1, timeout=0.01) as hurried:
+        (certificate,) = aot.certify(_first()[:1], hurried)
+        assert "no end after" in certificate.error
+
+
+def test_launches_alike_are_compiled_once(workers):
+    launches = _first() * 3
+    certificates = list(aot.certify(launches, workers))
+    assert len(certificates) == len(launches)
+    assert len({(c.launch.same(), c.seconds) for c in certificates}) == len({launch.same() for launch in launches})
+
+
+def test_no_compiler_for_a_target(workers):
+    with pytest.raises(ValueError, match="no compiler for pvc"):
+        list(aot.certify(aot.trace("rms_norm", (8, 1024), torch.bfloat16, known_target("pvc")), workers))
