@@ -35,6 +35,7 @@ from .record import (
     plan_for,
     poisoned,
     strictly,
+    unasserted,
 )
 
 COLD = 4
@@ -185,7 +186,7 @@ class Stage:
     def _note(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
         """Kernel -> (whether it is the tunable's own, what its launch looks like) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), self._installed(plan), Recorder(launching=False) as seen:
+        with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
             self.call.again()
         found = {}
         for one in (one for call in seen.calls for one in call.launches):

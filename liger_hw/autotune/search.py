@@ -52,7 +52,9 @@ class Search:
         result = Result(self.job)
         if not first:
             return replace(result, error="no legal configuration")
+        asked = self.tuner.clock()
         opened = self._open()
+        self.until += self.tuner.clock() - asked  # the first look at a shape compiles, and is not the candidates' time
         if "error" in opened:
             return replace(result, error=opened["error"])
         start = LaunchConfig.from_json(opened["baseline"])
@@ -75,6 +77,9 @@ class Search:
         ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
         finalists = [start, *ranked[: self.effort.finalists]]
         times = self._time_all(finalists, self.effort.final_rounds, "final")
+        if start not in times:
+            result.error = f"the baseline cannot be timed: {self.failed.get(start, 'unknown')}"
+            return
         result.heuristic_us = result.winner_us = round(statistics.median(times[start]), 3)
         result.config = start.to_json()
         self.tuner.winners[self.job.op, self.job.variant, self.job.key] = start

@@ -14,6 +14,7 @@ logits again. See _linear_head.py for the chunks' size and the precision of the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -440,6 +441,8 @@ def _sample(
     bias = random(vocab).requires_grad_() if biased else None
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
     target = sample_targets(n_rows, vocab, device, generator, ignored)
+    if options.get("use_token_scaling"):  # of a model that has learnt: else p, and with it every gradient, underflows
+        x = (0.3 * x + math.log(vocab) * weight[target.clamp_min(0)]).detach().requires_grad_()
     products = 2 if frozen else 3
     return Sample(
         args=(x, weight.requires_grad_(not frozen), target, bias, ce_weight),
