@@ -6,6 +6,8 @@ launches; this takes one. The order of the sum is fixed, so results are reproduc
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
@@ -32,11 +34,18 @@ def _column_sum_kernel(
     tl.store(Out_ptr + cols, tl.sum(total, axis=0).to(Out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def column_sum_tunable(op: str, dims: tuple[str, ...] = ("n_rows", "n_cols")) -> Tunable:
-    """The `<op>.dw` tunable of an op whose backward leaves partial rows; `dims` ends with the column count."""
+def column_sum_tunable(
+    op: str,
+    dims: tuple[str, ...] = ("n_rows", "n_cols"),
+    columns: Callable[..., int] = lambda *sizes: sizes[-1],
+) -> Tunable:
+    """The `<op>.dw` tunable of an op whose backward leaves partial rows.
+
+    columns: how many columns those have at given problem sizes; by default as many as the last of `dims`.
+    """
 
     def key(*sizes_and_itemsize: int) -> Key:
-        return (next_power_of_2(sizes_and_itemsize[-2]),)
+        return (next_power_of_2(columns(*sizes_and_itemsize[:-1])),)
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """Narrow column tiles until there is a program for every multiprocessor; 16 bytes a thread a load."""

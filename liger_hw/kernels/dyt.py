@@ -201,7 +201,7 @@ BWD = Tunable(
     space=_bwd_space,
     valid=tiles_rows_persistently,
 )
-DW = column_sum_tunable("dyt")
+DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

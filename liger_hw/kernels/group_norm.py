@@ -357,7 +357,7 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
 FWD = _tunable("fwd", (_group_norm_fwd_kernel, _tile_of_group, _total, _shift_and_store, _sums_of_splits), 1)
 _BWD_KERNELS = (_group_norm_bwd_kernel, _tile_of_group, _load_tile, _sum_tile, _line_of_partial, _sums_of_splits)
 BWD = _tunable("bwd", _BWD_KERNELS, 2)
-DW = column_sum_tunable("group_norm", _DIMS)
+DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

@@ -267,7 +267,7 @@ BWD_MEANS = Tunable(
     safe=dot_safe,
     space=dot_space,
 )
-DW = column_sum_tunable("layer_norm")
+DW = column_sum_tunable("layer_norm", columns=lambda n_rows, n_cols: 2 * n_cols)  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

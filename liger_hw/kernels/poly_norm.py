@@ -236,7 +236,7 @@ BWD = Tunable(
     space=bwd_space,
     valid=tiles_rows_persistently,
 )
-DW = column_sum_tunable("poly_norm")
+DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
