@@ -38,17 +38,20 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     target = registry._target_named(device)
     if not (dist.is_available() and dist.is_initialized()):
         return digest(target)
-    failed = [[list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in registry._quarantined.items()]
+    failed = [[list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in _failed(target).items()]
     mine = {"layers": _as_json(target) if dist.get_rank(group) == 0 else [], "failed": failed}
     everyone = _all_gather(mine, group)
     source = f"rank 0 of {len(everyone)}"
     layers = []
     for layer, records in everyone[0]["layers"]:
         layers.append((layer, dict(tables.from_record(record, source) for record in records)))
-    for rank in everyone:
-        for (arch, tunable), key, config, reason in rank["failed"]:
-            registry._quarantined.setdefault((arch, tunable, tuple(key), config), reason)
-    registry.set_tables(target, layers)
+    with registry._lock:
+        for rank in everyone:
+            for (arch, tunable), key, config, reason in rank["failed"]:
+                registry._quarantined.setdefault((arch, tunable, tuple(key), config), reason)
+        for mark in [mark for mark in registry._quarantined_before if mark[0] == target.arch]:
+            del registry._quarantined_before[mark]  # this rank's own disk; what still counts of it was gathered
+        registry.set_tables(target, layers)
     facts = facts_of(target)
     reports = _all_gather(facts, group)
     wrong = [
@@ -90,10 +93,23 @@ def facts_of(target: Target) -> dict[str, Any]:
         "kernels": _hash(kernels),
         "overrides": [[scope, config.to_text()] for scope, config in registry._overrides],
         "environment": [f"{t.name}={forced[1]}" for t in registry._all_tunables() if (forced := registry._forced(t))],
-        "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in registry._quarantined),
+        "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in _failed(target)),
         "interpreted": env.get("LIGER_HW_INTERPRET"),
         "configurations": configurations,
     }
+
+
+def _failed(target: Target) -> dict[tuple, str]:
+    """What is set aside as failing -> reason: in this process, and on `target` in earlier ones of the same kernels."""
+    known = {tunable.name: tunable.kernel_hash() for tunable in registry._all_tunables()}
+    with registry._lock:
+        registry.tables(target)  # also reads what failed in earlier processes
+        before = {
+            mark: reason
+            for mark, (reason, made_for) in registry._quarantined_before.items()
+            if mark[0] == target.arch and known.get(mark[1]) == made_for
+        }
+        return {**before, **registry._quarantined}
 
 
 def _hash(data: Any) -> str:
@@ -148,4 +164,4 @@ def _tensor_device(group: Any) -> "torch.device":
     if any(word in backend for word in ("gloo", "mpi", "cpu")):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.get_device_module(accelerator.type).current_device())

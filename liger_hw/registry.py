@@ -14,69 +14,33 @@ legal answer wins:
 
 A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is
 recorded in `misses()`. `explain()` shows every candidate and why it was or was not taken.
+
+The table of ops is in `ops.py`, what a layer answers in `answers.py`; callers take their names from here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import logging
-import pkgutil
 import sys
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 from . import env
+from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
+from .ops import Key, Op, Sample, _ops, _tunables, get_op, next_power_of_2, ops, register, row_key  # noqa: F401  as above
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("liger_hw")
 
-Key = tuple[int, ...]
-LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
 _ALWAYS_TAKEN = ("heuristic", "safe")
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two >= n (1 for n <= 1). Triton's own costs 1.8 us a call."""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
-
-
-def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """Key of a row kernel: columns rounded up to a power of two, log2 bucket of the rows, bytes an element."""
-    return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One stored configuration: where it came from is kept with it and shown by `explain`.
-
-    provenance: at least `{"kind": "measured" | "static" | "modelled"}`; source: file it was read from
-    kernel_hash: hash of the kernels' source it was made for; another hash makes the entry stale
-    """
-
-    config: LaunchConfig
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    kernel_hash: str | None = None
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One answer the layers offered. `rejected` is empty for the one that was taken."""
-
-    layer: str
-    config: LaunchConfig
-    provenance: Mapping[str, Any]
-    source: str
-    rejected: str = ""
 
 
 class Plan:
@@ -166,46 +130,6 @@ class Tunable:
         return reason
 
 
-@dataclass(frozen=True)
-class Op:
-    """One op file's registration: what tests, bench, tuner and CLI iterate over.
-
-    function: the public `liger_<op>`; reference: the same computation in plain differentiable torch
-    workloads: name -> problem sizes, in the order of the tunables' `dims`
-    sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
-    """
-
-    name: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    tunables: tuple[Tunable, ...]
-    workloads: Mapping[str, tuple[int, ...]]
-    sample: Callable[..., "Sample"]
-    options: tuple[Mapping[str, Any], ...] = ({},)
-    """Option sets the shared tests run; the first is the default."""
-    small: tuple[tuple[int, ...], ...] = ()
-    """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
-
-
-@dataclass
-class Sample:
-    """One call of an op: `op.function(*args, **kwargs)`, and `op.reference` with the same arguments.
-
-    Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
-    one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
-    them); `moved` and `flops` are what the roofline counts, forward plus backward.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    reduction: int = 1
-    grad_reduction: int = 1
-    moved: int = 0
-    flops: int = 0
-
-
-_ops: dict[str, Op] = {}
-_tunables: dict[str, Tunable] = {}
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
 _quarantined: dict[tuple[str, str, Key, str], str] = {}
@@ -215,44 +139,6 @@ _tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = 
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 _state: dict[str, Any] = {"pretend": None, "deterministic": None}
-
-
-def register(op: Op) -> Op:
-    """Add an op to the table. Raises `ValueError` when the name is taken or an op has no workloads."""
-    if op.name in _ops:
-        raise ValueError(f"op {op.name!r} is registered twice")
-    if not op.workloads:
-        raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
-    _ops[op.name] = op
-    for tunable in op.tunables:
-        _tunables[tunable.name] = tunable
-    return op
-
-
-def ops() -> Mapping[str, Op]:
-    """Every op, by name; imports the kernel files on first use."""
-    from . import kernels
-
-    for module in pkgutil.iter_modules(kernels.__path__):
-        if not module.name.startswith("_"):
-            importlib.import_module(f"{kernels.__name__}.{module.name}")
-    return dict(sorted(_ops.items()))
-
-
-def get_op(name: str) -> Op:
-    """The op of this name; imports its file only. Raises `ValueError` with the nearest names."""
-    if name in _ops:
-        return _ops[name]
-    package = f"{__package__}.kernels"
-    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
-        importlib.import_module(f"{package}.{name}")
-    if name not in _ops:
-        import difflib
-
-        table = ops()
-        near = difflib.get_close_matches(name, table, 3) or sorted(table)
-        raise ValueError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
-    return _ops[name]
 
 
 def interpreting() -> bool:
@@ -278,7 +164,8 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
             from .autotune import persist
 
             name = tunable.op, tunable.variant, key
-            _misses[name] = target
+            if not _state["pretend"]:
+                _misses[name] = target
             persist.note_miss(name, target, device)
             if not quiet and env.get("LIGER_HW_AUTOTUNE") and persist.tune_now(tunable, target, device, key):
                 chosen = _choose(tunable, target, key)
@@ -458,7 +345,10 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend(target: Target) -> Iterator[None]:
-    """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here."""
+    """Resolve every device as `target` inside a `with` block: how another vendor's configurations are tested here.
+
+    Nothing that happens inside is written to the user's cache or counted in `misses()`.
+    """
     with _lock:
         before, _state["pretend"] = _state["pretend"], target
         invalidate()
@@ -488,18 +378,21 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         return False
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     with _lock:
+        plans = plan.tunable._plans
+        for name, other in list(plans.items()):  # every device's: what is set aside is, for all of an architecture
+            if (other.key, other.config) == (plan.key, plan.config):
+                del plans[name]
         mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
-        if mark in _quarantined:  # another thread met it first
+        if mark in _quarantined:  # another thread or device met it first
             return True
         _quarantined[mark] = f"failed at launch: {reason}"
-        plan.tunable._plans.pop((plan.device, plan.key), None)
         persist.note_failure(plan, _quarantined[mark], error)
     log.warning("liger_hw: %s configuration %s of %s failed and is set aside: %s", plan.layer, plan.config.to_text(), plan.tunable.name, reason)
     return True
 
 
 def misses() -> dict[tuple[str, str, Key], Target]:
-    """(op, variant, key) -> Target of every resolution that found no table entry in this process."""
+    """(op, variant, key) -> Target of every resolution on a real device that found no table entry in this process."""
     return dict(_misses)
 
 
@@ -514,49 +407,6 @@ def _all_tunables() -> list[Tunable]:
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a tunable launches as it does: the chosen candidate and every other one with its reason."""
-
-    tunable: str
-    target: Target
-    key: Key
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def chosen(self) -> Candidate:
-        return next(c for c in self.candidates if not c.rejected)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "tunable": self.tunable,
-            "target": self.target.to_json(),
-            "key": list(self.key),
-            "layer": self.chosen.layer,
-            "config": self.chosen.config.to_json(),
-            "provenance": dict(self.chosen.provenance),
-            "candidates": [
-                {
-                    "layer": c.layer,
-                    "config": c.config.to_json(),
-                    "provenance": dict(c.provenance),
-                    "source": c.source,
-                    "rejected": c.rejected,
-                }
-                for c in self.candidates
-            ],
-        }
-
-    def __str__(self) -> str:
-        lines = [f"{self.tunable} on {self.target.name} ({self.target.vendor} {self.target.arch}), key {self.key}"]
-        taken = self.chosen
-        for c in self.candidates:
-            state = "taken" if c is taken else c.rejected or "a better layer answered"
-            where = f" from {c.source}" if c.source else ""
-            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.to_text()}{where}: {state}")
-        return "\n".join(lines)
 
 
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:

@@ -82,7 +82,7 @@ def gpu_device(config: pytest.Config) -> str | None:
         return chosen
     if chosen is None and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-        return f"{device.type}:{torch.accelerator.current_device_index()}"
+        return f"{device.type}:{torch.get_device_module(device.type).current_device()}"
     return None
 
 

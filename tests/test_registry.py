@@ -314,6 +314,35 @@ def test_two_threads_with_the_same_failing_plan_both_get_the_next_layer(made_up)
     assert tunable.plan(CPU, KEY).layer == "heuristic"
 
 
+def test_what_fails_on_one_device_is_set_aside_on_its_twin(made_up, monkeypatch):
+    """Two devices of one Target hold a plan each; whichever fails, and however often, both end at the safe one."""
+    from liger_hw.kernels._launch import LaunchFailed
+    from liger_hw.kernels._op import _with_fallback
+
+    registry, tunable, stored = made_up
+    stored["user"] = _named(5)
+    registry.reload()
+    monkeypatch.setattr(registry, "target_of", lambda device: SM90)
+    one, two = (torch.device("cuda", index) for index in range(2))
+    other = tunable.plan(one, (2048, 3, 2))
+    plans = [tunable.plan(device, KEY) for device in (one, two)]
+    assert plans[0] is not plans[1]
+    assert all(registry.quarantine(plan, ValueError("boom")) for plan in plans)
+    assert [tunable.plan(device, KEY).layer for device in (one, two)] == ["heuristic"] * 2
+    assert tunable.plan(one, (2048, 3, 2)) is other, "other keys keep their plan"
+    tried = []
+
+    def launcher(device):
+        assert len(tried) < 10, "the same plan again and again"
+        tried.append(tunable.plan(device, KEY))
+        raise LaunchFailed(tried[-1], ValueError("no device code for this GPU"))
+
+    for device in (one, two):
+        with pytest.raises(ValueError, match="no device code"):
+            _with_fallback(launcher)(device)
+    assert [plan.layer for plan in tried] == ["heuristic", "safe", "safe"]
+
+
 def test_what_failed_stays_set_aside_for_this_device_only(made_up):
     registry, tunable, stored = made_up
     stored["user"] = _named(5)
@@ -383,16 +412,19 @@ def test_persistent_grids_follow_the_device(made_up):
             assert tunable.plan(CPU, KEY).programs == 3 * target.multiprocessors
 
 
-def test_misses_are_recorded_and_hits_are_not(made_up):
+def test_misses_are_recorded_and_hits_are_not(made_up, monkeypatch):
     registry, tunable, stored = made_up
     stored["user"] = _named(5)
     registry.reload()
-    with registry.pretend(SM90):
-        tunable.plan(CPU, KEY)
-        assert not registry.misses()
-        other = (2048, 3, 2)
-        tunable.plan(CPU, other)
-        assert registry.misses() == {("made_up", "fwd", other): SM90}
+    monkeypatch.setattr(registry, "target_of", lambda device: SM90)
+    tunable.plan(CPU, KEY)
+    assert not registry.misses()
+    other = (2048, 3, 2)
+    with registry.pretend(GFX942):
+        assert tunable.plan(CPU, other).layer == "heuristic"
+    assert not registry.misses(), "what is pretended was not missed"
+    tunable.plan(CPU, other)
+    assert registry.misses() == {("made_up", "fwd", other): SM90}
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def mute() -> None:
 
 def note_miss(name: tuple[str, str, Key], target: Target, device: Any) -> None:
     """Called for each miss; those of a real device are written once, at exit."""
-    if device.type != "cpu":
+    if device.type != "cpu" and not registry._state["pretend"]:
         _missed[name] = target
         _at_exit()
 
@@ -34,10 +34,12 @@ def note_miss(name: tuple[str, str, Key], target: Target, device: Any) -> None:
 def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
     """Set a configuration aside for later processes too.
 
-    Not where the machine failed (a full disk, memory), nor on CPU tensors: there the interpreter or a test failed.
+    Not where the machine failed (a full disk, memory), nor on CPU tensors or a pretended target: there the interpreter
+    or a test failed.
     """
     machine = isinstance(error, (OSError, MemoryError))
-    if _state["muted"] or machine or plan.layer == "safe" or plan.device.type == "cpu":
+    pretended = plan.device.type == "cpu" or registry._state["pretend"]
+    if _state["muted"] or machine or pretended or plan.layer == "safe":
         return
     kernel_hash = plan.tunable.kernel_hash()
 

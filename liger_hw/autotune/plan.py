@@ -109,17 +109,12 @@ def traced(target: Target) -> Scan:
 def trace(
     op: str, sizes: Sizes, dtype: str, target: Target, configs: Mapping[str, LaunchConfig] | None = None
 ) -> list[Any]:
-    """`compile.trace` without stored tables, and without autocast, which meta tensors cannot be asked about."""
+    """`compile.trace` without stored tables."""
     import torch
 
     from . import compile as ahead
 
-    original = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda *device: bool(device) and device[0] != "meta" and original(*device)
-    try:
-        return ahead.trace(op, sizes, getattr(torch, dtype), target, configs=configs, shipped=False)
-    finally:
-        torch.is_autocast_enabled = original
+    return ahead.trace(op, sizes, getattr(torch, dtype), target, configs=configs, shipped=False)
 
 
 def measured(measurer: Any) -> Scan:

@@ -88,7 +88,11 @@ class Search:
             if winner == start:
                 break
             again = self._time_all([start, winner], self.effort.confirm_rounds, "confirm", twice=start)
-            if winner not in again or start not in again:
+            if start in self.failed:  # nothing to compare with: no entry, and the run goes on
+                result.error = f"the baseline cannot be timed: {self.failed[start]}"
+                del self.tuner.winners[self.job.op, self.job.variant, self.job.key]
+                return
+            if winner not in again:
                 continue
             one, two, mine = again[start], again["twice"], again[winner]
             heuristic, best = statistics.median(one + two), statistics.median(mine)
@@ -217,6 +221,8 @@ class Search:
     ) -> dict:
         """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
         while True:
+            if twice in self.failed:
+                return {}
             ready = [c for c in configs if c not in self.failed and self._prepare(c)]
             ready = [c for c in ready if c in self.ids]  # a worker that died lost the others
             if len(ready) < len([c for c in configs if c not in self.failed]):

@@ -173,6 +173,15 @@ def _cross_entropy_fwd_kernel(
             tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
         return
 
+    # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
+    inside = (y >= 0) & (y < n_cols)
+    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    if BIAS_ptr is not None:
+        s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
+    if SOFTCAP:
+        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+
     m = float("-inf")
     d = 0.0
     weighted = 0.0
@@ -192,13 +201,6 @@ def _cross_entropy_fwd_kernel(
     )
     lse = m + tl.log(d)
 
-    inside = (y >= 0) & (y < n_cols)
-    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
-    s_y = tl.load(X_ptr + y_read).to(tl.float32)
-    if BIAS_ptr is not None:
-        s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
-    if SOFTCAP:
-        s_y = softcap * _tanh(s_y * (1.0 / softcap))
     push = tl.where(inside, 1.0, float("nan"))
     if W_ptr is not None:
         push *= tl.load(W_ptr + y_read).to(tl.float32)

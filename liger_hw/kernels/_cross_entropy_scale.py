@@ -12,6 +12,7 @@ from .. import registry
 from ..registry import LaunchConfig, Target, Tunable, row_key
 from ._cross_entropy_rows import DIMS, has_block_size
 from ._op import cdiv, define, launch
+from ._reuse import graph_is_kept
 from ._triton import tl, triton
 
 
@@ -149,16 +150,14 @@ cross_entropy_bwd_ = define(
     fake=_bwd_in_place_fake,
 )
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-
 
 def scale_gradients(grads, grad_output: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each gradient saved by a forward, times the incoming one; call it in a backward.
 
-    In place where nobody can see the saved tensor again: when the graph is freed by this backward. Where it is kept
-    (retain_graph), or may be (a compiled graph), to a new tensor.
+    In place where nobody can see the saved tensor again: when the graph is freed by this backward, and to a new tensor
+    where it is kept.
     """
-    if torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph():
+    if graph_is_kept():
         return tuple(cross_entropy_bwd(grad, grad_output, stats) for grad in grads)
     for grad in grads:
         cross_entropy_bwd_(grad, grad_output, stats)

@@ -27,14 +27,6 @@ def stretch(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
         return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
 
 
-@triton.jit
-def masked_tile(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, mask) of this program, for kernels that always mask."""
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
-    return row, cols, cols < size
-
-
 DIMS = ("n_rows", "n_cols")
 
 
@@ -67,7 +59,7 @@ def elementwise_tunable(op: str, variant: str, *kernels: Any) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(*kernels, stretch, masked_tile),
+        kernels=(*kernels, stretch),
         key=row_key,
         dims=DIMS,
         heuristic=heuristic,

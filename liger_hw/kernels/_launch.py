@@ -18,12 +18,13 @@ import torch
 from ..registry import Plan
 from ._triton import AVAILABLE, INTERPRET, require, triton
 
-_STICKY = (
-    "device-side assert",
-    "illegal memory access",
-    "launch failure",
-    "misaligned address",
-    "context is destroyed",
+_CONFIG_ERRORS = ("OutOfResources", "CompilationError", "PTXASError", "KeyError", "InterpreterError")
+_CONFIG_WORDS = (
+    "out of resource",
+    "invalid argument",
+    "too many resources",
+    "PassManager::run failed",
+    "invalid value",
 )
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
@@ -31,6 +32,8 @@ _tensor_counts: dict[int, int] = {}
 _get_device = getattr(torch._C, "_cuda_getDevice", None)
 _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
+_CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
+"""Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
 redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
 """Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 
@@ -46,7 +49,7 @@ class LaunchFailed(RuntimeError):
 def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], flags: tuple[Any, ...] = ()) -> None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device."""
     compiled = plan.compiled
-    if compiled is None:
+    if compiled is None or not _CAN_BE_FAST:
         _launch_ordinary(plan, kernel, grid, args, flags)
         return
     name = id(kernel)
@@ -110,7 +113,7 @@ def _find_or_compile(
         compiled[alike] = compiled[key] = entry
         return None
     if len(compiled) > _EXACT_LIMIT:
-        kept = {k: v for k, v in compiled.items() if k[0] == "alike"}
+        kept = {k: v for k, v in list(compiled.items()) if k[0] == "alike"}
         compiled.clear()
         compiled.update(kept)
     compiled[key] = found
@@ -133,12 +136,17 @@ def _launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
             return kernel[grid](*values, **plan.options)
         with torch.get_device_module(device).device(device):
             return kernel[grid](*values, **plan.options)
-    except (torch.OutOfMemoryError, KeyboardInterrupt):
-        raise
     except Exception as error:
-        if any(word in str(error) for word in _STICKY):
-            raise
-        raise LaunchFailed(plan, error) from error
+        if _blames_config(error):
+            raise LaunchFailed(plan, error) from error
+        raise
+
+
+def _blames_config(error: Exception) -> bool:
+    """Whether another configuration may succeed. Memory, a broken device, a missing compiler and our own mistakes are
+    nobody's configuration: they are raised as they are."""
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 
 
 def _profiled() -> bool:

@@ -107,6 +107,11 @@ _wide_output: dict[str, bool] = {}
 """Device type -> whether torch multiplies 16-bit matrices into an fp32 one there (torch.mm's out_dtype)."""
 
 
+def _refused(error: Exception) -> bool:
+    """Whether torch said no before anything ran: an older torch, or a device without such a GEMM."""
+    return isinstance(error, (TypeError, NotImplementedError)) or "out_dtype" in str(error)
+
+
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """out = a @ b, or out += a @ b, in out's dtype: the operands' own, or fp32."""
     if out.dtype == a.dtype:
@@ -120,10 +125,9 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: boo
             else:
                 torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
             return
-        except torch.OutOfMemoryError:
-            raise
-        except (TypeError, NotImplementedError, RuntimeError):
-            # refused before anything ran: an older torch, or a device without such a GEMM
+        except (TypeError, NotImplementedError, RuntimeError) as error:
+            if not _refused(error):
+                raise
             _wide_output[kind] = False
     b = b.to(out.dtype)
     for start in range(0, out.shape[0], _SLICE):  # by slices: the whole of `a` in fp32 would be twice the logits

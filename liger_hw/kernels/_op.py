@@ -16,7 +16,19 @@ from ._launch import LaunchFailed, launch  # noqa: F401  op files take `launch` 
 from ._triton import INTERPRET
 
 __all__ = [
-    *("define", "launch", "check", "check_tensors", "cdiv", "dense", "empty_like", "no_weight", "rows_of", "row_major"),
+    *(
+        "define",
+        "launch",
+        "check",
+        "check_tensors",
+        "autocast_dtype",
+        "cdiv",
+        "dense",
+        "empty_like",
+        "no_weight",
+        "rows_of",
+        "row_major",
+    ),
     *("reference_grads", "is_interpreted"),
 ]
 
@@ -100,6 +112,13 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
         return x
     return x.contiguous()
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype autocast asks for on a device type, or None where it is off (or, for "meta", unknown)."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def cdiv(a: int, b: int) -> int:

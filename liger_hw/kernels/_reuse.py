@@ -25,10 +25,24 @@ def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
         saved = ctx.saved_tensors
         return saved, (False,) * len(saved)
     saved, counts = _unpack_and_count(ctx)
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if graph_is_kept():
         return saved, (False,) * len(saved)
     private = _private_counts("torch._dynamo" in sys.modules)
     return saved, tuple(count in private and type(t) is torch.Tensor for t, count in zip(saved, counts))
+
+
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def graph_is_kept() -> bool:
+    """Whether this backward may run again over the same saved tensors, or is only being recorded.
+
+    True with retain_graph, while torch.compile traces, while a device graph is captured (its backward may be replayed
+    more than once), and where this version of torch cannot tell.
+    """
+    if torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
@@ -91,7 +105,7 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
         def block(w):
             return _Probe.apply(w @ w, w @ w, seen)
 
-        return (checkpoint(block, weight, use_reentrant=False).sum(),)
+        return (checkpoint(block, weight, use_reentrant=False, preserve_rng_state=False).sum(),)
 
     def held(weight, seen, hold):
         a, b = weight @ weight, weight @ weight
@@ -108,7 +122,7 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
             kept.append(hold(a))
             return _Probe.apply(a, w @ w, seen)
 
-        return checkpoint(block, weight, use_reentrant=False).sum(), kept
+        return checkpoint(block, weight, use_reentrant=False, preserve_rng_state=False).sum(), kept
 
     def saved_elsewhere(weight, seen, operation):
         a, b = weight @ weight, weight @ weight
@@ -123,7 +137,7 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
             other = operation(a)  # before the probe, so that its backward comes after
             return _Probe.apply(a, w @ w, seen) + other
 
-        return (checkpoint(block, weight, use_reentrant=False).sum(),)
+        return (checkpoint(block, weight, use_reentrant=False, preserve_rng_state=False).sum(),)
 
     holds = (lambda a: a, lambda a: a.detach(), lambda a: a.view(4), lambda a: a.detach()[0])
     operations = (lambda a: a * a, lambda a: a @ a, lambda a: torch.nn.functional.silu(a))

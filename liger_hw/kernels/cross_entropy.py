@@ -54,7 +54,7 @@ from ._cross_entropy_rows import (
 )
 from ._cross_entropy_scale import BWD, scale_gradients
 from ._cross_entropy_stats import STATS, launch_stats, launch_sum
-from ._op import check, check_tensors, define, row_major
+from ._op import autocast_dtype, check, check_tensors, define, row_major
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ def _run(
     input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, z, accuracy, top, grad
 ):
     dtype = input.dtype
-    if dtype.itemsize < 4 and torch.is_autocast_enabled(input.device.type):
+    if dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None:
         dtype = torch.float32
     return cross_entropy_fwd(
         *(input, target, weight, ignore_index, float(label_smoothing), float(lse_square_scale)),

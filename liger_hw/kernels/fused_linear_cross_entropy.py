@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .. import registry
-from ..registry import Op, Sample, Tunable, row_key
+from ..registry import Op, Sample, Tunable, next_power_of_2
 from ._cross_entropy_reference import (
     REDUCTIONS,
     CrossEntropyOutput,
@@ -49,7 +49,7 @@ from ._cross_entropy_rows import (
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
 from ._linear_head import HeadGradients, logits_buffer, plan_chunks
-from ._op import check, check_tensors, define
+from ._op import autocast_dtype, check, check_tensors, define
 from .cross_entropy import check_arguments, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -95,7 +95,8 @@ _DIMS = ("n_rows", "hidden", "vocab")
 
 
 def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
-    return row_key(plan_chunks(n_rows, hidden, vocab, itemsize).rows, vocab, itemsize)
+    """Columns rounded up to a power of two, bytes an element: a chunk always has enough rows to fill the device."""
+    return next_power_of_2(vocab), itemsize
 
 
 FWD = Tunable(
@@ -125,7 +126,7 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
     grads = HeadGradients(x, weight, wanted, chunks.wide)
-    plan = FWD.plan(x.device, row_key(chunks.rows, vocab, size))
+    plan = FWD.plan(x.device, _key(n_rows, hidden, vocab, size))
     buffer = logits_buffer(min(chunks.rows, n_rows), vocab, x)
     for start in range(0, n_rows, chunks.rows):
         part = x[start : start + chunks.rows]
@@ -329,8 +330,8 @@ def liger_fused_linear_cross_entropy(
     """
     check_tensors(_NAME, input=input, weight=weight, bias=bias)
     device = input.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(device)
+    if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):
         input, weight, bias = input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"

@@ -196,7 +196,7 @@ BWD = row_tunable("softmax", "bwd", _softmax_bwd_kernel, 2)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def launch_rows(tunable: Tunable, kernel, tensors: tuple, stride: int, n_rows: int, n_cols: int) -> None:
+def launch_row_tiles(tunable: Tunable, kernel, tensors: tuple, stride: int, n_rows: int, n_cols: int) -> None:
     """Launch over row tiles, on the plan's persistent grid if it has one. Shared with sparsemax."""
     plan = tunable.plan(tensors[0].device, row_key(n_rows, n_cols, tensors[0].itemsize))
     blocks = plan.config.blocks
@@ -210,7 +210,7 @@ def _fwd(x):
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
-        launch_rows(FWD, _softmax_fwd_kernel, (x, y), stride, n_rows, n_cols)
+        launch_row_tiles(FWD, _softmax_fwd_kernel, (x, y), stride, n_rows, n_cols)
     return y
 
 
@@ -219,7 +219,7 @@ def _bwd(dy, y):
     n_rows, n_cols, _ = rows_of(y)
     dx = empty_like(y, y.dtype)
     if n_rows:
-        launch_rows(BWD, _softmax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
+        launch_row_tiles(BWD, _softmax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
     return dx
 
 

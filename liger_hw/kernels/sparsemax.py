@@ -22,7 +22,7 @@ from .. import registry
 from ..registry import Op, Sample
 from ._op import check, check_tensors, define, empty_like, row_major, rows_of
 from ._triton import tl, triton
-from .softmax import launch_rows, row_tunable
+from .softmax import launch_row_tiles, row_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ def _fwd(x):
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
-        launch_rows(FWD, _sparsemax_fwd_kernel, (x, y), stride, n_rows, n_cols)
+        launch_row_tiles(FWD, _sparsemax_fwd_kernel, (x, y), stride, n_rows, n_cols)
     return y
 
 
@@ -189,7 +189,7 @@ def _bwd(dy, y):
     n_rows, n_cols, _ = rows_of(y)
     dx = empty_like(y, y.dtype)
     if n_rows:
-        launch_rows(BWD, _sparsemax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
+        launch_row_tiles(BWD, _sparsemax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
     return dx
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from liger_hw import distributed, registry
-from liger_hw.autotune import store
+from liger_hw.autotune import notes, store
 from tests.autotune.fakes import H200, entry, tunable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ import os, sys, torch, torch.distributed as dist
 import liger_hw.distributed
 from liger_hw import registry
 from dataclasses import replace
-from liger_hw.autotune import store
+from liger_hw.autotune import notes, store
 from tests.autotune.fakes import H200, entry, tunable
 rank, world, what = int(sys.argv[1]), 2, sys.argv[2]
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=world)
@@ -33,6 +33,10 @@ legal = [c for c in fwd.space(target, key) if c != fwd.heuristic(target, key)]
 store.save(target, ("rms_norm", "fwd", key), entry(legal[rank], fwd))  # tuned differently
 if rank:
     store.save(target, ("rms_norm", "bwd", key), entry(bwd.safe(target, key), bwd))  # and more
+if what == "failed before" and rank:  # noted on this node's disk by an earlier process
+    for made_for, of in ((fwd.kernel_hash(), fwd), ("another source", bwd)):
+        config = of.heuristic(target, (4096, 9, 2))
+        notes.save_quarantined(target, of.name, (4096, 9, 2), config, "out of shared memory", made_for)
 registry.reload()
 with registry.pretend(target):
     device = torch.device("cuda", 0)
@@ -74,15 +78,15 @@ def ranks(tmp_path: Path, what: str) -> list[str]:
     return [output.strip() for output, _ in outputs]
 
 
-@pytest.mark.parametrize("what", ["caches", "failed"])
+@pytest.mark.parametrize("what", ["caches", "failed", "failed before"])
 def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
     one, two = ranks(tmp_path, what)
     assert one.split()[0] == two.split()[0] and len(one.split()[0]) == 16
     plans = [text.split("[", 1)[1] for text in (one, two)]
     assert plans[0] == plans[1]
     assert "('user'" in plans[0] and "heuristic" in plans[0], "rank 1's extra entry does not answer"
-    if what == "failed":
-        assert "('safe'" in plans[0], "what failed on rank 1 is set aside on rank 0 too"
+    if what != "caches":
+        assert plans[0].count("('safe'") == 1, "what failed on rank 1, with these kernels, is set aside on rank 0 too"
 
 
 @pytest.mark.parametrize(
@@ -100,4 +104,11 @@ def test_without_a_process_group_it_is_the_digest(clean_registry):
         assert bare == distributed.digest(H200) == distributed.sync()
         store.save(H200, NAME, entry(fwd.safe(H200, NAME[2]), fwd))
         registry.reload()
-        assert distributed.sync() != bare
+        tuned = distributed.sync()
+        assert tuned != bare
+        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", "another source")
+        registry.reload()
+        assert distributed.sync() == tuned, "of another kernel source: it decides nothing"
+        notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", fwd.kernel_hash())
+        registry.reload()
+        assert distributed.sync() not in (bare, tuned)

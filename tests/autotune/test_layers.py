@@ -27,7 +27,8 @@ def h200(clean_registry, caplog):
     """Every device is an H200; the user cache is empty."""
     caplog.set_level(logging.WARNING, logger="liger_hw")
     tunable()
-    with registry.pretend(H200):
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        patch.setattr(registry, "target_of", lambda device: H200)
         yield clean_registry
 
 
@@ -110,6 +111,16 @@ def test_misses_are_written_at_exit_not_before(h200):
     assert not store.home(H200).exists()
     persist.flush()
     assert notes.read_misses(H200) == [NAME]
+
+
+def test_what_is_pretended_leaves_no_trace_in_the_cache(clean_registry):
+    fwd = tunable()
+    with registry.pretend(H200):
+        assert registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("PTXAS error"))
+        assert fwd.plan(DEVICE, KEY).layer == "safe"
+        persist.flush()
+    persist.flush()
+    assert not registry.misses() and not store.home(H200).exists()
 
 
 def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path):

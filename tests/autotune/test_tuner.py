@@ -134,6 +134,35 @@ def test_a_worker_that_always_dies_ends_the_job_not_the_run():
     assert results[0].error and not results[1].error and results[1].heuristic_us == 5.0
 
 
+@pytest.mark.parametrize("stage", ["final", "confirm"])
+@pytest.mark.parametrize("how", [WorkerDied, WorkerError])
+def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage, how, tmp_path):
+    """It passed the coarse round, then fails: there is nothing to compare with, so nothing is stored."""
+    second = Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")
+
+    class Fading(FakeMeasurer):
+        faded = False
+
+        def time(self, ids, rounds):
+            arms = [self.ids[i] for i in ids]
+            late = len(arms) > 1 if stage == "final" else arms.count(START) > 1
+            self.faded |= late and self.opened_key == KEY
+            if self.faded and START in arms and self.opened_key == KEY:
+                self.alive = how is not WorkerDied
+                raise how("the device reported an error")
+            return super().time(ids, rounds)
+
+        def open(self, op, sizes, dtype, variant, key, context):
+            self.opened_key = tuple(key)
+            return super().open(op, sizes, dtype, variant, key, context)
+
+    journal = Journal(tmp_path / "j.jsonl")
+    results, kept, _ = tune(jobs=(JOB, second), measurer=Fading(START, cost), journal=journal)
+    assert "the baseline cannot be timed" in results[0].error and "reported an error" in results[0].error
+    assert not results[0].stored and not results[1].error and results[1].stored and set(kept) == {("rms_norm", "bwd", second.key)}
+    assert [line["key"] for line in journal.read() if line["stage"] == "done"] == [list(second.key)]
+
+
 def test_later_keys_start_from_what_was_best_nearby():
     later = Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")
     effort = Effort(first=96, later=12, refine=4)

@@ -1,0 +1,82 @@
+"""What the registry's layers answer: stored entries, candidates, and the explanation of a choice.
+
+Values only; `registry` makes and chooses them, and has the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+from .backends import LaunchConfig, Target
+from .ops import Key
+
+LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored configuration: where it came from is kept with it and shown by `explain`.
+
+    provenance: at least `{"kind": "measured" | "static" | "modelled"}`; source: file it was read from
+    kernel_hash: hash of the kernels' source it was made for; another hash makes the entry stale
+    """
+
+    config: LaunchConfig
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    kernel_hash: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer the layers offered. `rejected` is empty for the one that was taken."""
+
+    layer: str
+    config: LaunchConfig
+    provenance: Mapping[str, Any]
+    source: str
+    rejected: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a tunable launches as it does: the chosen candidate and every other one with its reason."""
+
+    tunable: str
+    target: Target
+    key: Key
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(c for c in self.candidates if not c.rejected)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tunable": self.tunable,
+            "target": self.target.to_json(),
+            "key": list(self.key),
+            "layer": self.chosen.layer,
+            "config": self.chosen.config.to_json(),
+            "provenance": dict(self.chosen.provenance),
+            "candidates": [
+                {
+                    "layer": c.layer,
+                    "config": c.config.to_json(),
+                    "provenance": dict(c.provenance),
+                    "source": c.source,
+                    "rejected": c.rejected,
+                }
+                for c in self.candidates
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.tunable} on {self.target.name} ({self.target.vendor} {self.target.arch}), key {self.key}"]
+        taken = self.chosen
+        for c in self.candidates:
+            state = "taken" if c is taken else c.rejected or "a better layer answered"
+            where = f" from {c.source}" if c.source else ""
+            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.to_text()}{where}: {state}")
+        return "\n".join(lines)

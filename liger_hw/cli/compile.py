@@ -1,0 +1,114 @@
+"""`liger-hw compile --target gfx942[,sm90,...]`: what every op would launch there, compiled here, with what it takes.
+
+Needs no GPU. One line for each distinct kernel; --json prints every launch's certificate. Ends with 1 when a kernel does
+not compile or may not be launched on the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from . import UsageError
+from ._values import dtype_name, positive, table, torch_dtype
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="architectures, comma-separated, such as sm90,gfx942; or all")
+    parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    parser.add_argument("--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: cores)")
+    parser.add_argument("--timeout", type=positive, default=300, metavar="SECONDS", help="for one kernel (default 300)")
+    parser.add_argument("--heuristic", action="store_true", help="leave the shipped tables out")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..autotune import compile as aot
+
+    try:
+        targets, ops = _targets(arguments.target), _ops(arguments.ops)
+        launches, workload_of = [], {}
+        for target in targets:
+            for op in ops:
+                for name, sizes in op.workloads.items():
+                    for options in op.options:
+                        found = aot.trace(
+                            *(op.name, sizes, torch_dtype(arguments.dtype), target, options),
+                            shipped=not arguments.heuristic,
+                        )
+                        launches += found
+                        for launch in found:
+                            workload_of.setdefault(launch.same(), name)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"compile: {error}") from None
+    certificates, seen = [], set()
+    distinct = len(workload_of)
+    with aot.Workers(arguments.workers, arguments.timeout) as workers:
+        for certificate in aot.certify(launches, workers):
+            certificates.append(certificate)
+            if certificate.launch.same() not in seen:
+                seen.add(certificate.launch.same())
+                if sys.stderr.isatty():
+                    print(f"\r{len(seen)}/{distinct} kernels", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    bad = [c for c in certificates if not c.ok]
+    if arguments.json:
+        print(json.dumps([{"workload": workload_of[c.launch.same()], **c.to_json()} for c in certificates], indent=2))
+    else:
+        print(_text(certificates, workload_of))
+    return 1 if bad else 0
+
+
+def _targets(names: str) -> list[Any]:
+    from ..backends import VENDORS, backend, known_target
+
+    compilable = [
+        arch
+        for vendor in VENDORS
+        for arch in backend(vendor).known_archs()
+        if backend(vendor).triton_target(known_target(arch)) is not None
+    ]
+    chosen = compilable if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    targets = [known_target(name) for name in chosen]
+    for target in targets:
+        if target.arch not in compilable:
+            raise ValueError(f"the stock Triton has no compiler for {target.arch}; it has {', '.join(compilable)}")
+    return targets
+
+
+def _ops(names: str | None) -> list[Any]:
+    from .. import registry
+
+    if names is None:
+        return list(registry.ops().values())
+    return [registry.get_op(name.strip()) for name in names.split(",") if name.strip()]
+
+
+def _text(certificates: list[Any], workload_of: dict) -> str:
+    rows = [("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "")]
+    seen = set()
+    problems = []
+    for c in certificates:
+        same = c.launch.same()
+        if same in seen:
+            continue
+        seen.add(same)
+        head = (c.launch.target.arch, c.launch.tunable, workload_of[same], c.launch.layer, str(c.launch.config.num_warps))
+        r = c.resources
+        if r is None:
+            rows.append((*head, "-", "-", "-", "-", "-", "-", "FAILED"))
+            problems.append(str(c))
+            continue
+        widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
+        state = "ILLEGAL" if c.illegal else ""
+        rows.append((*head, str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths, state))
+        problems += [str(c)] if c.illegal else []
+    rows[1:] = sorted(rows[1:])
+    failed = f", {len(problems)} FAILED or ILLEGAL:" if problems else ""
+    spilling = sum(int(row[6]) > 0 for row in rows[1:] if row[6] != "-")
+    return "\n".join([table(rows), f"{len(rows) - 1} kernels, {spilling} with spills{failed}", *problems])

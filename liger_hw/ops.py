@@ -1,0 +1,108 @@
+"""The table of ops: what a kernel file registers, and the keys that kernels share.
+
+`register(Op(...))` at the end of each `kernels/<op>.py` adds a line; tests, bench, tuner and CLI iterate over `ops()`.
+Everything here is also a name of `registry`, which is where callers take it from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable, Mapping
+
+if TYPE_CHECKING:
+    from .registry import Tunable
+
+Key = tuple[int, ...]
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (1 for n <= 1). Triton's own costs 1.8 us a call."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """Key of a row kernel: columns rounded up to a power of two, log2 bucket of the rows, bytes an element."""
+    return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op file's registration: what tests, bench, tuner and CLI iterate over.
+
+    function: the public `liger_<op>`; reference: the same computation in plain differentiable torch
+    workloads: name -> problem sizes, in the order of the tunables' `dims`
+    sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    tunables: tuple[Tunable, ...]
+    workloads: Mapping[str, tuple[int, ...]]
+    sample: Callable[..., "Sample"]
+    options: tuple[Mapping[str, Any], ...] = ({},)
+    """Option sets the shared tests run; the first is the default."""
+    small: tuple[tuple[int, ...], ...] = ()
+    """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
+
+
+@dataclass
+class Sample:
+    """One call of an op: `op.function(*args, **kwargs)`, and `op.reference` with the same arguments.
+
+    Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
+    one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
+    them); `moved` and `flops` are what the roofline counts, forward plus backward.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reduction: int = 1
+    grad_reduction: int = 1
+    moved: int = 0
+    flops: int = 0
+
+
+_ops: dict[str, Op] = {}
+_tunables: dict[str, Tunable] = {}
+
+
+def register(op: Op) -> Op:
+    """Add an op to the table. Raises `ValueError` when the name is taken or an op has no workloads."""
+    if op.name in _ops:
+        raise ValueError(f"op {op.name!r} is registered twice")
+    if not op.workloads:
+        raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
+    _ops[op.name] = op
+    for tunable in op.tunables:
+        _tunables[tunable.name] = tunable
+    return op
+
+
+def ops() -> Mapping[str, Op]:
+    """Every op, by name; imports the kernel files on first use."""
+    from . import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+    return dict(sorted(_ops.items()))
+
+
+def get_op(name: str) -> Op:
+    """The op of this name; imports its file only. Raises `ValueError` with the nearest names."""
+    if name in _ops:
+        return _ops[name]
+    package = f"{__package__}.kernels"
+    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
+        importlib.import_module(f"{package}.{name}")
+    if name not in _ops:
+        import difflib
+
+        table = ops()
+        near = difflib.get_close_matches(name, table, 3) or sorted(table)
+        raise ValueError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
+    return _ops[name]
