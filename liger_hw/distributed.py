@@ -105,9 +105,9 @@ def _failed(target: Target) -> dict[tuple, str]:
     with registry._lock:
         registry.tables(target)  # also reads what failed in earlier processes
         before = {
-            mark: reason
-            for mark, (reason, made_for) in registry._quarantined_before.items()
-            if mark[0] == target.arch and known.get(mark[1]) == made_for
+            mark: reasons[known[mark[1]]]
+            for mark, reasons in registry._quarantined_before.items()
+            if mark[0] == target.arch and known.get(mark[1]) in reasons
         }
         return {**before, **registry._quarantined}
 

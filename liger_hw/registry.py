@@ -133,8 +133,8 @@ class Tunable:
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
 _quarantined: dict[tuple[str, str, Key, str], str] = {}
-_quarantined_before: dict[tuple[str, str, Key, str], tuple[str, str]] = {}
-"""(arch, tunable, key, configuration) that failed in an earlier process -> (reason, kernel hash it failed with)"""
+_quarantined_before: dict[tuple[str, str, Key, str], dict[str, str]] = {}
+"""(arch, tunable, key, configuration) that failed in an earlier process -> {kernel hash it failed with: reason}"""
 _tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
@@ -211,8 +211,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
             mark = target.arch, tunable.name, key, config.to_text()
             reason = _quarantined.get(mark, "")
             if not reason and mark in _quarantined_before:
-                before, made_for = _quarantined_before[mark]
-                reason = before if made_for == tunable.kernel_hash() else ""
+                reason = _quarantined_before[mark].get(tunable.kernel_hash(), "")
         yield Candidate(layer, config, provenance, source, reason or "")
 
 
@@ -271,7 +270,7 @@ def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entr
 
         found = _tables.setdefault(target, store.layers(target))
         for name, key, config, reason, made_for in notes.read_quarantined(target):
-            _quarantined_before[target.arch, name, key, config.to_text()] = reason, made_for
+            _quarantined_before.setdefault((target.arch, name, key, config.to_text()), {})[made_for] = reason
     return found
 
 

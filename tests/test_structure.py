@@ -13,7 +13,7 @@ from liger_hw.backends import VENDORS
 PACKAGE = Path(__file__).resolve().parent.parent / "liger_hw"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
-MOST_LINES = 450
+MOST_LINES = 480
 
 VENDOR_WORD = re.compile(
     r"nvidia|\bamd|amd\b|\bintel|intel\b|cuda|rocm|\bhip|\bxpu|\bgfx\d|\bsm_?\d\d|\bpvc\b|\bbmg\b|hopper|blackwell|ampere"

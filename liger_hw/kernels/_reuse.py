@@ -16,6 +16,8 @@ from typing import Any, Callable
 
 import torch
 
+from .. import registry
+
 Counts = tuple[int, int, int]
 
 
@@ -40,9 +42,7 @@ def graph_is_kept() -> bool:
     True with retain_graph, while torch.compile traces, while a device graph is captured (its backward may be replayed
     more than once), and where this version of torch cannot tell.
     """
-    if torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph():
-        return True
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _keeps_graph is None or _keeps_graph() or registry.is_quiet()
 
 
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:

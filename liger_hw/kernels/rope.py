@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from .. import registry
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import check, check_tensors, define, launch
-from ._triton import tl, triton
+from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -72,126 +72,6 @@ def _turned(x, cos, sin, rotary_dim, head_axis, backward=False):
     else:
         other = torch.cat((-head[..., half:], head[..., :half]), -1) * sin
     return torch.cat(((head * cos + other).to(x.dtype), x[..., rotary_dim:]), -1)
-
-
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
-    """The rotated halves of a raw tile, in its own dtype."""
-    a, b = x1.to(tl.float32), x2.to(tl.float32)
-    if BACKWARD:
-        y1 = a * cos1 + b * sin2
-        y2 = b * cos2 - a * sin1
-    else:
-        y1 = a * cos1 - b * sin1
-        y2 = b * cos2 + a * sin2
-    return y1.to(x1.dtype), y2.to(x2.dtype)
-
-
-@triton.jit
-def _offsets(batch, token, heads, batch_stride, head_stride, token_stride):
-    """Where each (token, head) begins, [tokens, heads, 1]."""
-    rows = batch * batch_stride + token * token_stride
-    return rows[:, None, None] + (heads.to(tl.int64) * head_stride)[None, :, None]
-
-
-@triton.jit
-def _load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
-    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-
-
-@triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_head_tiles"])
-def _rope_kernel(
-    Q_ptr,
-    K_ptr,
-    Cos_ptr,
-    Sin_ptr,
-    OutQ_ptr,
-    OutK_ptr,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
-    n_tokens,
-    seq_len,
-    n_q_heads,
-    n_k_heads,
-    n_head_tiles,
-    HALF: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED_HALVES: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-):
-    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program; cos and sin serve all its heads.
-
-    Every load stands before the first store, to keep as many bytes in flight as there are. K_ptr may be None.
-    """
-    pid = tl.program_id(0)
-    tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    q_heads = (pid % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
-    batch = (tokens // seq_len).to(tl.int64)
-    token = (tokens % seq_len).to(tl.int64)
-    token_mask = (tokens < n_tokens)[:, None, None]
-    q_mask = token_mask & (q_heads < n_q_heads)[None, :, None]
-    k_mask = token_mask & (k_heads < n_k_heads)[None, :, None]
-    cols = tl.arange(0, BLOCK_HALF)[None, None, :]
-    col_mask = cols < HALF
-    tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
-    tail_mask = tail_cols < 2 * HALF + TAIL
-
-    q_ptrs = Q_ptr + _offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride)
-    q1 = _load(q_ptrs + cols, q_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
-    q2 = _load(q_ptrs + cols + HALF, q_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
-    if TAIL:
-        q3 = _load(q_ptrs + tail_cols, q_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    if K_ptr is not None:
-        k_ptrs = K_ptr + _offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride)
-        k1 = _load(k_ptrs + cols, k_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
-        k2 = _load(k_ptrs + cols + HALF, k_mask & col_mask, LOAD_CACHE, LOAD_EVICT)
-        if TAIL:
-            k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    trig = (batch * cos_batch_stride + token * cos_token_stride)[:, None, None] + cols
-    cos1 = tl.load(Cos_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-    sin1 = tl.load(Sin_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-    cos2 = cos1
-    sin2 = sin1
-    if not SHARED_HALVES:
-        cos2 = tl.load(Cos_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-        sin2 = tl.load(Sin_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-
-    out = OutQ_ptr + _offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride)
-    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
-    tl.store(out + cols, q1, mask=q_mask & col_mask)
-    tl.store(out + cols + HALF, q2, mask=q_mask & col_mask)
-    if TAIL:
-        tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
-    if K_ptr is not None:
-        out = OutK_ptr + _offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride)
-        k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
-        tl.store(out + cols, k1, mask=k_mask & col_mask)
-        tl.store(out + cols + HALF, k2, mask=k_mask & col_mask)
-        if TAIL:
-            tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
