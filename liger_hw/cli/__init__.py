@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
+    "compile": "what every op would launch on an architecture, compiled here without the device",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
 
