@@ -114,12 +114,12 @@ def forward(function: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
 
 
 def output_grads(outputs: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
-    """Random gradients of the differentiable outputs, the same on every device, representable in the outputs' dtype."""
-    generator = torch.Generator().manual_seed(seed + 1)
+    """Random gradients of the differentiable outputs, representable in the outputs' dtype."""
     made = []
-    for o in outputs:
-        g = torch.randn(o.shape, generator=generator, dtype=torch.float32)
-        made.append(g.to(o.dtype).to(o.device) if o.requires_grad else None)
+    for number, o in enumerate(outputs):
+        generator = torch.Generator(o.device).manual_seed(seed + 1 + number)
+        g = torch.randn(o.shape, generator=generator, dtype=torch.float32, device=o.device)
+        made.append(g.to(o.dtype) if o.requires_grad else None)
     return made
 
 

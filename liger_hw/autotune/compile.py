@@ -1,6 +1,6 @@
 """Ahead-of-time compilation: what an op would launch on a GPU that is not here, compiled, with what each kernel takes.
 
-`trace` runs an op forward and backward on meta tensors (no memory, no arithmetic) while the registry pretends to be the
+`trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
 alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
 Triton compiler in worker processes, where an abort or a hang of the compiler is a finding and not the end, and reads
@@ -120,6 +120,7 @@ def trace(
     tables are asked before the heuristic (the user's cache and lock file never are). Nothing runs and nothing is compiled.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ..kernels import _launch, _triton
 
@@ -142,8 +143,9 @@ def trace(
             stack.enter_context(registry.override(scope, config))
         before, _launch.redirect = _launch.redirect, record
         stack.callback(setattr, _launch, "redirect", before)
+        stack.enter_context(FakeTensorMode())
         stack.enter_context(_launcher_mode())
-        sample = entry.sample(tuple(sizes), dtype, torch.device("meta"), None, **(options or {}))
+        sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = entry.function(*sample.args, **sample.kwargs)
         outputs = [o for o in _tensors(outputs) if o.requires_grad]
         inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]

@@ -1,7 +1,8 @@
 """Every op, forward and backward, compiled for every architecture with the configurations users get there, no GPU needed.
 
-For each workload and each option set the real launchers are traced (liger_hw/autotune/compile.py) with the heuristic's
-and, where there are any, the shipped tables' configurations, and everything that Triton would compile is compiled. A
+The real launchers are traced (liger_hw/autotune/compile.py) at every workload, and with every option set at the first,
+with the heuristic's and, where there are any, the shipped tables' configurations, and everything that Triton would compile
+is compiled. A
 launch must compile, be legal on the target, and hold its registers: a spill needs a reason in SPILLS.
 """
 
@@ -32,10 +33,10 @@ def workers():
 
 
 def _launches(op, target):
-    """(launches, how many traces) of all workloads and options, heuristic and shipped; fp32 for the first workload."""
+    """Every workload with the default options, the first with every option set and in fp32; heuristic and shipped."""
     shipped = any(layer.startswith("shipped") and table for layer, table in store.layers(target))
     for number, sizes in enumerate(op.workloads.values()):
-        for options in op.options:
+        for options in op.options if number == 0 else op.options[:1]:
             for asked in {False, shipped}:
                 yield from aot.trace(op.name, sizes, torch.bfloat16, target, options, shipped=asked)
         if number == 0:
@@ -61,8 +62,6 @@ def test_compiles(op, arch, workers, record_property):
     assert not illegal, _listed("may not be launched", illegal)
     spilled = Counter(str(c) for c in certificates if c.resources.spills > _allowed_spills(c.launch.tunable, arch))
     assert not spilled, _listed("spilled registers without a reason in SPILLS", spilled)
-    narrow = {str(c) for c in certificates if c.resources.loads and max(c.resources.loads) < 32}
-    assert not narrow, f"no load of {op.name} is as wide as 32 bits: {narrow}"
     assert reached, f"{op.name} launched nothing"
 
 
@@ -135,7 +134,7 @@ def test_a_configuration_that_spills_is_seen(workers):
         launches = aot.trace("rms_norm", (64, 65536), torch.float32, known_target(arch), configs=wide)
         (certificate,) = aot.certify(launches[:1], workers)
         r = certificate.resources
-        assert r.spills > 500 and r.scratch >= 4 * r.spills * 0.9 and r.instructions["spill"] > 500, certificate
+        assert r.spills > 500 and r.scratch > 2000, certificate
 
 
 def test_what_compiles_may_still_be_illegal():

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from typing import Any
 
-from ..base import Resources, Target
+from ..base import INSTRUCTIONS, Resources, Target
 
 _INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w]*(?:\.[\w:]+)+)(.*)$", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -83,7 +83,7 @@ def _count(ptx: str) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
             kinds["store"] += 1
         else:
             kinds[next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")] += 1
-    return dict(sorted(loads.items())), dict(sorted(stores.items())), dict(kinds)
+    return dict(sorted(loads.items())), dict(sorted(stores.items())), {kind: kinds[kind] for kind in INSTRUCTIONS}
 
 
 def _bits(name: str) -> int:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from ..base import Resources, Target
+from ..base import INSTRUCTIONS, Resources, Target
 
 _INSTRUCTION = re.compile(r"^\s+([a-z]+_\w+)(.*)$", re.MULTILINE)
 _MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:lds_)?(?:d16_|format_)*(\w+?)(?:_d16|_hi|_lds)*$")
@@ -68,7 +68,7 @@ def _count(text: str) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
         else:
             kind = next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")
             kinds["shuffle" if name.endswith("_dpp") else kind] += 1
-    return dict(sorted(loads.items())), dict(sorted(stores.items())), dict(kinds)
+    return dict(sorted(loads.items())), dict(sorted(stores.items())), {kind: kinds[kind] for kind in INSTRUCTIONS}
 
 
 def _bits(width: str) -> int:

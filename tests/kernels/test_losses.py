@@ -1,0 +1,186 @@
+"""Edges of the cross entropies: ignored rows, ties, extreme logits, targets out of range, the accuracy of gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import tensors
+
+from liger_hw.kernels.cross_entropy import liger_cross_entropy
+from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+
+ROWS, COLS = 6, 37
+
+
+def _logits_loss(x, target, **options):
+    return liger_cross_entropy(x, target, **options)
+
+
+def _fused_loss(x, target, **options):
+    return liger_fused_linear_cross_entropy(x, torch.eye(COLS, dtype=x.dtype, device=x.device), target, **options)
+
+
+LOSSES = pytest.mark.parametrize("loss", [_logits_loss, _fused_loss], ids=["cross_entropy", "fused_linear"])
+
+
+def _made(generator, lane, rows=ROWS):
+    x = torch.randn(rows, COLS, generator=generator).to(lane.device).requires_grad_()
+    return x, torch.randint(COLS, (rows,), generator=generator).to(lane.device)
+
+
+@LOSSES
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_rows_ignored(lane, generator, loss, reduction):
+    """What torch gives: nan for a mean over nothing, zero otherwise, and no gradient (nan / 0 never reaches one)."""
+    x, target = _made(generator, lane)
+    target[:] = -100
+    expected = F.cross_entropy(x, target, reduction=reduction)
+    found = loss(x, target, reduction=reduction)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(grad, torch.zeros_like(grad)) or (reduction == "mean" and grad.isnan().all())
+
+
+@LOSSES
+def test_ignored_rows_have_exactly_no_gradient(lane, generator, loss):
+    x, target = _made(generator, lane)
+    target[1], target[4] = -100, -100
+    (grad,) = torch.autograd.grad(loss(x, target, label_smoothing=0.1, lse_square_scale=1e-3), x)
+    assert torch.equal(grad[[1, 4]], torch.zeros_like(grad[[1, 4]])) and grad[[0, 2, 3, 5]].abs().min() > 0
+
+
+def test_what_an_ignored_row_holds_does_not_matter(lane, generator):
+    x, target = _made(generator, lane)
+    target[2] = -100
+    expected = liger_cross_entropy(x, target)
+    broken = x.detach().clone()
+    broken[2] = float("nan")
+    broken.requires_grad_()
+    found = liger_cross_entropy(broken, target)
+    torch.testing.assert_close(found, expected)
+    (grad,) = torch.autograd.grad(found, broken)
+    assert grad.isfinite().all() and not grad[2].any()
+
+
+@LOSSES
+def test_ties_go_to_the_first(lane, loss):
+    x = torch.zeros(4, COLS, device=lane.device)
+    x[1, 5], x[1, 9] = 2.0, 2.0
+    x[2, COLS - 1] = 1.0
+    target = torch.tensor([0, 9, COLS - 1, -100], device=lane.device)
+    found = loss(x, target, return_token_accuracy=True, return_predicted_tokens=True)
+    assert found.predicted_tokens.tolist() == [0, 5, COLS - 1, -1]
+    torch.testing.assert_close(found.token_accuracy.float().cpu(), torch.tensor(2 / 3))
+
+
+@LOSSES
+def test_narrow_targets(lane, generator, loss):
+    x, target = _made(generator, lane)
+    torch.testing.assert_close(loss(x, target.int()), loss(x, target))
+
+
+@LOSSES
+@pytest.mark.parametrize("size", [1e4, 3e38])
+def test_extreme_logits(lane, generator, loss, size):
+    """No overflow on the way: the largest fp32 logits give what torch gives."""
+    x, target = _made(generator, lane)
+    x = (x.detach().sign() * size * torch.rand(x.shape, generator=generator).to(lane.device)).requires_grad_()
+    found, expected = loss(x, target, reduction="sum"), F.cross_entropy(x, target, reduction="sum")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
+
+
+def test_masked_logits(lane, generator):
+    """Minus infinity is a class that cannot be: no probability, no gradient, no nan."""
+    x, target = _made(generator, lane)
+    mask = torch.rand(x.shape, generator=generator).to(lane.device) < 0.3
+    mask[torch.arange(ROWS), target] = False
+    x = x.detach().masked_fill(mask, float("-inf")).requires_grad_()
+    found, expected = liger_cross_entropy(x, target), F.cross_entropy(x, target)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
+
+
+@LOSSES
+@pytest.mark.lanes("cpu", "interpret")
+@pytest.mark.parametrize("bad", [COLS, -1, 1 << 40])
+def test_targets_out_of_range_name_the_row(lane, generator, loss, bad):
+    x, target = _made(generator, lane)
+    target[3] = bad
+    with pytest.raises(IndexError, match=rf"liger_.*cross_entropy: target\[3\] = {bad} is out of range"):
+        loss(x, target)
+
+
+_ASSERT = """
+import torch
+from liger_hw.kernels.cross_entropy import liger_cross_entropy
+x = torch.zeros(4, 8, device={device!r})
+target = torch.tensor([0, 1, 8, 2], device={device!r})
+try:
+    loss = liger_cross_entropy(x, target)
+    torch.accelerator.synchronize()
+except BaseException as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.lanes("gpu")
+@pytest.mark.parametrize("checked", [False, True])
+def test_targets_out_of_range_on_a_gpu(lane, checked):
+    """Without a host synchronisation an assertion on the device that names the op; the checking mode names the row."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment["LIGER_HW_CHECK_TARGETS"] = str(int(checked))
+    code = _ASSERT.format(device=lane.device)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    said = done.stdout + done.stderr
+    assert "liger_cross_entropy" in said, said
+    assert not checked or "IndexError" in said and "target[2] = 8 is out of range" in said
+
+
+@pytest.mark.lanes("cpu", "gpu")
+def test_weight_gradient_is_as_good_as_one_gemm(lane, generator):
+    """bf16, more rows than a chunk: the error against fp64 is within 1.5 times that of one unchunked GEMM, and that of
+    an fp32 buffer no worse than rounding once."""
+    rows, hidden, vocab = (6 * 1024, 64, 256) if lane.name == "cpu" else (8 * 1024, 1024, 32000)
+    x = torch.randn(rows, hidden, generator=generator).to(lane.device, torch.bfloat16).requires_grad_()
+    w = (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5).to(lane.device, torch.bfloat16).requires_grad_()
+    target = torch.randint(vocab, (rows,), generator=generator).to(lane.device)
+
+    def error_of(loss, x, w):
+        grads = torch.autograd.grad(loss, (x, w))
+        return [float((g.double() - e).norm() / e.norm()) for g, e in zip(grads, exact)]
+
+    wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = torch.autograd.grad(F.cross_entropy(wide_x @ wide_w.t(), target), (wide_x, wide_w))
+    plain = error_of(F.cross_entropy((x @ w.t()).float(), target), x, w)
+    chunked = error_of(liger_fused_linear_cross_entropy(x, w, target), x, w)
+    buffered = error_of(liger_fused_linear_cross_entropy(x, w, target, accum_dtype=torch.float32), x, w)
+    for got in (chunked, buffered):
+        assert all(a <= 1.5 * b for a, b in zip(got, plain)), f"{got} against {plain} of one GEMM"
+
+
+@pytest.mark.lanes("cpu", "interpret")
+def test_no_gradient_work_for_evaluation(lane, generator, monkeypatch):
+    """Without gradients the fused loss multiplies once a chunk: nothing is computed that nobody asked for."""
+    x, target = _made(generator, lane)
+    calls = []
+    real = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    with torch.no_grad():
+        _fused_loss(x, target)
+    if lane.name == "interpret":
+        assert len(calls) == 1
+
+
+def test_outputs_asked_for_and_no_others(lane, generator):
+    x, target = _made(generator, lane)
+    assert isinstance(liger_cross_entropy(x, target), torch.Tensor)
+    found = liger_cross_entropy(x, target, return_token_accuracy=True)
+    assert found.token_accuracy is not None and found.z_loss is None and found.predicted_tokens is None
+    assert len(tensors(found)) == 2
