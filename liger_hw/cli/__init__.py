@@ -73,7 +73,17 @@ def _dispatch(argv: list[str]) -> int:
         prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    return module.run(parser.parse_args(argv[1:]))
+    try:
+        return module.run(parser.parse_args(argv[1:]))
+    except ModuleNotFoundError as error:
+        extra = {"transformers": "transformers", "triton": "cuda", "matplotlib": "bench"}.get(
+            (error.name or "").split(".")[0]
+        )
+        if extra is None:
+            raise
+        raise UsageError(
+            f"{name}: needs {error.name}, which is not installed: pip install 'liger_hw[{extra}]'"
+        ) from None
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="architectures, comma-separated, such as sm90,gfx942; or all")
     parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
-    parser.add_argument("--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: cores)")
+    parser.add_argument(
+        "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: cores)"
+    )
     parser.add_argument("--timeout", type=positive, default=300, metavar="SECONDS", help="for one kernel (default 300)")
     parser.add_argument("--heuristic", action="store_true", help="leave the shipped tables out")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -90,7 +92,9 @@ def _ops(names: str | None) -> list[Any]:
 
 
 def _text(certificates: list[Any], workload_of: dict) -> str:
-    rows = [("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "")]
+    rows = [
+        ("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "")
+    ]
     seen = set()
     problems = []
     for c in certificates:
@@ -98,7 +102,13 @@ def _text(certificates: list[Any], workload_of: dict) -> str:
         if same in seen:
             continue
         seen.add(same)
-        head = (c.launch.target.arch, c.launch.tunable, workload_of[same], c.launch.layer, str(c.launch.config.num_warps))
+        head = (
+            c.launch.target.arch,
+            c.launch.tunable,
+            workload_of[same],
+            c.launch.layer,
+            str(c.launch.config.num_warps),
+        )
         r = c.resources
         if r is None:
             rows.append((*head, "-", "-", "-", "-", "-", "-", "FAILED"))

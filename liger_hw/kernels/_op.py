@@ -6,9 +6,11 @@ launcher; on the CPU it runs the reference, or the launcher when kernels are int
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .. import registry
 from . import _launch
@@ -76,6 +78,26 @@ def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a Function's backward that has no derivative of its own: create_graph=True raises, always.
+
+    torch's `once_differentiable` alone raises only where the incoming gradient has a graph, and is silently wrong where
+    it has none (`loss.sum()`).
+    """
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{backward.__qualname__.split('.')[0]}: liger_hw's ops have no second derivative; "
+                "call backward without create_graph=True, or use the unpatched model for it"
+            )
+        return once(ctx, *grads)
+
+    return checked
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter in this process."""
     return _launch.INTERPRET
@@ -87,14 +109,14 @@ def check(condition: bool, op: str, message: str) -> None:
         raise ValueError(f"{op}: {message}")
 
 
-def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise unless the given tensors (None is skipped) are floating, on one device, and of a dtype its kernels take.
+def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
+    """Raise unless the given tensors (None only where `optional` names it) are floating, on one device, and of a dtype its kernels take.
 
     `TypeError` for something that is no tensor, `ValueError` otherwise.
     """
     first = None
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name in optional:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")

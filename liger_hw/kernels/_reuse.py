@@ -2,7 +2,7 @@
 
 Doing so halves the memory of a gated activation's backward, and it is invisible only when nobody else can see the
 tensor: no variable of the caller, no view, no other node's saved tensor, no second backward over the same graph.
-`unpack` answers that by comparing three reference counts (Python object, tensor, storage) with those of a tensor that is
+`unpack` answers that by comparing reference counts (of the Python objects, the tensor and the storage) with those of a tensor that is
 certainly ours. The expected counts are measured once per process on small graphs, together with graphs in which
 somebody does hold the tensor; if the counts cannot tell the two apart in this version of Python and torch, nothing is
 ever reused.
@@ -18,7 +18,7 @@ import torch
 
 from .. import registry
 
-Counts = tuple[int, int, int]
+Counts = tuple[int, int, int, int]
 
 
 def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
@@ -27,7 +27,7 @@ def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
         saved = ctx.saved_tensors
         return saved, (False,) * len(saved)
     saved, counts = _unpack_and_count(ctx)
-    if graph_is_kept():
+    if graph_is_kept() or torch._C._functorch.peek_interpreter_stack() is not None:
         return saved, (False,) * len(saved)
     private = _private_counts("torch._dynamo" in sys.modules)
     return saved, tuple(count in private and type(t) is torch.Tensor for t, count in zip(saved, counts))
@@ -42,7 +42,7 @@ def graph_is_kept() -> bool:
     True with retain_graph, while torch.compile traces, while a device graph is captured (its backward may be replayed
     more than once), and where this version of torch cannot tell.
     """
-    return _keeps_graph is None or _keeps_graph() or registry.is_quiet()
+    return registry.is_quiet() or _keeps_graph is None or _keeps_graph()
 
 
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
@@ -53,9 +53,9 @@ def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts |
             counts.append(None)
             continue
         storage = saved[index].untyped_storage()
-        uses = torch._C._storage_Use_Count(storage._cdata)
+        uses = torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # the latter counts held wrappers
         del storage
-        counts.append((sys.getrefcount(saved[index]), saved[index]._use_count(), uses))
+        counts.append((sys.getrefcount(saved[index]), saved[index]._use_count(), *uses))
     return saved, counts
 
 
@@ -112,7 +112,7 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
         out = _Probe.apply(a, b, seen).sum()
         kept = hold(a)
         del a
-        return (out + kept.sum() * 0.0 if kept.requires_grad else out, kept)
+        return (out, kept)
 
     def held_in_checkpoint(weight, seen, hold):
         kept: list[torch.Tensor] = []
@@ -139,7 +139,13 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
 
         return (checkpoint(block, weight, use_reentrant=False, preserve_rng_state=False).sum(),)
 
-    holds = (lambda a: a, lambda a: a.detach(), lambda a: a.view(4), lambda a: a.detach()[0])
+    holds = (
+        lambda a: a,
+        lambda a: a.untyped_storage(),
+        lambda a: a.detach(),
+        lambda a: a.view(4),
+        lambda a: a.detach()[0],
+    )
     operations = (lambda a: a * a, lambda a: a @ a, lambda a: torch.nn.functional.silu(a))
     mine = {_observe(direct)}
     others = {_observe(lambda w, s, h=h: held(w, s, h)) for h in holds}

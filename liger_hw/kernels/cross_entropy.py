@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
@@ -54,7 +53,7 @@ from ._cross_entropy_rows import (
 )
 from ._cross_entropy_scale import BWD, scale_gradients
 from ._cross_entropy_stats import STATS, launch_stats, launch_sum
-from ._op import autocast_dtype, check, check_tensors, define, row_major
+from ._op import autocast_dtype, check, check_tensors, define, first_order, row_major
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -174,7 +173,7 @@ class LigerCrossEntropyFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None or not ctx.needs_input_grad[0]:
             return (None,) * 11
@@ -268,8 +267,8 @@ def check_arguments(op, rows, target, n_cols, weight, ignore_index, label_smooth
         check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if reduction not in REDUCTIONS:
         check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if softcap is not None and not softcap > 0.0:
-        check(False, op, f"softcap must be positive or None, got {softcap}")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
 
 
 class LigerCrossEntropyLoss(torch.nn.Module):

@@ -12,11 +12,10 @@ Source: Zhu, Chen, He, LeCun and Liu, "Transformers without Normalization", http
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import DIMS, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
@@ -307,7 +306,7 @@ class LigerDyTFunction(torch.autograd.Function):
         return dyt_fwd(x, alpha, gamma, beta)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         x, alpha, gamma, beta = ctx.saved_tensors
         needed = any(ctx.needs_input_grad[1:])
@@ -328,7 +327,7 @@ def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: t
     too on the CPU). Returns [..., n_cols] in x's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
+    check_tensors("liger_dyt", optional=("beta",), x=x, alpha=alpha, gamma=gamma, beta=beta)
     check(alpha.numel() == 1, "liger_dyt", f"alpha must have one element, got shape {tuple(alpha.shape)}")
     for name, parameter in (("gamma", gamma), ("beta", beta)):
         if parameter is not None and parameter.shape != x.shape[-1:]:

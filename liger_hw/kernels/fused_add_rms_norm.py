@@ -14,12 +14,11 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
-from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._rms_backward import DIMS, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
 from .rms_norm import CASTING_MODES, LigerRMSNorm, fwd_heuristic, fwd_space, rms_norm_reference
@@ -195,7 +194,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         return Y, S
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY, dS):
         S, W, RSTD = ctx.saved_tensors
         if dY is None:

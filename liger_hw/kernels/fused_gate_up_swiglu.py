@@ -8,13 +8,12 @@ Saved for backward: y. Where nobody else can see it (`_reuse.py`), its gradient 
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample
 from . import _reuse, swiglu
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise
-from ._op import check, check_tensors, define, empty_like
+from ._op import check, check_tensors, define, empty_like, first_order
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -116,12 +115,12 @@ class LigerFusedGateUpSiLUMulFunction(torch.autograd.Function):
         return fused_gate_up_swiglu_fwd(y, *ctx.multipliers)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dc):
         (y,), (private,) = _reuse.unpack(ctx)
         if private and y.is_contiguous():
             fused_gate_up_swiglu_bwd_(dc, y, *ctx.multipliers)
-            return y, None, None, None
+            return y.detach(), None, None, None
         return fused_gate_up_swiglu_bwd(dc, y, *ctx.multipliers), None, None, None
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, next_power_of_2
@@ -49,7 +48,7 @@ from ._cross_entropy_rows import (
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
 from ._linear_head import HeadGradients, logits_buffer, plan_chunks
-from ._op import autocast_dtype, check, check_tensors, define
+from ._op import autocast_dtype, check, check_tensors, define, first_order
 from .cross_entropy import check_arguments, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
             return (None,) * 16
@@ -328,7 +327,7 @@ def liger_fused_linear_cross_entropy(
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """
-    check_tensors(_NAME, input=input, weight=weight, bias=bias)
+    check_tensors(_NAME, optional=("bias",), input=input, weight=weight, bias=bias)
     device = input.device.type
     dtype = autocast_dtype(device)
     if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):

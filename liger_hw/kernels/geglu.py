@@ -15,13 +15,12 @@ Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
-from ._op import check, check_tensors, define, launch
+from ._op import check, check_tensors, define, first_order, launch
 from ._triton import tl, triton
 
 APPROXIMATIONS = ("tanh", "none")
@@ -248,12 +247,12 @@ class LigerGELUMulFunction(torch.autograd.Function):
         return geglu_fwd(a, b, ctx.tanh)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dc):
         (a, b), private = _reuse.unpack(ctx)
         if all(private) and a.is_contiguous() and b.is_contiguous():
             geglu_bwd_(dc, a, b, ctx.tanh)
-            return a, b, None
+            return a.detach(), b.detach(), None
         return *geglu_bwd(dc, a, b, ctx.tanh), None
 
 

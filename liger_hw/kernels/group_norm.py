@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
@@ -35,7 +34,7 @@ from ._group_norm_kernels import (
     _tile_of_group,
     _total,
 )
-from ._op import check, check_tensors, define, dense, launch
+from ._op import check, check_tensors, define, dense, first_order, launch
 from ._reduce import column_sum, column_sum_tunable
 from .layer_norm import _params_dtype, _parts
 
@@ -268,7 +267,7 @@ class LigerGroupNormFunction(torch.autograd.Function):
         return Y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY):
         X, W, B, STATS = ctx.saved_tensors
         needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -297,7 +296,13 @@ def liger_group_norm(
     Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
     """
     W, B = affine_scaling_weight, affine_shifting_bias
-    check_tensors("liger_group_norm", X=X, affine_scaling_weight=W, affine_shifting_bias=B)
+    check_tensors(
+        "liger_group_norm",
+        optional=("affine_scaling_weight", "affine_shifting_bias"),
+        X=X,
+        affine_scaling_weight=W,
+        affine_shifting_bias=B,
+    )
     if X.dim() < 2 or X.shape[1] != num_channels:
         check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
     if num_groups < 1 or num_channels % num_groups:

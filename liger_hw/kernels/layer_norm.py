@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import (
     DIMS,
@@ -330,7 +329,9 @@ def _fwd_reference(x, w, b, eps):
     wide = torch.promote_types(x.dtype, torch.float32)
     mean = x.to(wide).mean(-1)
     variance = (x.to(wide) - mean[..., None]).square().mean(-1)
-    return layer_norm_reference(x, w, b, eps).contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)]).flatten(1)
+    return layer_norm_reference(x, w, b, eps).contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)]).reshape(
+        2, mean.numel()
+    )
 
 
 def _bwd_reference(dy, x, w, b, stats, needs_params):
@@ -339,7 +340,8 @@ def _bwd_reference(dy, x, w, b, stats, needs_params):
     h, g = (x.to(wide) - mean) * rstd, dy.to(wide)
     m = g if w is None else g * w.to(wide)
     dx = rstd * (m - m.mean(-1, keepdim=True) - h * (m * h).mean(-1, keepdim=True))
-    grads = [(g * h).reshape(-1, x.shape[-1]).sum(0), g.reshape(-1, x.shape[-1]).sum(0)][: _parts(w, b, needs_params)]
+    rows = (math.prod(x.shape[:-1]), x.shape[-1])
+    grads = [(g * h).reshape(rows).sum(0), g.reshape(rows).sum(0)][: _parts(w, b, needs_params)]
     params = torch.cat(grads) if grads else x.new_empty(0)
     return dx.to(x.dtype).contiguous(), params.to(_params_dtype(x, w, b))
 
@@ -378,7 +380,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
         return Y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY):
         X, W, B, STATS = ctx.saved_tensors
         needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -399,7 +401,9 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
     Returns [..., n_cols] in X's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_layer_norm", X=X, W=W, B=B)
+    check_tensors("liger_layer_norm", optional=("W", "B"), X=X, W=W, B=B)
+    if not X.dim():
+        check(False, "liger_layer_norm", "X must be [..., n_cols], got a scalar")
     for name, parameter in (("W", W), ("B", B)):
         if parameter is not None and parameter.shape != X.shape[-1:]:
             want, have = tuple(X.shape[-1:]), tuple(parameter.shape)

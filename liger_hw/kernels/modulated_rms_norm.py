@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
@@ -31,7 +30,7 @@ from ._modulated_rms_norm_kernels import (
     _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
-from ._op import check, check_tensors, define, dense, empty_like, launch, no_weight, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
 from .layer_norm import _bwd_heuristic, _bwd_space
@@ -264,7 +263,7 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
         return Y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY):
         needed = any(ctx.needs_input_grad[1:4])
         dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
@@ -295,14 +294,14 @@ def liger_modulated_rms_norm(
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
     name = "liger_modulated_rms_norm"
-    check_tensors(name, X=X, W=W, scale=scale, shift=shift)
+    check_tensors(name, optional=("W", "shift"), X=X, W=W, scale=scale, shift=shift)
     if casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     n_cols = X.shape[-1:]
     if W is not None and W.shape != n_cols:
         check(False, name, f"W must have shape {tuple(n_cols)} to match X, got {tuple(W.shape)}")
-    if scale.shape[-1:] != n_cols or not scale.numel() or X.numel() % scale.numel():
-        want = f"[..., {X.shape[-1]}] with a number of rows that divides X's"
+    if scale.shape[-1:] != n_cols or not _serves(scale, X):
+        want = f"[{X.shape[-1]}], [batch, {X.shape[-1]}], [batch, 1, {X.shape[-1]}] or X's shape"
         check(False, name, f"scale must be {want}, got {tuple(scale.shape)} for X of {tuple(X.shape)}")
     if shift is not None and shift.shape != scale.shape:
         check(False, name, f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
@@ -355,6 +354,16 @@ WORKLOADS = {
     "rdt_1b": (32, 8192, 2048),
 }
 """Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
+
+
+def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
+    rows = math.prod(scale.shape[:-1])
+    if rows == 1 or scale.shape == x.shape:
+        return True
+    if x.dim() <= 2:  # tokens of all examples in one dimension
+        return rows > 0 and x.shape[0] % rows == 0
+    return scale.shape[0] == x.shape[0] == rows
 
 
 def _sample(

@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
@@ -331,7 +330,7 @@ class LigerPolyNormFunction(torch.autograd.Function):
         return Y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output):
         X, W, B, RSTD = ctx.saved_tensors
         dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD)
@@ -351,7 +350,7 @@ def liger_poly_norm(
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_poly_norm", X=X, W=W, B=B)
+    check_tensors("liger_poly_norm", optional=("B",), X=X, W=W, B=B)
     check(X.dim() > 0, "liger_poly_norm", "X must have at least one dimension")
     check(W.shape == (3,), "liger_poly_norm", f"W must have shape (3,), got {tuple(W.shape)}")
     if B is not None and B.numel() != 1:

@@ -9,12 +9,11 @@ Source: So et al., "Primer: Searching for Efficient Transformers for Language Mo
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample, row_key
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
-from ._op import check_tensors, define, launch
+from ._op import check_tensors, define, first_order, launch
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
         return relu_squared_fwd(X)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY):
         return relu_squared_bwd(dY, *ctx.saved_tensors)
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, launch, no_weight, row_major, rows_of
+from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows
 from ._triton import tl, triton
 
@@ -228,7 +227,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return Y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dY):
         X, W, RSTD = ctx.saved_tensors
         needs_dw = ctx.needs_input_grad[1]
@@ -254,9 +253,11 @@ def liger_rms_norm(
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
-    check_tensors("liger_rms_norm", X=X, W=W)
+    check_tensors("liger_rms_norm", optional=("W",), X=X, W=W)
     if casting_mode not in CASTING_MODES:
         check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    if not X.dim():
+        check(False, "liger_rms_norm", "X must be [..., n_cols], got a scalar")
     if W is not None and W.shape != X.shape[-1:]:
         check(False, "liger_rms_norm", f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
     return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)

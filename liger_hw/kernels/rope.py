@@ -22,11 +22,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._op import check, check_tensors, define, launch
+from ._op import check, check_tensors, define, first_order, launch
 from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ class LigerRopeFunction(torch.autograd.Function):
         return rope(q, k, cos, sin, *ctx.layout, ctx.shared, False)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         rotary_dim, head_axis, q_inside, k_inside = ctx.layout

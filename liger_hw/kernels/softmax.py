@@ -10,11 +10,10 @@ rows too wide to hold are those of Milakov and Gimelshein, "Online normalizer ca
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, launch, row_major, rows_of
+from ._op import check, check_tensors, define, empty_like, first_order, launch, row_major, rows_of
 from ._rms_backward import DIMS, safe, tiles_rows
 from ._triton import tl, triton
 
@@ -268,7 +267,7 @@ class LigerSoftmaxFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output):
         return softmax_bwd(grad_output, *ctx.saved_tensors)
 

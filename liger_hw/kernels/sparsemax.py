@@ -16,11 +16,10 @@ Michelot (1986), see Condat, "Fast projection onto the simplex and the l1 ball" 
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, define, empty_like, row_major, rows_of
+from ._op import check, check_tensors, define, empty_like, first_order, row_major, rows_of
 from ._triton import tl, triton
 from .softmax import launch_row_tiles, row_tunable
 
@@ -240,7 +239,7 @@ class LigerSparsemaxFunction(torch.autograd.Function):
         return y.movedim(-1, dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_out):
         return sparsemax_bwd(grad_out.movedim(ctx.dim, -1), *ctx.saved_tensors).movedim(-1, ctx.dim), None
 

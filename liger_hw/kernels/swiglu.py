@@ -13,13 +13,12 @@ Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
-from ._op import check, check_tensors, define, empty_like
+from ._op import check, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -244,12 +243,12 @@ class LigerSiLUMulFunction(torch.autograd.Function):
         return swiglu_fwd(a, b, *ctx.multipliers)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dc):
         (a, b), private = _reuse.unpack(ctx)
         if all(private) and a.is_contiguous() and b.is_contiguous():
             swiglu_bwd_(dc, a, b, *ctx.multipliers)
-            return a, b, None, None
+            return a.detach(), b.detach(), None, None
         return *swiglu_bwd(dc, a, b, *ctx.multipliers), None, None
 
 

@@ -161,7 +161,7 @@ def test_a_load_hint_is_never_a_cache_modifier_and_an_eviction_policy(vendor):
 def test_the_device_here(pytestconfig):
     """The real device's Target is complete and agrees with its architecture's limits."""
     import torch
-    from conftest import gpu_device
+    from tests.conftest import gpu_device
 
     target = target_of(torch.device(gpu_device(pytestconfig)))
     known = known_target(target.arch)

