@@ -1,0 +1,52 @@
+"""Rope takes cos and sin as they come: different halves, a batch of their own, tables indexed in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import verify
+
+from liger_hw.registry import Sample, get_op
+
+
+def _random(generator, lane, *shape, grad=False):
+    t = torch.randn(shape, generator=generator).to(lane.device)
+    return t.requires_grad_() if grad else t
+
+
+def _verify(lane, generator, seed, cos, sin, batch=2, seq_len=5, width=8, **kwargs):
+    q = _random(generator, lane, batch, 3, seq_len, width, grad=True)
+    k = _random(generator, lane, batch, 1, seq_len, width, grad=True)
+    verify(get_op("rope"), Sample((q, k, cos, sin), kwargs, 2, 2), seed)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("rotary", [8, 6])
+def test_halves_that_differ(lane, generator, seed, batch, rotary):
+    """No pair of angles is assumed equal: forward and backward read all of cos and sin."""
+    cos, sin = (_random(generator, lane, batch, 5, rotary) for _ in range(2))
+    _verify(lane, generator, seed, cos, sin)
+
+
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_tables(lane, generator, seed, width, per_batch):
+    cos, sin = (_random(generator, lane, 11, width) for _ in range(2))
+    positions = torch.randint(11, (2, 5) if per_batch else (1, 5), generator=generator).to(lane.device)
+    _verify(lane, generator, seed, cos, sin, position_ids=positions, rotary_dim=8)
+
+
+def test_shared_halves_are_not_read(lane, generator, seed):
+    """The caller's word that halves are equal: the second may hold anything."""
+    cos, sin = (_random(generator, lane, 1, 5, 4) for _ in range(2))
+    whole = [torch.cat((t, t), -1) for t in (cos, sin)]
+    _verify(lane, generator, seed, *whole, shared_halves=True)
+
+
+def test_angles_of_another_dtype(lane, generator, seed):
+    """fp16 states with fp32 cos and sin: nothing is rounded before the product."""
+    cos, sin = (_random(generator, lane, 1, 5, 8) for _ in range(2))
+    q = torch.randn(2, 3, 5, 8, generator=generator).to(lane.device, torch.float16).requires_grad_()
+    k = torch.randn(2, 1, 5, 8, generator=generator).to(lane.device, torch.float16).requires_grad_()
+    result = verify(get_op("rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
+    assert [o.dtype for o in result.outputs] == [torch.float16, torch.float16]
