@@ -115,7 +115,7 @@ def _no_triton() -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = set(metafunc.fixturenames) - set(metafunc._arg2fixturedefs)  # a fixture of that name goes first
+    names = set(metafunc.fixturenames) - set(getattr(metafunc, "_arg2fixturedefs", ()))  # a fixture of that name goes first
     for mark in metafunc.definition.iter_markers("parametrize"):
         given = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names -= {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}
@@ -160,6 +160,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 reasons[lane] = why_not(lane, config)
             if reasons[lane]:
                 item.add_marker(pytest.mark.skip(reason=f"lane {lane}: {reasons[lane]}"))
+
+
+@pytest.fixture
+def gpu(pytestconfig: pytest.Config) -> str:
+    """The device of the gpu lane, for tests of that lane alone."""
+    device = gpu_device(pytestconfig)
+    assert device is not None, "mark the test with pytest.mark.gpu"
+    return device
 
 
 @pytest.fixture

@@ -80,6 +80,20 @@ def changed(sample: Sample, change: Callable[[torch.Tensor], torch.Tensor]) -> S
     return dataclasses.replace(sample, args=mapped(sample.args, new, seen), kwargs=mapped(sample.kwargs, new, seen))
 
 
+def shipped_tables() -> dict[str, list[tuple[Any, Any]]]:
+    """`vendor/file` of every table the package ships -> its ((op, variant, key), Entry) pairs."""
+    from liger_hw.autotune import store, tables
+    from liger_hw.backends import VENDORS
+
+    found = {}
+    for vendor in VENDORS:
+        for path in sorted(store.shipped_folder(vendor).glob("*.json")):
+            _, entries, problems = tables.parse(path.read_text(), str(path))
+            assert not problems, problems
+            found[f"{vendor}/{path.stem}"] = list(entries.items())
+    return found
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor in tuples, lists, dicts and dataclasses, in order."""
     if isinstance(tree, torch.Tensor):

@@ -16,8 +16,6 @@ from typing import Any, Callable
 
 import torch
 
-from .. import registry
-
 Counts = tuple[int, int, int, int]
 
 
@@ -37,12 +35,12 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 
 def graph_is_kept() -> bool:
-    """Whether this backward may run again over the same saved tensors, or is only being recorded.
+    """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
+    and where this version of torch cannot tell.
 
-    True with retain_graph, while torch.compile traces, while a device graph is captured (its backward may be replayed
-    more than once), and where this version of torch cannot tell.
+    A captured device graph counts by the call it recorded: replaying a backward twice after one forward is retain_graph.
     """
-    return registry.is_quiet() or _keeps_graph is None or _keeps_graph()
+    return torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph()
 
 
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:

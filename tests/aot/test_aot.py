@@ -1,8 +1,8 @@
 """Every op, forward and backward, compiled for every architecture with the configurations users get there, no GPU needed.
 
 The real launchers are traced (liger_hw/autotune/compile.py) at every workload, and with every option set at the first,
-with the heuristic's and, where there are any, the shipped tables' configurations, and everything that Triton would compile
-is compiled. A
+with the heuristic's configurations, and at the sizes of every shipped entry with that entry's, and everything that Triton
+would compile is compiled. A
 launch must compile, be legal on the target, and hold its registers: a spill needs a reason in SPILLS.
 """
 
@@ -13,9 +13,9 @@ from collections import Counter
 
 import pytest
 import torch
+from harness import shipped_tables
 
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import store
 from liger_hw.backends import backend, known_target
 
 pytestmark = pytest.mark.aot
@@ -33,12 +33,10 @@ def workers():
 
 
 def _launches(op, target):
-    """Every workload with the default options, the first with every option set and in fp32; heuristic and shipped."""
-    shipped = any(layer.startswith("shipped") and table for layer, table in store.layers(target))
+    """Every workload with the default options, the first with every option set and in fp32."""
     for number, sizes in enumerate(op.workloads.values()):
         for options in op.options if number == 0 else op.options[:1]:
-            for asked in {False, shipped}:
-                yield from aot.trace(op.name, sizes, torch.bfloat16, target, options, shipped=asked)
+            yield from aot.trace(op.name, sizes, torch.bfloat16, target, options, shipped=False)
         if number == 0:
             yield from aot.trace(op.name, sizes, torch.float32, target, shipped=False)
 
@@ -68,6 +66,31 @@ def test_compiles(op, arch, workers, record_property):
 def _listed(what: str, found: Counter) -> str:
     lines = [f"  {text}" + (f" ({count} times)" if count > 1 else "") for text, count in found.most_common(12)]
     return f"{len(found)} launches {what}:\n" + "\n".join(lines)
+
+
+TABLES = shipped_tables()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("table", TABLES)
+def test_shipped_tables(op, table, workers, record_property):
+    """Every entry of a table, at the sizes it was made for. One that was measured may spill a little and be faster."""
+    target = known_target(table.split("/")[1].split("-")[0])
+    measured, stale = {}, 0
+    for (name, variant, key), entry in TABLES[table]:
+        tunable = next((t for t in op.tunables if t.variant == variant), None)
+        if name != op.name or tunable is None or entry.kernel_hash != tunable.kernel_hash():
+            stale += name == op.name
+            continue
+        sizes, dtype = entry.provenance["sizes"], getattr(torch, entry.provenance["dtype"])
+        found = aot.trace(op.name, sizes, dtype, target, configs={tunable.name: entry.config}, shipped=False)
+        chosen = [launch for launch in found if launch.tunable == tunable.name and launch.key == key]
+        assert chosen, f"{table}: {tunable.name} {key} is not what {sizes} launches"
+        measured |= dict.fromkeys(chosen, entry.provenance.get("kind") == "measured")
+    record_property("stale", stale)
+    for certificate in aot.certify(measured, workers):
+        assert certificate.ok and certificate.launch.layer == "explicit", str(certificate)
+        assert certificate.resources.spills <= (64 if measured[certificate.launch] else 0), str(certificate)
 
 
 @pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm") for a in backend(v).known_archs() if a not in ARCHS])

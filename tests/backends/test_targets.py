@@ -158,12 +158,11 @@ def test_a_load_hint_is_never_a_cache_modifier_and_an_eviction_policy(vendor):
 
 
 @pytest.mark.gpu
-def test_the_device_here(pytestconfig):
+def test_the_device_here(gpu):
     """The real device's Target is complete and agrees with its architecture's limits."""
     import torch
-    from tests.conftest import gpu_device
 
-    target = target_of(torch.device(gpu_device(pytestconfig)))
+    target = target_of(torch.device(gpu))
     known = known_target(target.arch)
     assert target.warp_size in target.warp_sizes and target.multiprocessors > 0 and target.l2 > 0
     assert target.shared_memory == known.shared_memory and target.max_threads == known.max_threads
