@@ -41,7 +41,7 @@ class Launch:
     """One recorded launch. Two that Triton would compile alike are `same()`.
 
     kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
-    class Triton distinguishes, None, or a constexpr's value; options: the compiler's
+    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile alike
     """
 
     target: Target
@@ -52,6 +52,7 @@ class Launch:
     kernel: str
     args: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
+    grid: tuple[int, ...] = ()
 
     def same(self) -> tuple:
         return self.target.arch, self.kernel, self.args, self.options
@@ -86,6 +87,7 @@ class Certificate:
             "layer": launch.layer,
             "config": launch.config.to_json(),
             "kernel": launch.kernel.split(":")[1],
+            "grid": list(launch.grid),
             "error": self.error,
             "illegal": self.illegal,
             "seconds": round(self.seconds, 3),
@@ -134,7 +136,8 @@ def trace(
         args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         choices = tuple(sorted(plan.options.items()))
-        found.append(Launch(target, plan.tunable.name, plan.key, plan.layer, plan.config, name, args, choices))
+        chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
+        found.append(Launch(*chosen, name, args, choices, tuple(grid)))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target))
