@@ -224,14 +224,14 @@ _WIDEST_BWD_TILE = 8192
 """Columns a backward program holds at most: half of rms_norm's, for there are two gradients to keep in registers."""
 
 
-def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+def narrow_bwd_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
     """The tiles of rms_norm's backward; wider rows in column tiles of 4096."""
     block = key[0] if key[0] <= _WIDEST_BWD_TILE else 4096
-    return bwd_heuristic(target, (block, *key[1:]))
+    return bwd_heuristic(target, (block, *key[1:]), streams)
 
 
-def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [c for c in bwd_space(target, key) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
+def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
+    return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
 
 
 FWD = Tunable(
@@ -251,9 +251,9 @@ BWD = Tunable(
     kernels=(_layer_norm_bwd_kernel,),
     key=row_key,
     dims=DIMS,
-    heuristic=_bwd_heuristic,
+    heuristic=narrow_bwd_heuristic,
     safe=safe,
-    space=_bwd_space,
+    space=narrow_bwd_space,
     valid=tiles_rows_persistently,
 )
 BWD_MEANS = Tunable(

@@ -33,7 +33,7 @@ from ._modulated_rms_norm_kernels import (
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
-from .layer_norm import _bwd_heuristic, _bwd_space
+from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
 from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype, fwd_heuristic, fwd_space
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -109,7 +109,15 @@ def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None) -
 
 _FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _modulate_and_store)
 FWD = _tunable("fwd", _FWD_KERNELS, fwd_heuristic, safe, fwd_space, tiles_rows)
-BWD = _tunable("bwd", (_modulated_rms_norm_bwd_kernel,), _bwd_heuristic, safe, _bwd_space, tiles_rows_persistently)
+_BWD_STREAMS = 3  # dy, x and scale
+BWD = _tunable(
+    "bwd",
+    (_modulated_rms_norm_bwd_kernel,),
+    lambda target, key: narrow_bwd_heuristic(target, key, _BWD_STREAMS),
+    safe,
+    lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
+    tiles_rows_persistently,
+)
 BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space)
 BWD_SUMS = _tunable("bwd_sums", (_modulated_rms_norm_bwd_sums_kernel,), _sums_heuristic, _sums_safe, _sums_space)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
