@@ -276,9 +276,12 @@ DIMS = ("n_rows", "n_cols")
 
 
 def rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """A row of up to 32768 columns in one block, read once; a wider one by halves of that, kept for the second read."""
-    block, hint = (key[0], "none") if key[0] <= 32768 else (16384, "keep")
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16), hint=hint)
+    """A row of up to 8192 columns in one block, read once; a wider one by blocks of that, kept for the second read.
+
+    Wider blocks spill where a thread has few registers; the H200's tables prefer 8192 or 16384 (2026-11-20).
+    """
+    block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
 
 
 def rows_safe(target: Target, key: registry.Key) -> LaunchConfig:

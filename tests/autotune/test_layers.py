@@ -23,12 +23,13 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def h200(clean_registry, caplog):
-    """Every device is an H200; the user cache is empty."""
+def h200(clean_registry, caplog, tmp_path):
+    """Every device is an H200; the user cache is empty and nothing ships."""
     caplog.set_level(logging.WARNING, logger="liger_hw")
     tunable()
     with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
         patch.setattr(registry, "target_of", lambda device: H200)
+        patch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "nothing-ships")
         yield clean_registry
 
 
