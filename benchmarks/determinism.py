@@ -1,18 +1,45 @@
-"""Two user caches tuned to different configurations: with deterministic=True the results are bit-identical."""
-import json,os,torch
+"""rms_norm under two differently tuned caches: bit-identical with deterministic=True, not without.
+
+python benchmarks/determinism.py [FILE.json]
+"""
+
+import json
+import sys
+
+import torch
+
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels import rms_norm as R
-x=torch.randn(8192,4096,device="cuda").bfloat16(); w=torch.randn(4096,device="cuda").bfloat16(); dy=torch.randn_like(x)
-dev=x.device; key=registry.row_key(8192,4096,2)
+from liger_hw.kernels import rms_norm
 from liger_hw.registry import Entry
-def cache(cfgs): return [("user",{("rms_norm",v,key):Entry(c,{"kind":"measured"}) for v,c in cfgs.items()})]
-A={"fwd":LaunchConfig({"BLOCK_SIZE":4096,"ROWS":1},4),"bwd":LaunchConfig({"BLOCK_SIZE":4096,"ROWS":1},4,3,3)}
-B={"fwd":LaunchConfig({"BLOCK_SIZE":4096,"ROWS":2},16,hint="stream"),"bwd":LaunchConfig({"BLOCK_SIZE":4096,"ROWS":1},16,2,1,"stream")}
-def run(c,det):
-    t=registry.target_of(dev); registry._tables[t]=cache(c); registry.set_deterministic(det)
-    y,r=R.rms_norm_fwd(x,w,1e-6,0.0,0); dx,dw=R.rms_norm_bwd(dy,x,w,r,0.0,0,True); return y,r,dx,dw
-res={}
-for det in (False,True):
-    a,b=run(A,det),run(B,det); res["deterministic" if det else "free"]=[bool(torch.equal(p,q)) for p,q in zip(a,b)]
-print("bit-identical (y, rstd, dx, dw):",res); json.dump(res,open(os.environ["OUT"]+"/determinism.json","w"))
+
+KEY = registry.row_key(8192, 4096, 2)
+ONE = {
+    "fwd": LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 1}, 4),
+    "bwd": LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 1}, 4, 3, 3),
+}
+OTHER = {
+    "fwd": LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 2}, 16, hint="stream"),
+    "bwd": LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 1}, 16, 2, 1, "stream"),
+}
+x, dy = (torch.randn(8192, 4096, device="cuda").bfloat16() for _ in range(2))
+w = torch.randn(4096, device="cuda").bfloat16()
+
+
+def results(configs: dict, deterministic: bool) -> tuple:
+    entries = {("rms_norm", variant, KEY): Entry(config, {"kind": "measured"}) for variant, config in configs.items()}
+    registry._tables[registry.target_of(x.device)] = [("user", entries)]
+    registry.set_deterministic(deterministic)
+    y, rstd = rms_norm.rms_norm_fwd(x, w, 1e-6, 0.0, 0)
+    return y, rstd, *rms_norm.rms_norm_bwd(dy, x, w, rstd, 0.0, 0, True)
+
+
+same = {}
+for deterministic in (False, True):
+    pairs = zip(results(ONE, deterministic), results(OTHER, deterministic))
+    same[f"deterministic={deterministic}"] = [bool(torch.equal(a, b)) for a, b in pairs]
+text = json.dumps({"bit-identical y, rstd, dx, dw": same}, indent=1)
+print(text)
+if len(sys.argv) > 1:
+    with open(sys.argv[1], "w") as file:
+        file.write(text)
