@@ -378,7 +378,7 @@ def _sample(
     sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0
 ) -> Sample:
     n_mods, n_rows, n_cols = sizes
-    if per_row or n_mods == 0 or n_rows % n_mods:
+    if per_row or n_mods == 0 or n_rows % n_mods or n_rows < 64:  # a few rows: one modulation each
         n_mods = n_rows or 1
 
     def normal(*shape):
