@@ -4,7 +4,7 @@
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
 # Without names: those that need no GPU. Fails if any lane fails or runs no test; every lane is run all the same.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-python3}
 workers=${PYTEST_WORKERS:-$(nproc 2> /dev/null || echo 2)}

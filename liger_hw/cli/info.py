@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -24,18 +25,50 @@ TRITON_DISTRIBUTIONS = (
     "triton-xpu",
     "triton-windows",
 )
+VENDORS = {"cuda": "nvidia", "rocm": "amd", "xpu": "intel"}
+"""Vendor -> what Triton calls its compiler."""
 OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pytorch", "accelerate", "peft", "trl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype to show the ops for (default bf16)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
+    parser.add_argument(
+        "--require", choices=VENDORS, help="print nothing but what is missing to run kernels on such a GPU; 1 if anything"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.require:
+        missing = lacking(arguments.require)
+        for line in missing:
+            print(f"liger-hw info: {line}", file=sys.stderr)
+        return 1 if missing else 0
     facts = collect(arguments.dtype)
     print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
     return 0
+
+
+def lacking(vendor: str) -> list[str]:
+    """What keeps this machine from running kernels on a GPU of `vendor`, a line each; empty when nothing does."""
+    triton = triton_facts()
+    devices = [device for device in _devices() if device["backend"] == vendor]
+    lines = [f"{device['device']} cannot be described: {device['error']}" for device in devices if device["error"]]
+    if not devices:
+        import torch
+
+        lines.append(f"torch {torch.__version__} sees no {vendor} device")
+    if triton["error"]:
+        lines.append(f"`import triton` fails: {triton['error']}")
+    else:
+        compilers = importlib.import_module("triton.backends").backends
+        if VENDORS[vendor] not in compilers:
+            has = ", ".join(sorted(compilers)) or "none"
+            lines.append(
+                f"triton {triton['version']} has no {VENDORS[vendor]} compiler (it has: {has}); "
+                f"install the Triton that torch's wheel for {vendor} brings"
+            )
+    return lines + ([triton["warning"]] if triton["warning"] else [])
 
 
 def collect(dtype: str = "bfloat16") -> dict[str, Any]:

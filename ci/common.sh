@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+# Sourced by the lane scripts: the steps they are made of.
+#
+# PYTHON (python3), VENV (.venv), TORCH, INDEX: which Python, and which torch from which index, `make install` takes;
+# unset, the pinned ones. TRITON: another version than the environment's, laid over it.
+# OUT (ci-out): where JSON goes, for the runner to upload. DRY_RUN=1 prints the steps instead of doing them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=${VENV:-.venv}
+OUT=${OUT:-ci-out}
+BIN=$VENV/bin
+
+step() {
+    echo "+ $*"
+    [ -n "${DRY_RUN:-}" ] || "$@"
+}
+
+# keep FILE COMMAND...: what the command prints, into OUT/FILE
+keep() {
+    local file=$OUT/$1
+    shift
+    echo "+ $* > $file"
+    [ -n "${DRY_RUN:-}" ] || { mkdir -p "$OUT" && "$@" > "$file"; }
+}
+
+install() {
+    step make install PYTHON="${PYTHON:-python3}" VENV="$VENV" \
+        ${TORCH:+TORCH="torch==$TORCH"} ${INDEX:+TORCH_INDEX="$INDEX"}
+    [ -n "${TRITON:-}" ] || return 0
+    local over=$VENV/triton-$TRITON
+    step "$BIN/python" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
+        --target "$over" "triton==$TRITON"
+    export PYTHONPATH=$PWD/$over${PYTHONPATH:+:$PYTHONPATH}
+}
+
+lanes() {
+    step env PYTHON="$BIN/python" bash ci/test.sh "$@"
+}
+
+# vendor NAME: everything a machine with that vendor's GPU is asked to show
+vendor() {
+    install
+    step "$BIN/liger-hw" info --require "$1"
+    keep info.json "$BIN/liger-hw" info --json
+    lanes gpu
+    step "$BIN/liger-hw" autotune --device "$1" --dry-run
+    keep bench.json "$BIN/liger-hw" bench --against torch,compile,liger --json
+    keep host.json "$BIN/liger-hw" bench host --json
+}

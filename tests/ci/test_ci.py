@@ -1,0 +1,112 @@
+"""The scripts of ci/ as far as a machine without a GPU can run them, and the workflows made from its matrix."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh"))
+
+
+@pytest.fixture(scope="module")
+def workflows():
+    spec = importlib.util.spec_from_file_location("workflows", ROOT / "ci" / "workflows.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def steps(script, **environment):
+    """The commands a lane script would run, without running them."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "OUT", "VENV")}
+    done = subprocess.run(
+        ["bash", f"ci/{script}"],
+        cwd=ROOT,
+        env={**clean, "DRY_RUN": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.removeprefix("+ ") for line in done.stdout.splitlines()]
+
+
+def test_every_script_is_in_the_matrix():
+    matrix = yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())
+    assert {lane["script"] for group in matrix.values() for lane in group} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_installs_first_and_then_tests(script):
+    commands = steps(script)
+    assert commands[0].startswith("make install") and any("ci/test.sh" in command for command in commands[1:])
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "rocm", "xpu"])
+def test_a_vendor_is_required_tested_planned_and_timed(vendor):
+    commands = steps(f"{vendor}.sh", TORCH="2.12.0", INDEX="https://example.org/whl", OUT="kept")
+    assert commands[0].endswith("TORCH=torch==2.12.0 TORCH_INDEX=https://example.org/whl")
+    wanted = (
+        f"info --require {vendor}",
+        "info --json > kept/info.json",
+        "ci/test.sh gpu",
+        f"autotune --device {vendor} --dry-run",
+        "--json > kept/bench.json",
+    )
+    found = [next(i for i, command in enumerate(commands) if piece in command) for piece in wanted]
+    assert found == sorted(found)
+
+
+def test_another_triton_is_laid_over_the_environment():
+    commands = steps("aot.sh", TRITON="3.9.0")
+    assert "--target .venv/triton-3.9.0 triton==3.9.0" in commands[1]
+
+
+def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
+    """The vendor script for real, with a `make` that does nothing: its first own step must refuse, and end it."""
+    (tmp_path / "make").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "make").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "liger-hw").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m liger_hw "$@"\n')
+    (tmp_path / "bin" / "liger-hw").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path), "OUT": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "sees no xpu device" in done.stderr
+    assert "ci/test.sh" not in done.stdout
+
+
+def test_the_workflows_are_current(workflows):
+    assert workflows.main(["--check"]) == 0
+
+
+def test_a_stale_workflow_is_found(workflows, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(workflows, "FOLDER", tmp_path)
+    assert workflows.main([]) == 0 and workflows.main(["--check"]) == 0
+    (tmp_path / "hosted.yml").write_text("name: other\n")
+    (tmp_path / "left-over.yml").write_text("name: other\n")
+    assert workflows.main(["--check"]) == 1
+    assert "hosted.yml" in (said := capsys.readouterr().out) and "left-over.yml" in said
+
+
+@pytest.mark.parametrize(
+    "lane, message",
+    [
+        ({"script": "cpu.sh", "python": "3.11", "tritn": "3"}, "unknown fields"),
+        ({"script": "tpu.sh", "python": "3.11"}, "there is no ci/tpu.sh"),
+    ],
+)
+def test_a_wrong_lane_is_refused(workflows, lane, message):
+    with pytest.raises(ValueError, match=message):
+        workflows.workflow("hosted", [lane])
+    with pytest.raises(ValueError, match="two lanes"):
+        workflows.workflow("hosted", [{"script": "cpu.sh", "python": "3.11"}] * 2)
