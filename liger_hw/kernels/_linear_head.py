@@ -3,7 +3,20 @@
     x [n_rows, hidden], weight [vocab, hidden], dlogits [chunk, vocab]: dx = dlogits @ weight, dweight += dlogits^T @ x
 
 The logits of one chunk at a time exist, in a buffer that every chunk uses again. Each chunk costs three GEMMs, each
-into its final place: no temporary, no concatenation.
+into its final place: no temporary, no concatenation. A loss says what happens between them:
+
+    chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, gradients=any(wanted))
+    grads = HeadGradients(x, weight, wanted, chunks.wide) if any(wanted) else None
+    for start, logits, _ in sweep(chunks, x, weight, grads):
+        launch_my_rows(plan, logits, bias, target, loss_rows, row_start=start)  # makes logits their own gradient
+    dx, dweight, dbias = head_gradients(grads, x, bias)
+
+What the body leaves in `logits` is the gradient that goes into `grads`; with grads=None nothing comes back and only the
+first GEMM runs. Per-row tensors (target, loss_rows) are whole: a row kernel adds `start` to its row. The bias is added
+by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses with a teacher or a reference model give
+`second=(x2, weight2)` and get its logits too, in a buffer of their own. Losses over pairs of sequences give `unit`, the
+rows that a chunk should not split, to plan_chunks, or boundaries of their own (`Chunks.of`); `order` sweeps rows in
+another order, or some of them only: row i of the sweep is then row order[i] of x.
 
 How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients (unset: 1 GiB, and LARGEST rows at
 most), but at least SMALLEST, below
@@ -19,7 +32,7 @@ the gradient is summed in an fp32 buffer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -34,10 +47,20 @@ _SLICE = 4096
 
 
 class Chunks(NamedTuple):
-    """rows: of each chunk but the last; wide: whether the weight gradient is summed in an fp32 buffer."""
+    """bounds: (start, stop) of each chunk; wide: whether the weight gradient is summed in an fp32 buffer."""
 
-    rows: int
+    bounds: tuple[tuple[int, int], ...]
     wide: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max((stop - start for start, stop in self.bounds), default=0)
+
+    @classmethod
+    def of(cls, bounds: Sequence[tuple[int, int]], wide: bool = False) -> "Chunks":
+        """Chunks at the caller's own boundaries."""
+        return cls(tuple(bounds), wide)
 
 
 def plan_chunks(
@@ -49,9 +72,16 @@ def plan_chunks(
     gradients: bool = True,
     wide: bool = False,
     scale: int = 1,
+    buffers: int = 1,
+    unit: int = 1,
 ) -> Chunks:
-    """Chunk size for a head; see the top of this file. `scale` multiplies the memory budget."""
-    row = vocab * itemsize
+    """Chunks for a head; see the top of this file.
+
+    scale: multiplies the memory budget; buffers: logits of so many heads exist at a time
+    unit: rows that belong together, for example of one pair of sequences. Chunks hold whole units, unless one alone is
+    larger than what the budget gives: then they split units (`chunks.rows < unit`).
+    """
+    row = vocab * itemsize * buffers
     weight = vocab * hidden * (4 if wide else itemsize)
     taken = weight + n_rows * hidden * itemsize if gradients else 0
     smallest = 2 * SMALLEST if wide else SMALLEST
@@ -64,7 +94,10 @@ def plan_chunks(
         wide = (fewer - rows) * row > 4 * vocab * hidden
         rows = max(rows, 2 * SMALLEST) if wide else fewer
     even = cdiv(n_rows, cdiv(n_rows, rows)) if n_rows else 1
-    return Chunks(min(max(n_rows, 1), cdiv(even, 128) * 128), wide)
+    step = cdiv(even, 128) * 128 if unit == 1 or unit > rows else cdiv(even, unit) * unit
+    if 1 < unit <= rows < step:
+        step -= unit
+    return Chunks(tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step)), wide)
 
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
@@ -79,28 +112,77 @@ class HeadGradients:
     """The gradients of one head, filled chunk by chunk; an unwanted one is None.
 
     dx [n_rows, hidden]; dweight [vocab, hidden], in fp32 when `wide`; dbias [vocab], always summed in fp32.
+    some: not every row of x will come, and some chunk may have none: what never comes has a gradient of zero.
     """
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool], wide: bool) -> None:
+    def __init__(
+        self, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], wide: bool, some: bool = False
+    ) -> None:
         self.dtype, device = weight.dtype, x.device
         vocab = weight.shape[0]
         summed = torch.float32 if wide else weight.dtype
-        empty = torch.empty if x.shape[0] else torch.zeros
+        empty = torch.empty if x.shape[0] and not some else torch.zeros
         self.dx = empty(x.shape, dtype=x.dtype, device=device) if wanted[0] else None
         self.dweight = empty(weight.shape, dtype=summed, device=device) if wanted[1] else None
         self.dbias = torch.zeros(vocab, dtype=torch.float32, device=device) if wanted[2] else None
+        self._first = not some
 
-    def add(self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, start: int) -> None:
-        """Take in the gradient of the logits of the rows x, which begin at row `start`."""
+    def add(self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Take in the gradient of the logits of x, which holds the rows `rows` (a slice, or indices) of all."""
         if self.dx is not None:
-            torch.mm(dlogits, weight, out=self.dx[start : start + x.shape[0]])
+            if isinstance(rows, slice):
+                torch.mm(dlogits, weight, out=self.dx[rows])
+            else:
+                self.dx.index_copy_(0, rows, torch.mm(dlogits, weight))
         if self.dweight is not None:
-            _add_product(self.dweight, dlogits.t(), x, start == 0)
+            _add_product(self.dweight, dlogits.t(), x, self._first)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)
+        self._first = False
 
-    def dweight_as_weight(self) -> torch.Tensor | None:
-        return self.dweight if self.dweight is None else self.dweight.to(self.dtype)
+
+def head_gradients(
+    grads: HeadGradients | None, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them: empty where unwanted."""
+    none = x.new_empty(0)
+    if grads is None:
+        return none, none, none
+    dweight = none if grads.dweight is None else grads.dweight.to(grads.dtype)
+    dbias = none if grads.dbias is None else grads.dbias.to(grads.dtype if bias is None else bias.dtype)
+    return none if grads.dx is None else grads.dx, dweight, dbias
+
+
+def sweep(
+    chunks: Chunks,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grads: HeadGradients | None = None,
+    *,
+    second: tuple[torch.Tensor, torch.Tensor] | None = None,
+    order: torch.Tensor | None = None,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    """(start, logits, second logits or None) of one chunk after the other; see the top of this file.
+
+    logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows may be padded
+    (the padding is ours: `owned`). When the body is done with a chunk, what it left there goes into `grads`.
+    """
+    x, weight = x.detach(), weight.detach()
+    buffer = logits_buffer(chunks.rows, weight.shape[0], x)
+    other = None
+    if second is not None:
+        x2, weight2 = second[0].detach(), second[1].detach()
+        other = logits_buffer(chunks.rows, weight2.shape[0], x2)
+    for start, stop in chunks.bounds:
+        rows = slice(start, stop) if order is None else order[start:stop]
+        part, logits, logits2 = x[rows], buffer[: stop - start], None
+        torch.mm(part, weight.t(), out=logits)
+        if other is not None:
+            logits2 = other[: stop - start]
+            torch.mm(x2[rows], weight2.t(), out=logits2)
+        yield start, logits, logits2
+        if grads is not None:
+            grads.add(logits, part, weight, rows)
 
 
 _wide_output: dict[str, bool] = {}

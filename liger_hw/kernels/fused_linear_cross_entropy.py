@@ -47,7 +47,7 @@ from ._cross_entropy_rows import (
 )
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
-from ._linear_head import HeadGradients, logits_buffer, plan_chunks
+from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._op import autocast_dtype, check, check_tensors, define, first_order
 from .cross_entropy import check_arguments, sample_targets
 
@@ -124,13 +124,9 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
     chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, scale=chunk_mem_const)
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
-    grads = HeadGradients(x, weight, wanted, chunks.wide)
+    grads = HeadGradients(x, weight, wanted, chunks.wide) if gradients else None
     plan = FWD.plan(x.device, _key(n_rows, hidden, vocab, size))
-    buffer = logits_buffer(min(chunks.rows, n_rows), vocab, x)
-    for start in range(0, n_rows, chunks.rows):
-        part = x[start : start + chunks.rows]
-        logits = buffer[: part.shape[0]]
-        torch.mm(part, weight.t(), out=logits)
+    for start, logits, _ in sweep(chunks, x, weight, grads):
         launch_rows(
             *(plan, logits, target, ce_weight, stats, options, rows, logits if gradients else None),
             bias=bias,
@@ -138,10 +134,7 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
             row_start=start,
             owned=True,
         )
-        if gradients:
-            grads.add(logits, part, weight, start)
-    dbias = None if grads.dbias is None else grads.dbias.to(bias.dtype)
-    return rows, stats, tuple(absent(x) if g is None else g for g in (grads.dx, grads.dweight_as_weight(), dbias))
+    return rows, stats, head_gradients(grads, x, bias)
 
 
 def _fwd(x, weight, target, bias, ce_weight, *call):
