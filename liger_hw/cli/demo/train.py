@@ -242,7 +242,10 @@ class _Clock:
 
 
 class _PeakMemory:
-    """Peak memory from here to `read()`: the device allocator's, or on Linux the process's resident set."""
+    """Peak memory from here to `read()`: the device allocator's, or on Linux the process's resident set.
+
+    On a device without what is held already: an earlier arm's libraries keep some megabytes that are not this arm's.
+    """
 
     def __init__(self, device: "torch.device") -> None:
         import torch
@@ -253,6 +256,7 @@ class _PeakMemory:
             self.module.synchronize()
             self.module.empty_cache()
             self.module.reset_peak_memory_stats()
+            self.held = self.module.memory_allocated()
             return
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # hand the last arm's memory back, or this arm inherits its peak
@@ -263,7 +267,7 @@ class _PeakMemory:
 
     def read(self) -> int | None:
         if self.module is not None:
-            return self.module.max_memory_allocated()
+            return self.module.max_memory_allocated() - self.held
         if not self.resettable:
             return None  # ru_maxrss cannot fall, so it would charge an arm with an earlier arm's peak
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
