@@ -1,7 +1,10 @@
 """`liger-hw compile --target gfx942[,sm90,...]`: what every op would launch there, compiled here, with what it takes.
 
-Needs no GPU. One line for each distinct kernel; --json prints every launch's certificate. Ends with 1 when a kernel does
-not compile or may not be launched on the target.
+    liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
+    liger-hw compile --target all --json > certificates.json            the whole matrix, as evidence
+
+Needs no GPU. One line for each distinct kernel; --json prints what made them and every launch's certificate. Ends with 1
+when a kernel does not compile or may not be launched on the target.
 """
 
 from __future__ import annotations
@@ -12,14 +15,21 @@ import os
 import sys
 from typing import Any
 
+from ..autotune import matrix
 from . import UsageError
-from ._values import dtype_name, positive, table, torch_dtype
+from ._values import dtype_name, positive, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="architectures, comma-separated, such as sm90,gfx942; or all")
     parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
+    parser.add_argument(
+        "--depth",
+        choices=matrix.DEPTHS,
+        default="full",
+        help="quick: first workload; deep: with every option set; full: every workload with every option set (default)",
+    )
     parser.add_argument(
         "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: cores)"
     )
@@ -31,24 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..autotune import compile as aot
 
+    dtypes = [arguments.dtype] if arguments.dtype else None
     try:
         targets, ops = _targets(arguments.target), _ops(arguments.ops)
-        launches, workload_of = [], {}
+        launches, case_of = [], {}
         for target in targets:
             for op in ops:
-                for name, sizes in op.workloads.items():
-                    for options in op.options:
-                        found = aot.trace(
-                            *(op.name, sizes, torch_dtype(arguments.dtype), target, options),
-                            shipped=not arguments.heuristic,
-                        )
-                        launches += found
-                        for launch in found:
-                            workload_of.setdefault(launch.same(), name)
+                for case, launch in matrix.launches(op, target, arguments.depth, dtypes, not arguments.heuristic):
+                    launches.append(launch)
+                    case_of.setdefault(launch.same(), case)
     except (ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f"compile: {error}") from None
     certificates, seen = [], set()
-    distinct = len(workload_of)
+    distinct = len(case_of)
     with aot.Workers(arguments.workers, arguments.timeout) as workers:
         for certificate in aot.certify(launches, workers):
             certificates.append(certificate)
@@ -60,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(file=sys.stderr)
     bad = [c for c in certificates if not c.ok]
     if arguments.json:
-        print(json.dumps([{"workload": workload_of[c.launch.same()], **c.to_json()} for c in certificates], indent=2))
+        print(json.dumps(_evidence(arguments, targets, ops, certificates, case_of), indent=1))
     else:
-        print(_text(certificates, workload_of))
+        print(_text(certificates, case_of))
     return 1 if bad else 0
 
 
@@ -91,7 +96,29 @@ def _ops(names: str | None) -> list[Any]:
     return [registry.get_op(name.strip()) for name in names.split(",") if name.strip()]
 
 
-def _text(certificates: list[Any], workload_of: dict) -> str:
+def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
+    """What was compiled, with what and when, and one record a launch; `support` pages are made from it."""
+    from .. import __version__
+    from ..autotune import store
+
+    records = []
+    for c in certificates:
+        case = case_of[c.launch.same()]
+        records.append({"op": c.launch.tunable.split(".")[0], "workload": case.workload, "dtype": case.dtype, **c.to_json()})
+    return {
+        "kind": "certificates",
+        "date": store.today(),
+        "liger_hw": __version__,
+        "triton": store.triton_version(),
+        "depth": arguments.depth,
+        "tables": not arguments.heuristic,
+        "targets": [target.arch for target in targets],
+        "ops": [op.name for op in ops],
+        "certificates": records,
+    }
+
+
+def _text(certificates: list[Any], case_of: dict) -> str:
     rows = [
         ("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "")
     ]
@@ -105,7 +132,7 @@ def _text(certificates: list[Any], workload_of: dict) -> str:
         head = (
             c.launch.target.arch,
             c.launch.tunable,
-            workload_of[same],
+            case_of[same].workload,
             c.launch.layer,
             str(c.launch.config.num_warps),
         )

@@ -1,13 +1,15 @@
 """Every op, forward and backward, compiled for every architecture with the configurations users get there, no GPU needed.
 
-The real launchers are traced (liger_hw/autotune/compile.py) at every workload, and with every option set at the first,
-with the heuristic's configurations, and at the sizes of every shipped entry with that entry's, and everything that Triton
-would compile is compiled. A
-launch must compile, be legal on the target, and hold its registers: a spill needs a reason in SPILLS.
+The real launchers are traced (liger_hw/autotune/compile.py) and everything that Triton would compile is compiled: at the
+first workload with the heuristic's configurations (`matrix.py`, depth quick; every option set and fp32 on the
+architectures of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
+target, and hold its registers: a spill needs a reason in SPILLS. Every workload with every option set on every
+architecture is `liger-hw compile --target all`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 
@@ -16,10 +18,12 @@ import torch
 from harness import shipped_tables
 
 from liger_hw.autotune import compile as aot
+from liger_hw.autotune import matrix
 from liger_hw.backends import backend, known_target
 
 pytestmark = pytest.mark.aot
-ARCHS = ("sm80", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+ARCHS = tuple(arch for vendor in ("cuda", "rocm") for arch in backend(vendor).known_archs())
+DEEP = ("sm90", "gfx942")
 
 # (tunable, architectures) -> most registers it may spill, and why that is so
 SPILLS: dict[tuple[str, tuple[str, ...]], tuple[int, str]] = {
@@ -38,15 +42,6 @@ def workers():
         yield workers
 
 
-def _launches(op, target):
-    """Every workload with the default options, the first with every option set and in fp32."""
-    for number, sizes in enumerate(op.workloads.values()):
-        for options in op.options if number == 0 else op.options[:1]:
-            yield from aot.trace(op.name, sizes, torch.bfloat16, target, options, shipped=False)
-        if number == 0:
-            yield from aot.trace(op.name, sizes, torch.float32, target, shipped=False)
-
-
 def _allowed_spills(tunable: str, arch: str) -> int:
     return max((most for (name, archs), (most, _) in SPILLS.items() if name == tunable and arch in archs), default=0)
 
@@ -55,7 +50,8 @@ def _allowed_spills(tunable: str, arch: str) -> int:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(op, arch, workers, record_property):
     target = known_target(arch)
-    launches = list(_launches(op, target))
+    depth = "deep" if arch in DEEP else "quick"
+    launches = [launch for _, launch in matrix.launches(op, target, depth, shipped=False)]
     reached = {launch.tunable for launch in launches}
     certificates = list(aot.certify(launches, workers))
     assert len(certificates) == len(launches)
@@ -77,33 +73,37 @@ def _listed(what: str, found: Counter) -> str:
 TABLES = shipped_tables()
 
 
+def _appetite(entry) -> int:
+    """What a configuration asks of a multiprocessor: its tiles, as many as are in flight."""
+    return math.prod(entry.config.blocks.values()) * max(1, entry.config.num_stages)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("table", TABLES)
 def test_shipped_tables(op, table, workers, record_property):
-    """Every entry of a table, at the sizes it was made for. One that was measured may spill a little and be faster."""
+    """Every entry is legal; the one of each tunable that asks most of the device, and the last by key, are compiled at
+    the sizes they were made for. One that was measured may spill a little and be faster."""
     target = known_target(table.split("/")[1].split("-")[0])
-    measured, stale = {}, 0
+    current, stale = {}, 0
     for (name, variant, key), entry in TABLES[table]:
         tunable = next((t for t in op.tunables if t.variant == variant), None)
         if name != op.name or tunable is None or entry.kernel_hash != tunable.kernel_hash():
             stale += name == op.name
             continue
-        sizes, dtype = entry.provenance["sizes"], getattr(torch, entry.provenance["dtype"])
-        found = aot.trace(op.name, sizes, dtype, target, configs={tunable.name: entry.config}, shipped=False)
-        chosen = [launch for launch in found if launch.tunable == tunable.name and launch.key == key]
-        assert chosen, f"{table}: {tunable.name} {key} is not what {sizes} launches"
-        measured |= dict.fromkeys(chosen, entry.provenance.get("kind") == "measured")
+        assert not tunable.illegal(target, key, entry.config), f"{table}: {tunable.name} {key}"
+        current.setdefault(tunable, []).append((key, entry))
     record_property("stale", stale)
+    measured = {}
+    for tunable, entries in current.items():
+        for key, entry in (max(entries, key=lambda item: _appetite(item[1])), entries[-1]):
+            sizes, dtype = entry.provenance["sizes"], getattr(torch, entry.provenance["dtype"])
+            found = aot.trace(op.name, sizes, dtype, target, configs={tunable.name: entry.config}, shipped=False)
+            chosen = [launch for launch in found if launch.tunable == tunable.name and launch.key == key]
+            assert chosen, f"{table}: {tunable.name} {key} is not what {sizes} launches"
+            measured |= dict.fromkeys(chosen, entry.provenance.get("kind") == "measured")
     for certificate in aot.certify(measured, workers):
         assert certificate.ok and certificate.launch.layer == "explicit", str(certificate)
         assert certificate.resources.spills <= (64 if measured[certificate.launch] else 0), str(certificate)
-
-
-@pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm") for a in backend(v).known_archs() if a not in ARCHS])
-def test_the_other_known_architectures_compile_too(arch, workers):
-    """One workload of one op: the name is one that the stock compiler knows."""
-    launches = aot.trace("rms_norm", (8192, 4096), torch.bfloat16, known_target(arch))
-    assert all(certificate.ok for certificate in aot.certify(launches, workers))
 
 
 # -- the compiler's own tests ----------------------------------------------------------------------------------------

@@ -12,18 +12,36 @@ pytestmark = pytest.mark.aot
 
 
 def test_table(capsys):
-    assert main(["compile", "--target", "gfx942", "--ops", "softmax", "--workers", "1"]) == 0
+    assert main(["compile", "--target", "gfx942", "--ops", "softmax", "--workers", "1", "--depth", "quick"]) == 0
     out = capsys.readouterr().out
     assert "softmax.fwd" in out and "softmax.bwd" in out and out.strip().endswith("0 with spills")
 
 
-def test_json(capsys):
-    assert main(["compile", "--target", "sm90,gfx1100", "--ops", "softmax", "--dtype", "fp32", "--json", "--workers", "1"]) == 0
+def test_evidence(capsys):
+    what = ["--target", "sm90,gfx1100", "--ops", "softmax", "--dtype", "fp32", "--depth", "quick"]
+    assert main(["compile", *what, "--json", "--workers", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {c["target"] for c in found} == {"sm90", "gfx1100"} and {c["tunable"] for c in found} == {"softmax.fwd", "softmax.bwd"}
-    for c in found:
-        assert not c["error"] and not c["illegal"] and c["workload"]
+    assert found["kind"] == "certificates" and found["targets"] == ["sm90", "gfx1100"] and found["ops"] == ["softmax"]
+    assert found["triton"] and found["date"] and found["depth"] == "quick"
+    records = found["certificates"]
+    assert {c["target"] for c in records} == {"sm90", "gfx1100"} and {c["tunable"] for c in records} == {"softmax.fwd", "softmax.bwd"}
+    for c in records:
+        assert not c["error"] and not c["illegal"] and c["workload"] and c["dtype"] == "float32" and c["op"] == "softmax"
         assert c["resources"]["registers"] > 0 and c["resources"]["threads"] <= 1024
+
+
+def test_depths():
+    """Deeper compiles more, and nothing less."""
+    from liger_hw import registry
+    from liger_hw.autotune import matrix
+
+    for op in registry.ops().values():
+        quick, deep, full = ([(c.workload, c.dtype, str(c.options)) for c in matrix.cases(op, d)] for d in matrix.DEPTHS)
+        assert len(quick) == 1 and len(deep) == len(op.options) + 1
+        assert len(full) == 2 * len(op.workloads) * len(op.options)
+        assert set(quick) <= set(deep) <= set(full)
+    with pytest.raises(ValueError, match="quick, deep, full"):
+        next(matrix.cases(op, "deepest"))
 
 
 @pytest.mark.parametrize(
