@@ -28,6 +28,7 @@ COMMANDS = {
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
     "compile": "what every op would launch on an architecture, compiled here without the device",
+    "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
 

@@ -1,0 +1,46 @@
+"""`liger-hw shim`: print the folder that answers `import liger_kernel` with liger_hw.
+
+    PYTHONPATH=$(liger-hw shim) python train.py
+
+For programs that know liger-kernel and not liger_hw: `Trainer(use_liger_kernel=True)`, TRL, Axolotl, LLaMA-Factory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from . import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="say whether it is in use here; 1 if not")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import compat, env
+
+    if arguments.check:
+        return _check()
+    real = compat.installed()
+    if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
+        raise UsageError(
+            f"shim: liger-kernel {real} is installed here and would be hidden. "
+            "Uninstall it, or set LIGER_HW_SHADOW_LIGER=1 for this command and for the program"
+        )
+    path = str(compat.PATH)
+    print(os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return 0
+
+
+def _check() -> int:
+    from .. import compat
+
+    try:
+        import liger_kernel
+    except ImportError as error:
+        print(f"not in use: {error}")
+        return 1
+    ours = getattr(liger_kernel, "__file__", None) and str(compat.PATH) in str(liger_kernel.__file__)
+    print("in use" if ours else f"not in use: liger_kernel is {liger_kernel.__file__}")
+    return 0 if ours else 1

@@ -1,0 +1,149 @@
+"""The name `liger_kernel` for code written for Liger Kernel 0.8.5, answered by liger_hw.
+
+    PYTHONPATH=$(liger-hw shim) python train.py        # Trainer(use_liger_kernel=True), TRL, Axolotl, LLaMA-Factory, ...
+
+Only the folder that `liger-hw shim` prints holds a `liger_kernel`; a normal install of liger_hw adds no such name. Its
+modules are made by the finder below as they are imported: each looks its names up in modules of liger_hw, so there is
+no second list of names to keep. A real liger-kernel is never shadowed in silence: see `refuse_to_shadow`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .. import env
+
+NAME = "liger_kernel"
+VERSION = "0.8.5"
+"""The version of Liger Kernel whose modules and names these are; what `importlib.metadata` answers."""
+
+PATH = Path(__file__).parent / "path"
+"""The folder for PYTHONPATH."""
+
+_TRANSFORMERS = "liger_hw.transformers"
+_LOSSES = "liger_hw.chunked_loss"
+
+PACKAGES = ("transformers", "transformers.experimental", "transformers.model", "ops", "ops.experimental", "chunked_loss")
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional"),
+    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
+    "transformers.monkey_patch": (_TRANSFORMERS,),
+    "transformers.auto_model": (_TRANSFORMERS,),
+    "transformers.grpo_loss": (_LOSSES,),
+    "transformers.experimental": (),
+    "transformers.model": (),
+    "ops": ("liger_hw.kernels",),
+    "ops.experimental": (),
+    "ops.grpo_loss": (_LOSSES,),
+    "chunked_loss": (_LOSSES,),
+    "functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
+    "utils": ("liger_hw.compat.utils",),
+}
+"""Module of liger_kernel -> the modules of liger_hw that hold its names; a op's own module is found by its name."""
+
+_RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
+
+
+def homes(name: str) -> tuple[str, ...] | None:
+    """Modules of liger_hw that stand behind `liger_kernel.<name>`; None when there is no such module."""
+    if name in MODULES:
+        return MODULES[name]
+    group, _, op = name.partition(".")
+    if group in ("transformers", "ops") and op:
+        home = f"liger_hw.kernels.{_RENAMED.get(op, op)}"
+        more = (_TRANSFORMERS,) if group == "transformers" else ()
+        return (home, *more) if not op.startswith("_") and importlib.util.find_spec(home) else None
+    if group == "chunked_loss" and op:
+        return (_LOSSES,)
+    return None
+
+
+def refuse_to_shadow() -> None:
+    """Raise `ImportError` when a real liger-kernel is installed as well and LIGER_HW_SHADOW_LIGER=1 does not allow it."""
+    real = installed()
+    if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
+        raise ImportError(
+            f"liger-hw's shim would hide the installed liger-kernel {real}. Take {PATH} off PYTHONPATH to use "
+            "liger-kernel, uninstall it, or set LIGER_HW_SHADOW_LIGER=1 to run its users on liger_hw"
+        )
+
+
+def installed() -> str | None:
+    """Version of a real liger-kernel in this environment, or None."""
+    for distribution in metadata.distributions(name=NAME):
+        if Path(str(distribution.locate_file(""))).resolve() != PATH.resolve():
+            return distribution.version
+    return None
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules below `liger_kernel`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if package != NAME or not name or homes(name) is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
+        spec.origin = f"{homes(name)} by {__name__}"
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__.partition(".")[2]
+        behind = homes(name) or ()
+        module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, answered by {', '.join(behind) or 'liger_hw'}."
+
+        def __getattr__(attribute: str) -> Any:
+            if not attribute.startswith("__"):
+                found = _lookup(behind, attribute)
+                if found is not _ABSENT:
+                    setattr(module, attribute, found)
+                    return found
+            raise AttributeError(f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}")
+
+        module.__getattr__ = __getattr__  # type: ignore[method-assign]
+        module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
+        module.__all__ = _public(behind)
+
+
+_ABSENT = object()
+
+
+def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
+    for home in behind:
+        for module in _searched(home):
+            found = getattr(module, attribute, _ABSENT)
+            if found is not _ABSENT:
+                return found
+    return _ABSENT
+
+
+def _searched(home: str) -> list[ModuleType]:
+    """The module; for the kernels' package, the module of every op."""
+    if home != "liger_hw.kernels":
+        return [importlib.import_module(home)]
+    from .. import registry
+
+    return [importlib.import_module(op.function.__module__) for op in registry.ops().values()]
+
+
+def _public(behind: tuple[str, ...]) -> list[str]:
+    names = {name for home in behind for module in _searched(home) for name in getattr(module, "__all__", vars(module))}
+    return sorted(name for name in names if name.lower().startswith(("liger", "apply_liger", "autoliger")))
+
+
+def take_the_name(module: ModuleType) -> None:
+    """Called by the `liger_kernel` on the shim's path: make its modules importable, or refuse."""
+    refuse_to_shadow()
+    module.__version__ = VERSION
+    module.__path__ = []  # every module below comes from the finder
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

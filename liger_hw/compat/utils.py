@@ -1,0 +1,59 @@
+"""Behind `liger_kernel.utils`: the small questions that code written for Liger asks about the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Callable
+
+
+def is_peft_available() -> bool:
+    return importlib.util.find_spec("peft") is not None
+
+
+def infer_device() -> str:
+    """torch's device type for this machine's accelerator: "cuda" (NVIDIA and AMD), "xpu", or "cpu"."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def infer_comm_backend() -> str:
+    """Name of the torch.distributed backend for `infer_device()`."""
+    return {"cuda": "nccl", "xpu": "xccl"}.get(infer_device(), "gloo")
+
+
+def infer_device_arch(device_id: int = 0) -> str:
+    """Architecture of a device, as liger_hw names it: "sm90", "gfx942", "pvc"; "cpu" without a GPU."""
+    import torch
+
+    from ..backends import target_of
+
+    kind = infer_device()
+    return target_of(torch.device(kind) if kind == "cpu" else torch.device(kind, device_id)).arch
+
+
+def get_total_gpu_memory() -> int:
+    """Memory of the current accelerator in GiB; 0 without one."""
+    import torch
+
+    kind = infer_device()
+    return 0 if kind == "cpu" else torch.get_device_module(kind).get_device_properties(0).total_memory >> 30
+
+
+def transformers_version_dispatch(
+    required_version: str,
+    before_fn: Callable[..., Any],
+    after_fn: Callable[..., Any],
+    before_args: tuple = (),
+    after_args: tuple = (),
+    before_kwargs: dict[str, Any] | None = None,
+    after_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """`before_fn` where transformers is older than `required_version`, else `after_fn`, with that one's arguments."""
+    import transformers
+    from packaging import version
+
+    if version.parse(transformers.__version__) < version.parse(required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))

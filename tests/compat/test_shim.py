@@ -1,0 +1,150 @@
+"""`import liger_kernel` answered by liger_hw: in processes of their own, as the programs that need it run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from liger_hw import compat
+from liger_hw.cli import main
+
+pytestmark = pytest.mark.cpu
+
+
+def python(code: str, path: str = str(compat.PATH), **environment: str) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    clean = {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def passes(code: str, **environment: str) -> str:
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def real(tmp_path):
+    """A folder that looks like an installed liger-kernel."""
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("real = True\n")
+    (tmp_path / "liger_kernel-0.7.0.dist-info").mkdir()
+    (tmp_path / "liger_kernel-0.7.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: liger_kernel\nVersion: 0.7.0\n"
+    )
+    return str(tmp_path)
+
+
+def test_a_normal_environment_has_no_such_name():
+    assert "No module named 'liger_kernel'" in python("import liger_kernel", path="").stderr
+
+
+def test_the_command_prints_the_folder(capsys, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert main(["shim"]) == 0
+    assert capsys.readouterr().out.strip() == str(compat.PATH)
+
+
+def test_names_are_those_of_liger_hw():
+    passes("""
+from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_llama
+from liger_kernel.transformers.rms_norm import LigerRMSNorm as again
+from liger_kernel.transformers.functional import liger_cross_entropy
+from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_mistral
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+from liger_kernel.ops import LigerSiLUMulFunction
+from liger_kernel.transformers import *
+import liger_kernel.ops.swiglu, liger_hw.transformers as ours
+from liger_hw.kernels import rms_norm, cross_entropy, swiglu
+assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
+assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
+assert liger_cross_entropy is cross_entropy.liger_cross_entropy
+assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is swiglu.LigerSiLUMulFunction
+assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama
+assert LigerSwiGLUMLP is ours.LigerSwiGLUMLP
+""")
+
+
+def test_frameworks_find_the_version():
+    said = passes("""
+import importlib.metadata, liger_kernel
+from transformers.utils import is_liger_kernel_available
+print(importlib.metadata.version("liger_kernel"), liger_kernel.__version__, is_liger_kernel_available())
+""")
+    assert said.split() == [compat.VERSION, compat.VERSION, "True"]
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("from liger_kernel.transformers import LigerNothing", "cannot import name 'LigerNothing'"),
+        ("import liger_kernel.ops.nothing", "No module named 'liger_kernel.ops.nothing'"),
+        ("import liger_kernel.ops._op", "No module named 'liger_kernel.ops._op'"),
+    ],
+)
+def test_what_is_not_there_is_said(code, message):
+    assert message in python(code).stderr
+
+
+def test_utils():
+    passes("""
+from liger_kernel import utils
+assert utils.infer_device() == "cpu" and utils.infer_comm_backend() == "gloo" and utils.get_total_gpu_memory() == 0
+assert utils.infer_device_arch() == "cpu"
+pick = lambda version: utils.transformers_version_dispatch(version, lambda x: ("old", x), lambda x: ("new", x), (1,), (2,))
+assert pick("1.0") == ("new", 2) and pick("999.0") == ("old", 1)
+""")
+
+
+def test_a_real_install_is_not_hidden(real):
+    both = os.pathsep.join([str(compat.PATH), real])
+    refused = python("import liger_kernel", path=both)
+    assert refused.returncode == 1 and "would hide the installed liger-kernel 0.7.0" in refused.stderr
+    allowed = python("import liger_kernel; print(liger_kernel.__version__)", path=both, LIGER_HW_SHADOW_LIGER="1")
+    assert allowed.stdout.strip() == compat.VERSION
+    shim = "import sys; from liger_hw.cli import main; sys.exit(main(['shim']))"
+    command = python(shim, path=real)
+    assert command.returncode == 2 and "liger-kernel 0.7.0 is installed" in command.stderr and not command.stdout
+    check = "import sys; from liger_hw.cli import main; sys.exit(main(['shim', '--check']))"
+    assert python(check, path=real).returncode == 1 and python(check).returncode == 0
+
+
+
+
+def test_the_trainer_switches_it_on(tmp_path):
+    """transformers.Trainer(use_liger_kernel=True, liger_kernel_config=...) unmodified, against the same run without."""
+    said = passes(
+        f"""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
+rows = [{{"input_ids": torch.arange(i, i + 12) % 64, "labels": torch.arange(i, i + 12) % 64}} for i in range(8)]
+
+def losses(**options):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    arguments = TrainingArguments({str(tmp_path)!r}, max_steps=3, per_device_train_batch_size=4, logging_steps=1,
+                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+
+plain, _ = losses()
+patched, model = losses(use_liger_kernel=True, liger_kernel_config={{"rope": False}})
+assert "liger_hw" in model.model.norm.forward.__func__.__code__.co_filename
+print(plain, patched)
+assert len(plain) == 3 and all(abs(a - b) < 1e-4 for a, b in zip(plain, patched)), (plain, patched)
+"""
+    )
+    assert said
