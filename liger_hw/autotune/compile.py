@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..backends.base import Resources
+from .accesses import Access, accesses
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ class Launch:
 
     kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
     class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile alike
+    sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
     target: Target
@@ -53,6 +55,7 @@ class Launch:
     args: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
     grid: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def same(self) -> tuple:
         return self.target.arch, self.kernel, self.args, self.options
@@ -60,12 +63,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run."""
+    """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run.
+
+    accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be told
+    """
 
     launch: Launch
     resources: Resources | None = None
     error: str = ""
     seconds: float = 0.0
+    accesses: tuple[Access, ...] = ()
+    unread: str = ""
 
     @property
     def illegal(self) -> str:
@@ -92,6 +100,9 @@ class Certificate:
             "illegal": self.illegal,
             "seconds": round(self.seconds, 3),
             "resources": self.resources.to_json() if self.resources else None,
+            "sizes": list(launch.sizes),
+            "accesses": [access.to_json() for access in self.accesses],
+            **({"unread": self.unread} if self.unread else {}),
         }
 
     def __str__(self) -> str:
@@ -137,7 +148,8 @@ def trace(
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         choices = tuple(sorted(plan.options.items()))
         chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
-        found.append(Launch(*chosen, name, args, choices, tuple(grid)))
+        sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
+        found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target))
@@ -231,8 +243,9 @@ def certify(launches: Iterable[Launch], workers: "Workers") -> Iterator[Certific
     known = list(groups.values())
     for index, answer in workers.run([_job(group[0]) for group in known]):
         resources = Resources.from_json(answer["resources"]) if "resources" in answer else None
+        moved = tuple(Access(*access) for access in answer.get("accesses", ()))
         for launch in known[index]:
-            yield Certificate(launch, resources, answer.get("error", ""), answer["seconds"])
+            yield Certificate(launch, resources, answer.get("error", ""), answer["seconds"], moved, answer.get("unread", ""))
 
 
 def _job(launch: Launch) -> dict[str, Any]:
@@ -336,7 +349,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         started = time.monotonic()
         try:
-            answer: dict[str, Any] = {"resources": _compile(json.loads(line)).to_json()}
+            answer = _compile(json.loads(line))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
         answer["seconds"] = time.monotonic() - started
@@ -344,7 +357,8 @@ def _serve() -> None:
         answers.flush()
 
 
-def _compile(job: Mapping[str, Any]) -> Resources:
+def _compile(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile one job: `resources`, and `accesses` or why those cannot be told (`unread`)."""
     from triton.runtime import driver
 
     target = Target(**{**job["target"], "warp_sizes": tuple(job["target"]["warp_sizes"])})
@@ -353,7 +367,15 @@ def _compile(job: Mapping[str, Any]) -> Resources:
     module, name = job["kernel"].split(":")
     kernel = getattr(importlib.import_module(module), name)
     args = [_Pointer(*arg[1:]) if isinstance(arg, list) else arg for arg in job["args"]]
-    return vendor.resources(target, kernel.warmup(*args, grid=(1,), **job["options"]))
+    compiled = kernel.warmup(*args, grid=(1,), **job["options"])
+    answer: dict[str, Any] = {"resources": vendor.resources(target, compiled).to_json()}
+    kept = [i for i, p in enumerate(kernel.params) if not p.is_constexpr and args[i] is not None]
+    kept = [i for i in kept if args[i] != 1 or kernel.params[i].do_not_specialize]
+    try:
+        answer["accesses"] = [access.to_json() for access in accesses(compiled.asm["ttir"], kept)]
+    except ValueError as error:
+        answer["unread"] = str(error)
+    return answer
 
 
 class _Pointer:

@@ -69,7 +69,7 @@ def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
         for launch in launches:
             if launch.same() not in known:
                 try:
-                    known[launch.same()] = ahead._compile(json.loads(json.dumps(ahead._job(launch)))).to_json()
+                    known[launch.same()] = ahead._compile(json.loads(json.dumps(ahead._job(launch))))["resources"]
                 except Exception as error:
                     known[launch.same()] = {"error": f"{type(error).__name__}: {str(error).strip()[:200]}"}
             if launch.tunable == f"{op}.{variant}" and launch.layer == "explicit":

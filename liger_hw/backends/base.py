@@ -127,7 +127,7 @@ class Resources:
     occupancy: threads that can be resident on a multiprocessor over the most it takes, from registers, shared memory
     and threads
     loads, stores: bits of a global memory instruction of one thread -> how many such instructions there are
-    instructions: kind (`INSTRUCTIONS`) -> how many there are in the text; loops are counted once
+    instructions: kind (`INSTRUCTIONS`) -> how many there are in the text, each once; looped: those of them in a loop
     """
 
     registers: int
@@ -139,6 +139,7 @@ class Resources:
     loads: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[int, int] = field(default_factory=dict)
     instructions: Mapping[str, int] = field(default_factory=dict)
+    looped: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

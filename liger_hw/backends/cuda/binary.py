@@ -15,9 +15,12 @@ import tempfile
 from collections import Counter
 from typing import Any
 
+from .._text import instructions
 from ..base import INSTRUCTIONS, Resources, Target
 
-_INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w]*(?:\.[\w:]+)+)(.*)$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w]*(?:\.[\w:]+)+)(.*)$")
+_LABEL = re.compile(r"^(\$L__BB\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[bsuf](\d+)$")
 _COPY = re.compile(r"\],\s*(0x[0-9a-f]+|\d+)")
@@ -39,7 +42,7 @@ def resources(target: Target, compiled: Any) -> Resources:
     registers, stack, local = _usage(compiled.asm["cubin"])
     threads = compiled.metadata.num_warps * target.warp_size
     shared = compiled.metadata.shared
-    loads, stores, instructions = _count(compiled.asm["ptx"])
+    loads, stores, kinds, looped = _count(compiled.asm["ptx"])
     return Resources(
         registers=registers,
         spills=(stack + local) // 4,
@@ -49,7 +52,8 @@ def resources(target: Target, compiled: Any) -> Resources:
         occupancy=_occupancy(target, registers, shared, threads),
         loads=loads,
         stores=stores,
-        instructions=instructions,
+        instructions=kinds,
+        looped=looped,
     )
 
 
@@ -68,22 +72,26 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[4])
 
 
-def _count(ptx: str) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
-    loads, stores, kinds = Counter(), Counter(), Counter()
-    for name, operands in _INSTRUCTION.findall(ptx):
+def _count(ptx: str) -> tuple[dict[int, int], dict[int, int], dict[str, int], dict[str, int]]:
+    loads, stores, kinds, looped = Counter(), Counter(), Counter(), Counter()
+    for found, repeated in instructions(ptx, _INSTRUCTION, _LABEL, _BRANCH):
+        name, operands = found.groups()
         if name.startswith("cp.async.") and ".shared" in name and ".bulk" not in name:
             size = _COPY.search(operands)
             loads[8 * int(size[1], 0) if size else 0] += 1
-            kinds["load"] += 1
+            kind = "load"
         elif name.startswith(("ld.global", "cp.async.bulk.tensor")):
             loads[_bits(name)] += 1
-            kinds["load"] += 1
+            kind = "load"
         elif name.startswith("st.global"):
             stores[_bits(name)] += 1
-            kinds["store"] += 1
+            kind = "store"
         else:
-            kinds[next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")] += 1
-    return dict(sorted(loads.items())), dict(sorted(stores.items())), {kind: kinds[kind] for kind in INSTRUCTIONS}
+            kind = next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")
+        kinds[kind] += 1
+        looped[kind] += repeated
+    sort = lambda found: dict(sorted(found.items()))  # noqa: E731
+    return sort(loads), sort(stores), *({kind: n[kind] for kind in INSTRUCTIONS} for n in (kinds, looped))
 
 
 def _bits(name: str) -> int:

@@ -12,9 +12,12 @@ import re
 from collections import Counter
 from typing import Any
 
+from .._text import instructions
 from ..base import INSTRUCTIONS, Resources, Target
 
-_INSTRUCTION = re.compile(r"^\s+([a-z]+_\w+)(.*)$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+([a-z]+_\w+)(.*)$")
+_LABEL = re.compile(r"^(\.LBB\w+):")
+_BRANCH = re.compile(r"^\s+s_c?branch\w*\s+(\.LBB\w+)")
 _MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:lds_)?(?:d16_|format_)*(\w+?)(?:_d16|_hi|_lds)*$")
 _BITS = {"ubyte": 8, "sbyte": 8, "ushort": 16, "sshort": 16, "short": 16, "byte": 8, "dword": 32}
 _KINDS = (
@@ -34,7 +37,7 @@ def resources(target: Target, compiled: Any) -> Resources:
     text = compiled.asm["amdgcn"]
     threads = compiled.metadata.num_warps * target.warp_size
     shared = compiled.metadata.shared
-    loads, stores, instructions = _count(text)
+    loads, stores, kinds, looped = _count(text)
     return Resources(
         registers=_field(text, r"\.vgpr_count:\s+(\d+)"),
         spills=_field(text, r"\.vgpr_spill_count:\s+(\d+)"),
@@ -44,7 +47,8 @@ def resources(target: Target, compiled: Any) -> Resources:
         occupancy=_occupancy(target, _field(text, r"; Occupancy: (\d+)"), shared, threads),
         loads=loads,
         stores=stores,
-        instructions=instructions,
+        instructions=kinds,
+        looped=looped,
     )
 
 
@@ -55,20 +59,23 @@ def _field(text: str, pattern: str) -> int:
     return int(found[1])
 
 
-def _count(text: str) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
-    loads, stores, kinds = Counter(), Counter(), Counter()
-    for name, rest in _INSTRUCTION.findall(text):
+def _count(text: str) -> tuple[dict[int, int], dict[int, int], dict[str, int], dict[str, int]]:
+    loads, stores, kinds, looped = Counter(), Counter(), Counter(), Counter()
+    for found, repeated in instructions(text, _INSTRUCTION, _LABEL, _BRANCH):
+        name, rest = found.groups()
         memory = _MEMORY.match(name)
         if "Folded" in rest:  # what the compiler notes beside a spill or reload; gfx90a does them with buffer instructions
-            kinds["spill"] += 1
+            kind = "spill"
         elif memory:
-            direction, width = memory.groups()
-            (loads if direction == "load" else stores)[_bits(width)] += 1
-            kinds[direction] += 1
+            kind, width = memory.groups()
+            (loads if kind == "load" else stores)[_bits(width)] += 1
         else:
             kind = next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")
-            kinds["shuffle" if name.endswith("_dpp") else kind] += 1
-    return dict(sorted(loads.items())), dict(sorted(stores.items())), {kind: kinds[kind] for kind in INSTRUCTIONS}
+            kind = "shuffle" if name.endswith("_dpp") else kind
+        kinds[kind] += 1
+        looped[kind] += repeated
+    sort = lambda found: dict(sorted(found.items()))  # noqa: E731
+    return sort(loads), sort(stores), *({kind: n[kind] for kind in INSTRUCTIONS} for n in (kinds, looped))
 
 
 def _bits(width: str) -> int:
