@@ -1,0 +1,356 @@
+"""Any loss made of token log-probabilities, on a linear head, without the logits of all tokens at once.
+
+A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the head gives to the target tokens. So
+
+    d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
+
+and c[t] depends on few other tokens: on those of t's *group*. A group is the pair of sequences of a preference loss, one
+sequence (KTO, sequence-level importance sampling), or the token alone (GRPO). Chunks hold whole groups, so all happens
+while a chunk's logits exist: one GEMM gives them, a row kernel reads their log-probabilities, the loss's own torch
+expression gives c by autograd (on [groups, tokens] tensors: nothing), a second row kernel turns the logits into their
+gradient in place, and two GEMMs take it in. Three GEMMs a token, as the loss on whole logits would cost.
+
+A group too large for the memory budget is done in chunks of tokens: a first sweep finds every log-probability, then c, and
+a second sweep computes the logits again. Four GEMMs a token, and no more memory than any other batch of that many tokens.
+
+The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
+Nothing waits for the device. The row kernels and the sweep are `kernels/_log_prob_rows.py` and `kernels/_linear_head.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import torch
+
+from .. import env
+from ..kernels._cross_entropy_reference import absent, check_targets
+from ..kernels._cross_entropy_scale import scale_gradients
+from ..kernels._linear_head import (
+    DEFAULT_MIB,
+    MOST_ROUNDINGS,
+    Chunks,
+    HeadGradients,
+    head_gradients,
+    plan_chunks,
+    sweep,
+)
+from ..kernels._log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
+from ..kernels._op import cdiv, define, first_order, is_interpreted
+
+TOKEN, SEQUENCE, PAIR = 0, 1, 2
+"""What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
+
+
+class Seen(NamedTuple):
+    """What a loss is given, for some groups or for all: everything is in the order of the groups.
+
+    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
+    those of the second target, None without one. logit_sum: the sum of each token's logits, for metrics.
+    grouped: the call's own tensors [groups, ...]; shared: its tensors that do not belong to a group
+    n_groups, vocab: of the whole call
+    """
+
+    logp: torch.Tensor
+    second: torch.Tensor | None
+    logit_sum: torch.Tensor | None
+    grouped: Sequence[torch.Tensor | None]
+    shared: Sequence[torch.Tensor | None]
+    n_groups: int
+    vocab: int
+
+
+class Spec(NamedTuple):
+    """One call of a loss, in numbers: `LOSSES[name](kind, *numbers)` is the description.
+
+    group: TOKEN, SEQUENCE or PAIR; n_grouped: how many of the extra tensors are grouped, the others are shared
+    """
+
+    name: str
+    kind: str
+    numbers: tuple[float, ...]
+    group: int
+    n_grouped: int
+    ignore_index: int = -100
+    temperature: float = 1.0
+
+
+LOSSES: dict[str, Any] = {}
+"""Name -> description. Each has `value(seen)`, the part of the loss that these groups make, differentiable in logp and
+second; `metrics(seen)`, tensors without gradient; `sums_logits`, whether these need logit_sum."""
+
+
+def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
+    """Chunks of whole groups (of `group` rows), or of rows where one group is too large (`chunks.rows < group`).
+
+    The budget is twice that of the cross entropies: a pair of sequences is worth keeping whole. Where the user gave none,
+    a group whose logits take DEFAULT_MIB is kept whole too.
+    """
+    chunks = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, scale=2, unit=group)
+    if chunks.rows >= group or not gradients:
+        return chunks
+    if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None or group * vocab * itemsize > DEFAULT_MIB << 20:
+        return chunks
+    n_groups, together, wide = n_rows // group, 1, False
+    if itemsize == 2 and n_groups > MOST_ROUNDINGS:  # as in plan_chunks: fewer chunks, or an fp32 sum, whichever is smaller
+        together = cdiv(n_groups, MOST_ROUNDINGS)
+        wide = (together - 1) * group * itemsize > 4 * hidden
+        together = 1 if wide else together
+    step = together * group
+    return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
+
+
+def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """The rows of a batch [chosen..., rejected...] pair by pair."""
+    return torch.arange(batch * length, device=device).view(2, batch // 2, length).transpose(0, 1).reshape(-1)
+
+
+class _Rows:
+    """The two row steps, and their results [n_rows] in sweep order. On the CPU in plain torch."""
+
+    def __init__(self, target, second, bias, spec: Spec, vocab: int, dtype: torch.dtype, sums: bool) -> None:
+        self.bias, self.spec = bias, spec
+        self.target, self.second, self.other = target, None, None
+        n_rows, device, ignored = target.shape[0], target.device, spec.ignore_index
+        if second is not None:  # the row kernels know one target: the first, or the second where the first is ignored
+            self.first_counts = target != ignored
+            self.target = torch.where(self.first_counts, target, second)
+            self.other = (second != ignored) & (second != self.target)
+            self.second_is_target = (second != ignored) & (second == self.target)
+            self.second = second.masked_fill(~self.other, 0).long()
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def buffer() -> torch.Tensor:
+            return torch.empty(n_rows, dtype=wide, device=device)
+
+        self.out = LogProbs(buffer(), buffer(), None, buffer() if sums else None)
+        self.second_logp = None if second is None else buffer()
+        self.coef = buffer()
+        self.plain = device.type == "cpu" and not is_interpreted()
+
+    def _options(self) -> dict[str, Any]:
+        return {"ignore_index": self.spec.ignore_index, "temperature": self.spec.temperature}
+
+    def read(self, logits: torch.Tensor, start: int) -> None:
+        """Log-probabilities of the rows `start`.. whose logits these are."""
+        rows = slice(start, start + logits.shape[0])
+        if self.plain:
+            logp, _, lse = log_probs_reference(logits, self.target[rows], self.bias, **self._options())
+            self.out.logp[rows], self.out.lse[rows] = logp, lse
+            if self.out.logit_sum is not None:
+                self.out.logit_sum[rows] = logits.to(logp.dtype).sum(1) + (0 if self.bias is None else self.bias.sum())
+        else:
+            row_log_probs(logits, self.target, self.out, bias=self.bias, row_start=start, **self._options())
+        if self.second is not None:
+            chosen = self.second[rows]
+            score = logits.gather(1, chosen[:, None])[:, 0].to(self.coef.dtype)
+            if self.bias is not None:
+                score = score + self.bias[chosen]
+            other = score / self.spec.temperature - self.out.lse[rows]
+            logp = torch.where(self.second_is_target[rows], self.out.logp[rows], 0.0)
+            self.second_logp[rows] = torch.where(self.other[rows], other, logp)
+            self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
+
+    def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
+        """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
+        rows = slice(start, start + logits.shape[0])
+        if self.plain:
+            self._write_plain(logits, rows)
+        else:
+            saved = self.out._replace(logit_sum=None)
+            row_log_prob_gradients(
+                logits, self.target, saved, self.coef, bias=self.bias, row_start=start, **self._options()
+            )
+        if second_coef is not None:  # coef holds both; the part of a second target that is another one moves there
+            moved = torch.where(self.other[rows], second_coef, 0.0) / self.spec.temperature
+            target = self.target[rows].masked_fill(self.target[rows] == self.spec.ignore_index, 0).long()
+            logits.scatter_add_(1, target[:, None], -moved[:, None].to(logits.dtype))
+            logits.scatter_add_(1, self.second[rows][:, None], moved[:, None].to(logits.dtype))
+
+    def _write_plain(self, logits, rows) -> None:
+        scores = logits.to(self.coef.dtype)
+        if self.bias is not None:
+            scores = scores + self.bias
+        p = torch.exp(scores / self.spec.temperature - self.out.lse[rows, None])
+        counts = self.target[rows] != self.spec.ignore_index
+        coef = torch.where(counts, self.coef[rows] / self.spec.temperature, 0.0)
+        p.neg_().scatter_add_(1, self.target[rows].masked_fill(~counts, 0).long()[:, None], torch.ones_like(p[:, :1]))
+        logits.copy_(p * coef[:, None])
+
+
+def _seen(rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vocab: int) -> Seen:
+    """What the loss is given about the groups first..last."""
+
+    def part(t):
+        return None if t is None else t[first * width : last * width].view(-1, width)
+
+    grouped = [None if t is None else t[first:last] for t in extras[: spec.n_grouped]]
+    seen = part(rows.out.logp), part(rows.second_logp), part(rows.out.logit_sum)
+    return Seen(*seen, grouped, extras[spec.n_grouped :], rows.coef.shape[0] // width, vocab)
+
+
+def _slopes(loss, rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vocab: int, scale: float):
+    """Fill `coef` of the groups first..last; returns the second target's share of it."""
+    seen = _seen(rows, first, last, width, extras, spec, vocab)
+    with torch.enable_grad():
+        logp = seen.logp.detach().requires_grad_()
+        second = None if seen.second is None else seen.second.detach().requires_grad_()
+        value = loss.value(seen._replace(logp=logp, second=second))
+        inputs = [t for t in (logp, second) if t is not None]
+        found = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
+    coef, *others = ((g * scale if scale != 1.0 else g).reshape(-1) for g in found)
+    within = slice(first * width, last * width)
+    if not others:
+        rows.coef[within] = coef
+        return None
+    other = others[0] * (rows.other | rows.second_is_target)[within]
+    rows.coef[within] = coef * rows.first_counts[within] + other
+    return other
+
+
+def _group_rows(spec_group: int, length: int) -> int:
+    return (1, length, 2 * length)[spec_group]
+
+
+@torch.no_grad()
+def _run(
+    x, weight, bias, target, second, extras, name, kind, numbers, group, n_grouped, ignore_index, temperature, scale, *wanted
+):
+    spec = Spec(name, kind, tuple(numbers), group, n_grouped, ignore_index, temperature)
+    loss = LOSSES[name](kind, *numbers)
+    (batch, length), (vocab, hidden) = target.shape, weight.shape
+    n_rows, width = batch * length, _group_rows(group, length)
+    _check(target, vocab, ignore_index)
+    _check(second, vocab, ignore_index)
+    order = pair_order(batch, length, x.device) if group == PAIR and batch > 2 else None
+    flat, target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
+    second = None if second is None else second.reshape(-1).contiguous()
+    if order is not None:
+        target, second = target[order], None if second is None else second[order]
+    rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
+    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted))
+    grads = HeadGradients(flat, weight, wanted, chunks.wide) if any(wanted) else None
+    known = extras, spec, vocab
+    if grads is None or chunks.rows < width:
+        for start, logits, _ in sweep(chunks, flat, weight, order=order):
+            rows.read(logits, start)
+        if grads is not None:
+            others = _slopes(loss, rows, 0, n_rows // width, width, *known, scale)
+            for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
+                rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
+    else:
+        for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
+            rows.read(logits, start)
+            others = _slopes(loss, rows, start // width, (start + logits.shape[0]) // width, width, *known, scale)
+            rows.write(logits, start, others)
+    seen = _seen(rows, 0, n_rows // width if width else 0, width, *known)
+    return [loss.value(seen), *loss.metrics(seen), *head_gradients(grads, flat, bias)]
+
+
+def _check(target, vocab: int, ignore_index: int) -> None:
+    """Targets out of range: named on the CPU, an assertion on the device elsewhere (as the cross entropies')."""
+    if target is None:
+        return
+    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets("liger_hw.chunked_loss", target.reshape(-1), vocab, ignore_index)
+    elif target.device.type != "meta":
+        inside = (target == ignore_index) | ((target >= 0) & (target < vocab))
+        try:
+            torch._assert_async(inside.all(), "liger_hw.chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
+        except NotImplementedError:
+            pass  # no such operator on this device: the loss is nan all the same
+
+
+def _fake(
+    x, weight, bias, target, second, extras, name, kind, numbers, group, n_grouped, ignore_index, temperature, scale, *wanted
+):
+    loss = LOSSES[name](kind, *numbers)
+    batch, length = target.shape
+    shape = (batch * length, 1) if group == TOKEN else (batch // group, length * group)
+    logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    seen = Seen(
+        *(logp, None if second is None else torch.empty_like(logp), torch.empty_like(logp)),
+        *(extras[:n_grouped], extras[n_grouped:], shape[0], weight.shape[0]),
+    )
+    shapes = (x.reshape(-1, x.shape[-1]), weight, weight[:, 0] if bias is None else bias)
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) if w else absent(x) for t, w in zip(shapes, wanted)]
+    return [loss.value(seen), *loss.metrics(seen), *grads]
+
+
+chunked_loss = define(
+    "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras, str name, "
+    "str kind, float[] numbers, int group, int n_grouped, int ignore_index, float temperature, float scale, bool dx, "
+    "bool dweight, bool dbias) -> Tensor[]",
+    launcher=_run,
+    reference=_run,
+    fake=_fake,
+)
+
+
+class _ChunkedLossFunction(torch.autograd.Function):
+    """Autograd for every loss of this folder: saves the finished gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, second, spec, scale, *extras):
+        wanted = ctx.needs_input_grad[:3]
+        *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), *spec, scale, *wanted)
+        ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), wanted) if w))
+        ctx.wanted, ctx.scale, ctx.shape, ctx.n_extras = wanted, scale, x.shape, len(extras)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_loss, *_not_differentiable):
+        nothing = (None,) * (7 + ctx.n_extras)
+        if grad_loss is None:
+            return nothing
+        if ctx.scale != 1.0:
+            grad_loss = grad_loss / ctx.scale
+        grads = iter(scale_gradients(ctx.saved_tensors, grad_loss, absent(grad_loss)))
+        dx, dweight, dbias = (next(grads) if w else None for w in ctx.wanted)
+        return None if dx is None else dx.view(ctx.shape), dweight, dbias, *nothing[3:]
+
+
+def run_loss(x, weight, bias, target, spec: Spec, extras=(), second=None) -> tuple[torch.Tensor, ...]:
+    """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared.
+
+    In fp16 a gradient of size 1 / tokens underflows: there the loss's slopes are carried times the number of groups, and
+    divided by it with the incoming gradient.
+    """
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
+        wanted = (False, False, False)
+        return tuple(chunked_loss(x, weight, bias, target, second, list(extras), *spec, 1.0, *wanted)[:-3])
+    scale = 1.0
+    if x.dtype is torch.float16:
+        scale = float(max(target.shape[0] * (target.shape[1] if spec.group == TOKEN else 1), 1))
+    return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec, scale, *extras)
+
+
+# -- the reference model ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _logps(x, weight, bias, target, ignore_index, temperature):
+    spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
+    (vocab, hidden), n_rows = weight.shape, target.numel()
+    flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
+    rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
+    for start, logits, _ in sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight):
+        rows.read(logits, start)
+    return rows.out.logp.view(target.shape)
+
+
+def _logps_fake(x, weight, bias, target, ignore_index, temperature):
+    return x.new_empty(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+token_logps = define(
+    "chunked_token_logps(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float temperature) -> "
+    "Tensor",
+    launcher=_logps,
+    reference=_logps,
+    fake=_logps_fake,
+)
+"""Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""

@@ -1,0 +1,173 @@
+"""DPO and its relatives: losses over a chosen and a rejected answer, against a frozen reference model.
+
+With c and r the log-ratios log pi / pi_ref of the chosen and the rejected sequence (see preference.py), m = beta (c - r),
+e = label_smoothing, s = sigmoid:
+
+    sigmoid    -log s(m)                                                 Rafailov et al., arXiv 2305.18290
+    hinge      max(0, 1 - m)                                             Zhao et al. (SLiC), 2305.10425
+    ipo        (c - r - 1 / (2 beta))^2, c and r averaged over tokens    Azar et al., 2310.12036
+    robust     (-(1 - e) log s(m) + e log s(-m)) / (1 - 2 e)             Chowdhury et al., 2403.00409
+    exo_pair   KL of (s(m), s(-m)) from (1 - e, e)                       Ji et al., 2402.00856
+    bco_pair   -log s(beta c) - log s(-beta r)                           Jung et al., 2404.04656
+    sppo_hard  (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2               Wu et al., 2405.00675
+    nca_pair   -log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2    Chen et al., 2402.05369
+    apo_zero   1 - s(beta c) + s(beta r)                                 D'Oosterlinck et al., 2408.06266
+    apo_down   s(beta c) + 1 - s(m)                                      the same
+    discopop   (1 - w) (-log s(m)) + w exp(-m), w = s(m / tau)           Lu et al., 2406.08414
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels._op import check
+from .preference import PAIR_LOSSES, Output, Pairs, preference_loss
+
+
+def _robust(c, r, o):
+    margin, e = o.beta * (c - r), o.label_smoothing
+    return (e * F.logsigmoid(-margin) - (1 - e) * F.logsigmoid(margin)) / (1 - 2 * e)
+
+
+def _exo_pair(c, r, o):
+    margin, e = o.beta * (c - r), o.label_smoothing
+    up = torch.sigmoid(margin) * (F.logsigmoid(margin) - math.log1p(-e))
+    return up + torch.sigmoid(-margin) * (F.logsigmoid(-margin) - math.log(e))
+
+
+def _nca_pair(c, r, o):
+    up, down = o.beta * c, o.beta * r
+    return -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
+
+
+def _discopop(c, r, o):
+    margin = o.beta * (c - r)
+    share = torch.sigmoid(margin / o.extra)
+    return (1 - share) * -F.logsigmoid(margin) + share * torch.exp(-margin)
+
+
+DPO_LOSSES = {
+    "sigmoid": lambda c, r, o: -F.logsigmoid(o.beta * (c - r)),
+    "hinge": lambda c, r, o: torch.relu(1 - o.beta * (c - r)),
+    "ipo": lambda c, r, o: (c - r - 0.5 / o.beta).square(),
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "bco_pair": lambda c, r, o: -F.logsigmoid(o.beta * c) - F.logsigmoid(-o.beta * r),
+    "sppo_hard": lambda c, r, o: (c - 0.5 / o.beta).square() + (r + 0.5 / o.beta).square(),
+    "nca_pair": _nca_pair,
+    "apo_zero": lambda c, r, o: torch.sigmoid(-o.beta * c) + torch.sigmoid(o.beta * r),
+    "apo_down": lambda c, r, o: torch.sigmoid(o.beta * c) + torch.sigmoid(-o.beta * (c - r)),
+    "discopop": _discopop,
+}
+PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})
+_NAME = "liger_fused_linear_dpo"
+
+
+class LigerFusedLinearDPOFunction:
+    """`LigerFusedLinearDPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        alpha: float = 1.0,
+    ) -> Output:
+        check_loss_type(loss_type, label_smoothing, beta, discopop_tau)
+        numbers = alpha, average_log_prob, compute_nll_loss, label_smoothing, discopop_tau
+        pairs = Pairs(f"dpo_{loss_type}", float(beta), *map(float, numbers))
+        ref = (ref_input, ref_weight, ref_bias) if use_ref_model else None
+        return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, ref)
+
+
+def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopop_tau: float) -> None:
+    """Raise `ValueError` for a loss type that does not exist or cannot be computed with these numbers."""
+    check(loss_type in DPO_LOSSES, _NAME, f"loss_type must be one of {', '.join(DPO_LOSSES)}, got {loss_type!r}")
+    if loss_type == "exo_pair":
+        expected = "label_smoothing must be between 0 and 1 for loss_type='exo_pair' (its paper takes 1e-3)"
+        check(0.0 < label_smoothing < 1.0, _NAME, f"{expected}, got {label_smoothing}")
+    if loss_type == "robust":
+        expected = "label_smoothing must be at least 0 and below 0.5 for loss_type='robust'"
+        check(0.0 <= label_smoothing < 0.5, _NAME, f"{expected}, got {label_smoothing}")
+    if loss_type in ("ipo", "sppo_hard"):
+        check(beta != 0.0, _NAME, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")
+    if loss_type == "discopop":
+        check(discopop_tau > 0.0, _NAME, f"discopop_tau must be positive, got {discopop_tau}")
+
+
+class LigerFusedLinearDPOLoss(torch.nn.Module):
+    """DPO and its relatives on a linear head.
+
+    beta: how far the policy may move; loss_type: see the top of this file; label_smoothing: for robust and exo_pair;
+    alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss; average_log_prob: sequences
+    count by the mean of their tokens' log-probabilities instead of the sum. compiled and chunk_size are accepted and
+    change nothing: the kernels are compiled ahead, the chunks follow from the memory budget.
+
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None,
+    ref_input, ref_weight, ref_bias: the reference model's) -> (loss, (chosen_logps [pairs], rejected_logps [pairs],
+    chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+    ) -> None:
+        super().__init__()
+        check_loss_type(loss_type, label_smoothing, beta, discopop_tau)
+        self.ignore_index, self.beta, self.alpha, self.compute_nll_loss = ignore_index, beta, alpha, compute_nll_loss
+        self.compiled, self.use_ref_model, self.average_log_prob = compiled, use_ref_model, average_log_prob
+        self.chunk_size, self.loss_type, self.label_smoothing = chunk_size, loss_type, label_smoothing
+        self.discopop_tau = discopop_tau
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None,
+    ) -> Output:
+        return LigerFusedLinearDPOFunction.apply(
+            *(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias),
+            ignore_index=self.ignore_index,
+            beta=self.beta,
+            compute_nll_loss=self.compute_nll_loss,
+            use_ref_model=self.use_ref_model,
+            average_log_prob=self.average_log_prob,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            discopop_tau=self.discopop_tau,
+            alpha=self.alpha,
+        )
+
+    def extra_repr(self) -> str:
+        return f"loss_type={self.loss_type!r}, beta={self.beta}, use_ref_model={self.use_ref_model}"

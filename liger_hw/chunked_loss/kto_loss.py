@@ -1,0 +1,148 @@
+"""KTO: answers that are each labelled good or bad, without pairs.
+
+With c = log pi / pi_ref of a sequence (log pi without a reference model) and kl an estimate of the policy's divergence
+from the reference, given by the caller:
+
+    loss = mean of  1 - sigmoid(beta (c - kl))  for a good answer,  1 - sigmoid(beta (kl - c))  for a bad one
+
+Source: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels._op import check
+from ._checks import checked_head, checked_reference, checked_target
+from ._head import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
+from .preference import Output
+
+
+class Labelled(NamedTuple):
+    """KTO's description. grouped: sign [batch], 1 good and -1 bad; counted tokens; log pi_ref or None; kl or None."""
+
+    kind: str
+    beta: float
+    average: float
+
+    sums_logits = True
+
+    def _logps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log pi, c)"""
+        _, counts, ref, _ = seen.grouped
+        logps = seen.logp.sum(-1)
+        ratio = logps if ref is None else logps - ref
+        return (logps / counts, ratio / counts) if self.average else (logps, ratio)
+
+    def value(self, seen: Seen) -> torch.Tensor:
+        sign, _, _, kl = seen.grouped
+        _, ratio = self._logps(seen)
+        over = ratio if kl is None else ratio - kl
+        return torch.sigmoid(-self.beta * sign * over).sum() / seen.n_groups
+
+    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        """Sums over the good and over the bad answers of log pi, of the logits and of the reward beta * c."""
+        good = seen.grouped[0] > 0
+        logps, ratio = self._logps(seen)
+        values = logps, seen.logit_sum.sum(-1), self.beta * ratio
+        return tuple(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
+
+
+LOSSES["kto"] = Labelled
+_NAME = "liger_fused_linear_kto"
+
+
+class LigerFusedLinearKTOFunction:
+    """`LigerFusedLinearKTOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        preference_labels: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None,
+        kl: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+    ) -> Output:
+        x, weight, bias = checked_head(_NAME, _input, weight, bias)
+        target = checked_target(_NAME, "target", target, x)
+        batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+        if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
+            got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels
+            check(False, _NAME, f"preference_labels must be a bool tensor, True for good answers, got {got}")
+        if preference_labels.shape != (batch,):
+            check(False, _NAME, f"preference_labels must have shape ({batch},), got {tuple(preference_labels.shape)}")
+        sign = preference_labels.to(x.device, wide) * 2 - 1
+        counts = (target != ignore_index).sum(-1).to(wide)
+        ref_sums = None
+        if use_ref_model:
+            ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
+            ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
+        if kl is not None:
+            kl = torch.as_tensor(kl, dtype=wide, device=x.device).detach()
+            if kl.numel() not in (1, batch) or kl.dim() > 1:
+                check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
+            kl = kl.expand(batch)
+        spec = Spec("kto", "kto", (float(beta), float(average_log_prob)), SEQUENCE, 4, ignore_index)
+        loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
+        return loss, tuple(metrics)
+
+
+class LigerFusedLinearKTOLoss(torch.nn.Module):
+    """KTO on a linear head.
+
+    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum. compiled and
+    chunk_size are accepted and change nothing (see docs/losses.md).
+
+    forward(_input [batch, length, hidden], lin_weight [vocab, hidden], target [batch, length], bias [vocab] or None,
+    preference_labels [batch] bool, ref_input, ref_weight, ref_bias: the reference model's, kl: a number or [batch])
+    -> (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits, rejected_logits,
+    chosen_rewards, rejected_rewards)), all fp32
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+    ) -> None:
+        super().__init__()
+        self.ignore_index, self.beta, self.use_ref_model = ignore_index, beta, use_ref_model
+        self.average_log_prob, self.compiled, self.chunk_size = average_log_prob, compiled, chunk_size
+
+    def forward(
+        self,
+        _input: torch.Tensor,
+        lin_weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        preference_labels: torch.Tensor | None = None,
+        ref_input: torch.Tensor | None = None,
+        ref_weight: torch.Tensor | None = None,
+        ref_bias: torch.Tensor | None = None,
+        kl: torch.Tensor | float | None = None,
+    ) -> Output:
+        return LigerFusedLinearKTOFunction.apply(
+            *(_input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl),
+            ignore_index=self.ignore_index,
+            beta=self.beta,
+            use_ref_model=self.use_ref_model,
+            average_log_prob=self.average_log_prob,
+        )
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, use_ref_model={self.use_ref_model}, average_log_prob={self.average_log_prob}"

@@ -1,0 +1,93 @@
+"""ORPO: the negative log-likelihood of the chosen answer plus a penalty on the odds of the rejected one.
+
+With l the mean log-probability of a sequence's tokens and odds(l) = exp(l) / (1 - exp(l)):
+
+    loss = nll - beta * mean over pairs of log sigmoid(log(odds(l_chosen) / odds(l_rejected)))
+
+Source: Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without Reference Model", arXiv 2403.07691
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .preference import PAIR_LOSSES, PAIR_METRICS, Output, Pairs, preference_loss
+
+
+def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
+    return chosen - rejected - torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))
+
+
+def _metrics(chosen, rejected, numbers):
+    log_odds = _log_odds(chosen, rejected)
+    return F.logsigmoid(log_odds).mean(), log_odds.mean()
+
+
+PAIR_LOSSES["orpo"] = lambda chosen, rejected, o: -o.beta * F.logsigmoid(_log_odds(chosen, rejected))
+PAIR_METRICS["orpo"] = _metrics
+
+
+class LigerFusedLinearORPOFunction:
+    """`LigerFusedLinearORPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: torch.Tensor | None = None,
+        compiled: bool = True,
+        chunk_size: int = 1,
+    ) -> Output:
+        pairs = Pairs("orpo", float(beta), alpha=1.0, average=1.0, has_nll=float(compute_nll_loss))
+        name = "liger_fused_linear_orpo"
+        return preference_loss(name, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
+
+
+class LigerFusedLinearORPOLoss(torch.nn.Module):
+    """ORPO on a linear head.
+
+    beta: weight of the odds ratio. compiled and chunk_size are accepted and change nothing (see docs/losses.md).
+
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None,
+    nll_target: the nll's own targets, where it covers the prompt too) -> (loss, (chosen_logps [pairs], rejected_logps
+    [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs],
+    log_odds_ratio, log_odds_chosen)), all fp32
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        chunk_size: int = 1,
+    ) -> None:
+        super().__init__()
+        self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
+        self.compiled, self.chunk_size = compiled, chunk_size
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        nll_target: torch.Tensor | None = None,
+    ) -> Output:
+        return LigerFusedLinearORPOFunction.apply(
+            *(_input, lin_weight, target, bias),
+            ignore_index=self.ignore_index,
+            beta=self.beta,
+            compute_nll_loss=self.compute_nll_loss,
+            nll_target=nll_target,
+        )
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, compute_nll_loss={self.compute_nll_loss}"

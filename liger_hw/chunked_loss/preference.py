@@ -1,0 +1,122 @@
+"""What the losses over pairs of a chosen and a rejected sequence share: DPO, ORPO, CPO and SimPO.
+
+A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a sequence
+(the sum of its tokens', or their mean), l_ref that of the reference model, c = l_chosen - l_ref_chosen and r likewise,
+
+    loss = mean over pairs of pair_loss(c, r) + alpha * nll,   nll = mean over the chosen sequences' tokens of -log p(token)
+
+Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see _head.py).
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+import torch
+
+from ..kernels._op import check
+from ._checks import checked_head, checked_reference, checked_target
+from ._head import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
+
+PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], torch.Tensor]
+PAIR_LOSSES: dict[str, PairLoss] = {}
+"""Kind -> pair_loss(c, r, numbers) -> [pairs]. Each loss's file adds its own."""
+PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
+"""Kind -> the metrics it reports beyond those every kind does."""
+AVERAGED = {"dpo_ipo"}
+"""Kinds whose c and r are means over tokens although the reported log-probabilities may be sums."""
+
+
+class Pairs(NamedTuple):
+    """A loss over pairs. grouped: tokens that count [pairs, 2], l_ref [pairs, 2] or None; shared: tokens of the nll."""
+
+    kind: str
+    beta: float
+    alpha: float = 0.0
+    average: float = 0.0
+    has_nll: float = 0.0
+    label_smoothing: float = 0.0
+    extra: float = 0.0
+    """discopop's tau, SimPO's gamma."""
+
+    sums_logits = True
+
+    def _margins(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probabilities [pairs, 2] as they are reported, c, r)"""
+        counts, ref = seen.grouped
+        reported = seen.logp.view(counts.shape[0], 2, -1).sum(-1)
+        ratio = reported if ref is None else reported - ref
+        if self.average:
+            reported, ratio = reported / counts, ratio / counts
+        elif self.kind in AVERAGED:
+            ratio = ratio / counts
+        return reported, ratio[:, 0], ratio[:, 1]
+
+    def _nll(self, seen: Seen) -> torch.Tensor:
+        if not self.has_nll:
+            return seen.logp.new_zeros(())
+        logp = seen.logp if seen.second is None else seen.second
+        return -logp.view(logp.shape[0], 2, -1)[:, 0].sum() / seen.shared[0]
+
+    def value(self, seen: Seen) -> torch.Tensor:
+        _, chosen, rejected = self._margins(seen)
+        loss = PAIR_LOSSES[self.kind](chosen, rejected, self).sum() / seen.n_groups
+        return loss + self.alpha * self._nll(seen) if self.has_nll else loss
+
+    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        reported, chosen, rejected = self._margins(seen)
+        logits = seen.logit_sum.view(reported.shape[0], 2, -1).sum(-1) / seen.vocab
+        means = logits.sum(0) * (2 / seen.logit_sum.numel()) if seen.logit_sum.numel() else logits.sum(0)
+        rewards = self.beta * chosen, self.beta * rejected
+        if self.kind in AVERAGED and not self.average:
+            rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
+        more = PAIR_METRICS[self.kind](chosen, rejected, self) if self.kind in PAIR_METRICS else ()
+        logps = (t.clone() for t in reported.unbind(1))
+        return *logps, *(t.clone() for t in means), self._nll(seen), *rewards, *more
+
+
+LOSSES["pairs"] = Pairs
+
+
+def smoothed_logistic(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """-log sigmoid(margin), where a share `smoothing` of the labels is taken to be the wrong way round."""
+    loss = -torch.nn.functional.logsigmoid(margin)
+    return loss if not smoothing else (1 - smoothing) * loss - smoothing * torch.nn.functional.logsigmoid(-margin)
+
+
+Output = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+
+
+def preference_loss(
+    name: str,
+    pairs: Pairs,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    ref: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    nll_target: torch.Tensor | None = None,
+) -> Output:
+    """(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
+    rejected_rewards, *more)), after checking the arguments; ref: (input, weight, bias) of the reference head."""
+    x, weight, bias = checked_head(name, x, weight, bias)
+    target = checked_target(name, "target", target, x)
+    nll_target = nll_target if nll_target is None else checked_target(name, "nll_target", nll_target, x)
+    batch = x.shape[0]
+    check(batch % 2 == 0, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
+    counted = target != ignore_index
+    half = batch // 2
+    # a float, so that averages divide by it: 0 / 0 is nan, as torch's mean over nothing is
+    wide = torch.promote_types(x.dtype, torch.float32)
+    counts = counted.sum(-1).view(2, half).t().to(wide)
+    ref_sums = None
+    if ref is not None:
+        ref = checked_reference(name, *ref, x)
+        ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1).view(2, half).t()
+    labels = target if nll_target is None else nll_target
+    nll_tokens = (labels[:half] != ignore_index).sum().to(wide)
+    spec = Spec("pairs", pairs.kind, tuple(pairs[1:]), PAIR, 2, ignore_index)
+    second = nll_target if pairs.has_nll else None
+    loss, *metrics = run_loss(x, weight, bias, target, spec, (counts, ref_sums, nll_tokens), second)
+    return loss, tuple(metrics)

@@ -1,0 +1,93 @@
+"""SimPO: CPO over mean log-probabilities, with a margin that the chosen answer must be ahead by.
+
+    loss = alpha * nll + mean over pairs of -log sigmoid(beta (l_chosen - l_rejected) - gamma)
+
+l is the mean log-probability of a sequence's tokens; label_smoothing as in CPO.
+
+Source: Meng, Xia and Chen, "SimPO: Simple Preference Optimization with a Reference-Free Reward", arXiv 2405.14734
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .cpo_loss import check_smoothing
+from .preference import PAIR_LOSSES, Output, Pairs, preference_loss, smoothed_logistic
+
+PAIR_LOSSES["simpo"] = lambda chosen, rejected, o: smoothed_logistic(
+    o.beta * (chosen - rejected) - o.extra, o.label_smoothing
+)
+_NAME = "liger_fused_linear_simpo"
+
+
+class LigerFusedLinearSimPOFunction:
+    """`LigerFusedLinearSimPOLoss` as a function, with Liger's order of arguments."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+    ) -> Output:
+        check_smoothing(_NAME, label_smoothing)
+        numbers = alpha, 1.0, compute_nll_loss, label_smoothing, gamma
+        pairs = Pairs("simpo", float(beta), *map(float, numbers))
+        return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
+
+
+class LigerFusedLinearSimPOLoss(torch.nn.Module):
+    """SimPO on a linear head.
+
+    gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss. compiled and chunk_size
+    are accepted and change nothing (see docs/losses.md).
+
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None)
+    -> (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss,
+    chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+    ) -> None:
+        super().__init__()
+        check_smoothing(_NAME, label_smoothing)
+        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
+        self.compute_nll_loss, self.gamma = compute_nll_loss, gamma
+        self.compiled, self.chunk_size = compiled, chunk_size
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> Output:
+        return LigerFusedLinearSimPOFunction.apply(
+            *(_input, lin_weight, target, bias),
+            ignore_index=self.ignore_index,
+            beta=self.beta,
+            alpha=self.alpha,
+            label_smoothing=self.label_smoothing,
+            compute_nll_loss=self.compute_nll_loss,
+            gamma=self.gamma,
+        )
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, gamma={self.gamma}, alpha={self.alpha}, label_smoothing={self.label_smoothing}"
