@@ -16,7 +16,10 @@ from typing import Any, Callable
 
 import torch
 
-Counts = tuple[int, int, int, int]
+from ..activations import recipes
+
+Counts = tuple[str, int, int, int, int]
+"""How the tensor came out of the graph (`recipes.KEPT`, `FRESH` or `SHARED`; "" without our hooks), then four counts."""
 
 
 def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
@@ -44,7 +47,8 @@ def graph_is_kept() -> bool:
 
 
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
-    saved = ctx.saved_tensors
+    saved, origins = recipes.watched(ctx)
+    origin_of_next = iter(origins)
     counts: list[Counts | None] = []
     for index in range(len(saved)):
         if saved[index] is None:
@@ -53,7 +57,8 @@ def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts |
         storage = saved[index].untyped_storage()
         uses = torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # the latter counts held wrappers
         del storage
-        counts.append((sys.getrefcount(saved[index]), saved[index]._use_count(), *uses))
+        origin = next(origin_of_next, "")
+        counts.append((origin, sys.getrefcount(saved[index]), saved[index]._use_count(), *uses))
     return saved, counts
 
 
@@ -71,6 +76,20 @@ class _Probe(torch.autograd.Function):
         (a, b), counts = _unpack_and_count(ctx)
         ctx.seen.append(counts[0])
         return grad * b, grad * a, None
+
+
+class _Again(torch.autograd.Function):
+    """A copy that activations may recompute."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        recipes.offer(ctx, y, torch.clone, (x,))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def _observe(build: Callable[[torch.Tensor, list], tuple]) -> Counts:
@@ -122,6 +141,16 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
 
         return checkpoint(block, weight, use_reentrant=False, preserve_rng_state=False).sum(), kept
 
+    def in_scope(build):
+        def scoped(weight, seen):
+            with recipes.Scope(recipes.CHEAP):
+                return build(weight, seen)
+
+        return scoped
+
+    def recomputed(weight, seen):
+        return (_Probe.apply(_Again.apply(weight @ weight), weight @ weight, seen).sum(),)
+
     def saved_elsewhere(weight, seen, operation):
         a, b = weight @ weight, weight @ weight
         other = operation(a)
@@ -145,9 +174,13 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
         lambda a: a.detach()[0],
     )
     operations = (lambda a: a * a, lambda a: a @ a, lambda a: torch.nn.functional.silu(a))
-    mine = {_observe(direct)}
-    others = {_observe(lambda w, s, h=h: held(w, s, h)) for h in holds}
-    others |= {_observe(lambda w, s, o=o: saved_elsewhere(w, s, o)) for o in operations}
+    mine = {_observe(direct), _observe(in_scope(direct)), _observe(in_scope(recomputed))}
+    others: set[Counts] = set()
+    for build in (
+        *(lambda w, s, h=h: held(w, s, h) for h in holds),
+        *(lambda w, s, o=o: saved_elsewhere(w, s, o) for o in operations),
+    ):
+        others |= {_observe(build), _observe(in_scope(build))}
     if with_checkpoint:
         mine |= {_observe(checkpointed)}
         others |= {_observe(lambda w, s, h=h: held_in_checkpoint(w, s, h)) for h in holds}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..activations.recipes import offer
 from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
@@ -182,6 +183,11 @@ fused_add_rms_norm_bwd = define(
 )
 
 
+def _normalised_again(s, w, eps, offset, casting):
+    """y of the sum alone. The same kernel, adding nothing: another may sum a row in another order."""
+    return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
+
+
 class LigerFusedAddRMSNormFunction(torch.autograd.Function):
     """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
 
@@ -190,6 +196,7 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
         Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
         ctx.save_for_backward(S, W, RSTD)
+        offer(ctx, Y, _normalised_again, (S, W, eps, ctx.offset, ctx.casting))
         ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros
         return Y, S
 

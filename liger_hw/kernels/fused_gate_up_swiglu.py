@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..activations.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse, swiglu
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise
@@ -112,7 +113,9 @@ class LigerFusedGateUpSiLUMulFunction(torch.autograd.Function):
     def forward(ctx, y, in_place=False, gate_multiplier=1.0, down_multiplier=1.0):
         ctx.multipliers = float(gate_multiplier), float(down_multiplier)
         ctx.save_for_backward(y)
-        return fused_gate_up_swiglu_fwd(y, *ctx.multipliers)
+        c = fused_gate_up_swiglu_fwd(y, *ctx.multipliers)
+        offer(ctx, c, fused_gate_up_swiglu_fwd, (y, *ctx.multipliers))
+        return c
 
     @staticmethod
     @first_order
@@ -156,7 +159,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(liger_fused_gate_up_swiglu(self.gate_up_proj(x)))
+        return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x)))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..activations.recipes import offer, project
 from ..registry import Op, Sample, row_key
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
@@ -244,7 +245,9 @@ class LigerGELUMulFunction(torch.autograd.Function):
     def forward(ctx, a, b, approximate="tanh"):
         ctx.tanh = approximate == "tanh"
         ctx.save_for_backward(a, b)
-        return geglu_fwd(a, b, ctx.tanh)
+        c = geglu_fwd(a, b, ctx.tanh)
+        offer(ctx, c, geglu_fwd, (a, b, ctx.tanh))
+        return c
 
     @staticmethod
     @first_order
@@ -301,7 +304,7 @@ class LigerGEGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x), self.approximate))
+        return self.down_proj(liger_geglu(project(self.gate_proj, x), project(self.up_proj, x), self.approximate))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import math
 import torch
 
 from .. import registry
+from ..activations.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
@@ -377,6 +378,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
     def forward(ctx, X, W, B, eps):
         Y, STATS = layer_norm_fwd(X, W, B, eps)
         ctx.save_for_backward(X, W, B, STATS)
+        offer(ctx, Y, layer_norm_fwd, (X, W, B, eps), 0)
         return Y
 
     @staticmethod

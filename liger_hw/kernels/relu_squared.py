@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..activations.recipes import offer
 from ..registry import Op, Sample, row_key
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
 from ._op import check_tensors, define, first_order, launch
@@ -165,7 +166,9 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, X):
         ctx.save_for_backward(X)
-        return relu_squared_fwd(X)
+        Y = relu_squared_fwd(X)
+        offer(ctx, Y, relu_squared_fwd, (X,))
+        return Y
 
     @staticmethod
     @first_order

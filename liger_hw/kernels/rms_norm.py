@@ -18,6 +18,7 @@ import math
 import torch
 
 from .. import registry
+from ..activations.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows
@@ -224,6 +225,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
         Y, RSTD = rms_norm_fwd(X, W, eps, ctx.offset, ctx.casting)
         ctx.save_for_backward(X, W, RSTD)
+        offer(ctx, Y, rms_norm_fwd, (X, W, eps, ctx.offset, ctx.casting), 0)
         return Y
 
     @staticmethod

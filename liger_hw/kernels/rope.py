@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .. import registry
+from ..activations.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import check, check_tensors, define, first_order, launch
 from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
@@ -158,7 +159,8 @@ def _dense(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
 
 def _heads_inside(x: torch.Tensor, head_axis: int) -> bool:
     """Whether one token's heads lie closer in memory than one head's tokens."""
-    return x.stride(head_axis) <= x.stride(3 - head_axis)
+    strides = x.stride()
+    return strides[head_axis] <= strides[3 - head_axis]
 
 
 class _Geometry(NamedTuple):
@@ -169,6 +171,9 @@ class _Geometry(NamedTuple):
     strides: tuple[int, ...]
     sizes: tuple[int, ...]
     widths: tuple[int, ...]
+    q_strides: tuple[int, ...] | None  # of the outputs, where they are not the inputs'
+    k_strides: tuple[int, ...] | None
+    launches: dict  # (plan, shared, backward) -> (grid, flags, numbers) that the launch takes
 
 
 @lru_cache(maxsize=1024)
@@ -184,8 +189,9 @@ def _geometry(
     batch, seq_len, n_q_heads, head_dim = q_shape[0], q_shape[token_axis], q_shape[head_axis], q_shape[3]
     n_k_heads = 0 if k_shape is None else k_shape[head_axis]
     no_k = (0, 0, 0)
-    out_q = three(_dense_strides(q_shape, head_axis, inside[0]))
-    out_k = no_k if k_shape is None else three(_dense_strides(k_shape, head_axis, inside[1]))
+    dense_q = _dense_strides(q_shape, head_axis, inside[0])
+    dense_k = None if k_shape is None else _dense_strides(k_shape, head_axis, inside[1])
+    out_q, out_k = three(dense_q), no_k if k_shape is None else three(dense_k)
     cos_batch_stride = 0 if cos_shape[0] == 1 else cos_strides[0]
     return _Geometry(
         batch * seq_len,
@@ -195,28 +201,53 @@ def _geometry(
         (batch * seq_len, seq_len, n_q_heads, n_k_heads),
         (rotary_dim // 2, head_dim - rotary_dim)
         + (next_power_of_2(rotary_dim // 2), next_power_of_2(head_dim - rotary_dim)),
+        None if dense_q == q_strides else dense_q,
+        None if dense_k == k_strides else dense_k,
+        {},
     )
 
 
 def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, shared, backward):
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    k = k if k is None or k.stride(-1) == 1 else k.contiguous()
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+    q_strides, cos_strides = q.stride(), cos.stride()
+    if q_strides[3] != 1:
+        q = q.contiguous()
+        q_strides = q.stride()
+    k_shape = k_strides = out_k = None
+    if k is not None:
+        k_shape, k_strides = k.shape, k.stride()
+        if k_strides[3] != 1:
+            k = k.contiguous()
+            k_strides = k.stride()
+    if cos_strides[2] != 1 or cos_strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    k_layout = (None, None) if k is None else (k.shape, k.stride())
+        cos_strides = cos.stride()
     inside = q_inside, k_inside
-    geometry = _geometry(q.shape, q.stride(), *k_layout, cos.shape, cos.stride(), rotary_dim, head_axis, inside)
-    out_q = _dense(q, head_axis, q_inside)
-    out_k = None if k is None else _dense(k, head_axis, k_inside)
+    geometry = _geometry(q.shape, q_strides, k_shape, k_strides, cos.shape, cos_strides, rotary_dim, head_axis, inside)
+    out_q = _empty(q, geometry.q_strides)
+    if k is not None:
+        out_k = _empty(k, geometry.k_strides)
     if geometry.tokens:
         plan = (BWD if backward else FWD).plan(q.device, (*geometry.key, q.itemsize))
-        blocks = plan.config.blocks
-        _, _, n_q_heads, n_k_heads = geometry.sizes
-        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
-        flags = (*geometry.widths, next_power_of_2(-(-n_k_heads // n_head_tiles)), shared, backward)
-        args = (q, k, cos, sin, out_q, out_k, *geometry.strides, *geometry.sizes, n_head_tiles)
-        launch(plan, _rope_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
+        known = geometry.launches.get((plan, shared, backward))
+        if known is None:
+            known = geometry.launches[plan, shared, backward] = _numbers(geometry, plan, shared, backward)
+        grid, flags, numbers = known
+        launch(plan, _rope_kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), flags)
     return out_q, q.new_empty(0) if k is None else out_k
+
+
+def _empty(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    return torch.empty_like(x) if strides is None else x.new_empty_strided(x.shape, strides)
+
+
+def _numbers(geometry: _Geometry, plan: registry.Plan, shared: bool, backward: bool) -> tuple[tuple, tuple, tuple]:
+    """Grid, flags and runtime numbers of a launch."""
+    blocks = plan.config.blocks
+    _, _, n_q_heads, n_k_heads = geometry.sizes
+    n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+    flags = (*geometry.widths, next_power_of_2(-(-n_k_heads // n_head_tiles)), shared, backward)
+    grid = (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,)
+    return grid, flags, (*geometry.strides, *geometry.sizes, n_head_tiles)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -253,11 +284,15 @@ class LigerRopeFunction(torch.autograd.Function):
         cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
         width = cos.shape[-1]
         rotary_dim = width if rotary_dim is None else rotary_dim
-        ctx.layout = rotary_dim, unsqueeze_dim, _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
-        ctx.shared = shared_halves or width < rotary_dim
+        layout = rotary_dim, unsqueeze_dim, _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        shared = shared_halves or width < rotary_dim
+        ctx.layout, ctx.shared = layout, shared
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
-        return rope(q, k, cos, sin, *ctx.layout, ctx.shared, False)
+        turned = rope(q, k, cos, sin, *layout, shared, False)
+        for x, y, inside in zip((q, k), turned, ctx.layout[2:]):  # of use after a QK norm, whose output can be had again
+            offer(ctx, y, rope, (x, None, cos, sin, *ctx.layout[:2], inside, inside, ctx.shared, False), 0, unsaved=x)
+        return turned
 
     @staticmethod
     @first_order
@@ -307,35 +342,50 @@ def liger_rope(
 
 def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
     """What is wrong with the arguments and what was expected, or nothing."""
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
+    positions = None if position_ids is None else (position_ids.dtype, position_ids.shape)
+    told = q.shape, k.shape, cos.shape, sin.shape, positions, unsqueeze_dim, rotary_dim
+    if torch.compiler.is_compiling():
+        return _shapes_misfit(*told)
+    try:
+        return _known_misfit(*told)
+    except TypeError:  # what cannot be hashed, as symbolic sizes
+        return _shapes_misfit(*told)
+
+
+def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
+    """`_misfit` of shapes, and of the position_ids' (dtype, shape)."""
     if unsqueeze_dim not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {unsqueeze_dim!r}"
     token_axis = 3 - unsqueeze_dim
-    if q.dim() != 4 or k.dim() != 4 or any(q.shape[axis] != k.shape[axis] for axis in (0, token_axis, 3)):
-        return f"q and k must be 4-D and differ in heads only, got {tuple(q.shape)} and {tuple(k.shape)}"
-    batch, seq_len, head_dim = q.shape[0], q.shape[token_axis], q.shape[3]
-    if not q.shape[unsqueeze_dim] or not k.shape[unsqueeze_dim]:
-        return f"q and k need at least one head, got {tuple(q.shape)} and {tuple(k.shape)}"
-    if cos.shape != sin.shape or cos.dim() not in (2, 3):
-        have = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+    if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, token_axis, 3)):
+        return f"q and k must be 4-D and differ in heads only, got {tuple(q)} and {tuple(k)}"
+    batch, seq_len, head_dim = q[0], q[token_axis], q[3]
+    if not q[unsqueeze_dim] or not k[unsqueeze_dim]:
+        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
+    if cos != sin or len(cos) not in (2, 3):
+        have = f"{tuple(cos)} and {tuple(sin)}"
         return f"cos and sin must both be [1 or B, T, width] or a table [positions, width], got {have}"
-    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
-    width = cos.shape[-1]
+    width = cos[-1]
     rotary = width if rotary_dim is None else rotary_dim
     if rotary < 2 or rotary % 2 or rotary > head_dim:
         return f"the rotary width must be even and at most the head width {head_dim}, got {rotary}"
     if width not in (rotary, rotary // 2):
         return f"cos and sin must be {rotary} (or {rotary // 2}) wide to rotate {rotary} dimensions, got {width}"
-    if cos.dim() == 3:
-        if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
-            return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos.shape)}"
-    elif position_ids is None:
-        if cos.shape[0] < seq_len:
-            return f"{seq_len} tokens need a table of as many positions (or position_ids), got {cos.shape[0]}"
-    elif position_ids.is_floating_point() or position_ids.shape not in ((seq_len,), (1, seq_len), (batch, seq_len)):
-        have = f"{position_ids.dtype} of shape {tuple(position_ids.shape)}"
+    if len(cos) == 3:
+        if cos[0] not in (1, batch) or cos[1] != seq_len:
+            return f"cos and sin must be [1 or {batch}, {seq_len}, {width}] to match q, got {tuple(cos)}"
+    elif positions is None:
+        if cos[0] < seq_len:
+            return f"{seq_len} tokens need a table of as many positions (or position_ids), got {cos[0]}"
+    elif positions[0].is_floating_point or positions[1] not in ((seq_len,), (1, seq_len), (batch, seq_len)):
+        have = f"{positions[0]} of shape {tuple(positions[1])}"
         return f"position_ids must be integers of shape [{seq_len}] or [1 or {batch}, {seq_len}], got {have}"
     return ""
+
+
+_known_misfit = lru_cache(maxsize=1024)(_shapes_misfit)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

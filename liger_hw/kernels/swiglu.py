@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..activations.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
@@ -240,7 +241,9 @@ class LigerSiLUMulFunction(torch.autograd.Function):
     def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
         ctx.multipliers = float(gate_multiplier), float(down_multiplier)
         ctx.save_for_backward(a, b)
-        return swiglu_fwd(a, b, *ctx.multipliers)
+        c = swiglu_fwd(a, b, *ctx.multipliers)
+        offer(ctx, c, swiglu_fwd, (a, b, *ctx.multipliers))
+        return c
 
     @staticmethod
     @first_order
@@ -296,7 +299,7 @@ class LigerSwiGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(liger_swiglu(project(self.gate_proj, x), project(self.up_proj, x)))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

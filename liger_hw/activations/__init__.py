@@ -1,0 +1,1 @@
+"""Activation memory as a dial."""

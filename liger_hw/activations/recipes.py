@@ -1,0 +1,419 @@
+"""Tensors that autograd does not keep because they can be computed again: recipes, and the hooks that use them.
+
+An op's forward says with `offer` how its output can be had again from tensors that are saved anyway. While a `Scope` is
+open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (itself, a view of it, or autocast's
+copy of it) is dropped and a `Handle` is saved in its place; when backward asks, the recipe calls the same operator on
+the same inputs. So gradients are bit-identical to keeping it.
+
+    x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
+                      --linear--> k        The first that backward reaches computes y, the last one takes it.
+                      --linear--> v
+
+Inputs of a recipe are packed like everything else, so recipes chain. What has no recipe is saved as torch would save
+it, with torch's check that nobody changed it in place (which torch itself leaves out once hooks are used).
+This file knows torch alone; ops import it, levels and models are the business of the files beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from typing import Any, Callable
+
+import torch
+
+log = logging.getLogger("liger_hw")
+
+KEEP, CHEAP, MLP = 0, 1, 2
+"""What a scope may recompute: nothing, outputs of ops that offer a recipe, also the projections that feed a gate."""
+KEPT, FRESH, SHARED = "kept", "fresh", "shared"
+"""Where an unpacked tensor came from: it was saved; computed for this consumer alone; computed for several."""
+_MARK = "_liger_hw_recipe"
+_scopes_open = 0  # in any thread, so that `offer` costs one comparison while there is none
+_counting = threading.Lock()
+_said: set[str] = set()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.scope: Scope | None = None  # the innermost open one that does something
+        self.entered: list[tuple] = []
+        self.origins: list[str] | None = None
+
+
+_local = _Local()
+
+# -- what ops call ---------------------------------------------------------------------------------------------------
+
+
+def offer(
+    ctx: Any,
+    output: torch.Tensor,
+    call: Callable[..., Any],
+    args: tuple,
+    index: int | None = None,
+    unsaved: torch.Tensor | None = None,
+) -> None:
+    """Inside a Function's forward: `output` is `call(*args)` (item `index` of it), and cheap to compute again.
+
+    `call` must be deterministic and return new tensors. The tensors in `args` are ones that the Function saves; one that
+    it does not is `unsaved`, and then the offer holds only where that one has a recipe itself: nothing is kept for it.
+    """
+    if not _scopes_open or torch.compiler.is_compiling():
+        return
+    scope = _local.scope
+    if scope is None or scope.may == KEEP or not any(ctx.needs_input_grad) or _in_functorch():
+        return
+    if unsaved is not None and _recipe_of(unsaved, scope) is None:
+        return
+    recipe = Recipe(call, args, index, output)
+    setattr(output, _MARK, recipe)
+    if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
+        scope.casts = True
+        setattr(ctx, _MARK, weakref.ref(recipe))  # weak: the node outlives what it saved
+
+
+def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`module(x)`, for the projections that feed a gated activation: level `mlp` computes them again in backward.
+
+    The module is recomputed only where that gives the same bits: linears (with their LoRA) without hooks or active
+    dropout. Any other is kept.
+    """
+    y = module(x)
+    if _scopes_open and not torch.compiler.is_compiling():
+        scope = _local.scope
+        if scope is not None and scope.may >= MLP and torch.is_grad_enabled() and type(y) is torch.Tensor:
+            if y.grad_fn is not None and not _in_functorch() and (found := _replayable(module, x)) is not None:
+                recipe = Recipe(*found, None, y)
+                setattr(y, _MARK, recipe)
+                if y._base is not None:
+                    setattr(y._base, _MARK, recipe)
+    return y
+
+
+def watched(ctx: Any) -> tuple[tuple[torch.Tensor | None, ...], list[str]]:
+    """ctx.saved_tensors, and for each one that is not None whether it is KEPT, FRESH or SHARED; [] if not our hooks."""
+    _local.origins = []
+    try:
+        return ctx.saved_tensors, _local.origins
+    finally:
+        _local.origins = None
+
+
+# -- the hooks -------------------------------------------------------------------------------------------------------
+
+
+def pack(t: torch.Tensor) -> Any:
+    """Saved-tensor hook: a Handle for what has a recipe, else (tensor, version)."""
+    scope = _local.scope
+    if scope is not None and scope.may:
+        recipe = _recipe_of(t, scope)
+        if recipe is not None:
+            return Handle(recipe, t)
+    if t.grad_fn is not None:
+        t = t.detach()  # a node that held its own output would never be freed
+    return t, t._version
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Saved-tensor hook: what `pack` was given, bit for bit."""
+    if type(packed) is tuple:
+        t, version = packed
+        if t._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {version} instead"
+            )
+        origin = KEPT
+    else:
+        t, origin = packed.recipe.give(packed)
+    if _local.origins is not None:
+        _local.origins.append(origin)
+    return t
+
+
+def _recipe_of(t: torch.Tensor, scope: "Scope") -> "Recipe | None":
+    recipe = t.__dict__.get(_MARK)
+    if recipe is None:
+        base = t._base
+        if base is not None:
+            recipe = base.__dict__.get(_MARK)
+        if recipe is None and scope.casts:
+            recipe = _recipe_of_cast(t if base is None else base)
+        if recipe is None:
+            return None
+    return recipe if recipe.gives(t) else None
+
+
+class Recipe:
+    """How to compute one tensor again. Owned by that tensor and by the handles saved in its place.
+
+    live: handles that exist; value: the tensor while computed and still awaited by `waiting` of them; epoch: counts
+    computations, so that a handle knows whether this one has served it
+    """
+
+    __slots__ = (
+        *("call", "args", "index", "name", "dtype", "device", "version", "place", "geometry", "overrides", "casts"),
+        *("live", "value", "waiting", "epoch", "stream", "__weakref__"),
+    )
+
+    def __init__(self, call: Callable[..., Any], args: tuple, index: int | None, output: torch.Tensor) -> None:
+        self.call, self.index = call, index
+        self.name = getattr(call, "__name__", None) or str(call)
+        self.args = [_Input(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.dtype, self.device, self.version = output.dtype, output.device, output._version
+        self.place = output.untyped_storage().data_ptr()
+        self.geometry = output.shape, output.stride(), output.storage_offset()
+        self.overrides = _overrides()
+        self.casts: dict[torch.dtype, weakref.ref] = {}
+        self.live = self.waiting = self.epoch = 0
+        self.value = self.stream = None
+
+    def gives(self, t: torch.Tensor) -> bool:
+        """Whether `t` is (a view of) the output as it was computed: same memory, not written since."""
+        return (
+            t.dtype is self.dtype and t._version == self.version and t.untyped_storage().data_ptr() == self.place
+        )
+
+    def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
+        """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""
+        stream = _stream(self.device)
+        value = self.value
+        if value is None:
+            value = self._compute()
+            self.epoch += 1
+            self.waiting = self.live
+            self.value, self.stream = value, stream
+        elif stream != self.stream:  # nothing orders this stream after the one that computed it
+            value = self._compute()
+        if handle.epoch != self.epoch:
+            handle.epoch = self.epoch
+            self.waiting -= 1
+        if not self.waiting:
+            self.value = None
+        origin = FRESH if value is not self.value else SHARED
+        return (value if handle.view is None else value.as_strided(*handle.view)), origin
+
+    def leave(self, handle: "Handle") -> None:
+        """A consumer is done, or its graph is gone."""
+        self.live -= 1
+        if self.value is not None and handle.epoch != self.epoch:
+            self.waiting -= 1
+            if not self.waiting:
+                self.value = None
+
+    def _compute(self) -> torch.Tensor:
+        args = [arg.restore(self.name, i) if type(arg) is _Input else arg for i, arg in enumerate(self.args)]
+        with torch.no_grad(), _overridden(self.overrides):
+            result = self.call(*args)
+        return result if self.index is None else result[self.index]
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copied or pickled output takes no recipe along
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+
+class Handle:
+    """Stands for a tensor that has a recipe. `view`: its (size, stride, offset) where that is not the output's."""
+
+    __slots__ = ("recipe", "view", "epoch")
+
+    def __init__(self, recipe: Recipe, t: torch.Tensor | None = None) -> None:
+        self.recipe, self.view, self.epoch = recipe, None, 0
+        if t is not None:
+            geometry = t.shape, t.stride(), t.storage_offset()
+            self.view = None if geometry == recipe.geometry else geometry
+        recipe.live += 1
+        if recipe.value is not None:
+            recipe.waiting += 1
+
+    def __del__(self) -> None:
+        self.recipe.leave(self)
+
+
+class _Input:
+    """A tensor that a recipe needs, packed as the hooks pack, or a handle on another recipe."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, t: torch.Tensor | Handle) -> None:
+        self.packed = t if type(t) is Handle else pack(t)
+
+    def restore(self, name: str, index: int) -> torch.Tensor:
+        if type(self.packed) is not tuple:
+            return self.packed.recipe.give(self.packed)[0]
+        t, version = self.packed
+        if t._version != version:
+            raise RuntimeError(
+                f"liger_hw: the output of {name} was not kept, and cannot be computed again: its argument {index} "
+                f"({t.dtype} {list(t.shape)}) was changed in place since (version {version} then, {t._version} now). "
+                'Do not change it before backward, or run that part under liger_hw.activations("keep")'
+            )
+        return t
+
+
+# -- scopes ----------------------------------------------------------------------------------------------------------
+
+
+class Scope:
+    """While open, what this thread's autograd saves is packed as `may` (KEEP, CHEAP or MLP) says.
+
+    Scopes nest, and one object may be entered again. A scope steps aside, for its whole length, where gradients are
+    off, under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see
+    every tensor of their region.
+    """
+
+    __slots__ = ("may", "casts")
+
+    def __init__(self, may: int) -> None:
+        self.may, self.casts = may, False
+
+    def __enter__(self) -> "Scope":
+        global _scopes_open
+        if torch.compiler.is_compiling():
+            note_compiling()
+            return self
+        if not torch.is_grad_enabled():
+            _local.entered.append(None)
+            return self
+        scope, hooks, present = self, None, torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if present is not None and present[0] is not pack:
+            scope = _STEPPED_ASIDE
+            say_once("inside other saved-tensor hooks (checkpointing, offloading) activations are theirs to handle")
+        elif present is None and self.may != KEEP:
+            if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+                scope = _STEPPED_ASIDE
+            else:
+                hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+                hooks.__enter__()
+        _local.entered.append((_local.scope, hooks))
+        _local.scope = scope
+        with _counting:
+            _scopes_open += 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _scopes_open
+        if torch.compiler.is_compiling():
+            return
+        entered = _local.entered.pop()
+        if entered is None:
+            return
+        with _counting:
+            _scopes_open -= 1
+        _local.scope, hooks = entered
+        if hooks is not None:
+            hooks.__exit__(*error)
+
+
+_STEPPED_ASIDE = Scope(KEEP)
+
+
+def say_once(message: str) -> None:
+    """One log line a process for a thing worth knowing once."""
+    if message not in _said:
+        _said.add(message)
+        log.info("liger_hw: %s", message)
+
+
+def note_compiling() -> None:
+    """Says, while torch.compile traces, that activations are the compiler's business there."""
+    say_once("torch.compile decides itself what to keep for backward; activations= does nothing in compiled code")
+
+
+note_compiling._dynamo_marked_constant = True  # run while tracing, not traced: torch.compiler.assume_constant_result
+
+
+# -- what makes a recomputation equal --------------------------------------------------------------------------------
+
+
+def _recipe_of_cast(t: torch.Tensor) -> Recipe | None:
+    """The recipe of autocast's copy of an output, made (once for all copies) from the output's."""
+    node = t.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source = getattr(node.next_functions[0][0], _MARK, None)
+    parent = None if source is None else source()
+    if parent is None or node.next_functions[0][1] != (parent.index or 0) or t._version:
+        return None
+    known = parent.casts.get(t.dtype)
+    recipe = None if known is None else known()
+    if recipe is None:
+        recipe = Recipe(_cast, (t.dtype,), None, t)
+        recipe.args.append(_Input(Handle(parent)))
+        parent.casts[t.dtype] = weakref.ref(recipe)
+    recipe.place = t.untyped_storage().data_ptr()  # q, k and v each made a copy of their own
+    return recipe
+
+
+def _in_functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
+    return source.to(dtype)
+
+
+def _replayable(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable, tuple] | None:
+    """(call, arguments) that compute `module(x)` again with the same bits, or None."""
+    kind = x.device.type
+    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    if type(module) is torch.nn.Linear:
+        return None if _hooked(module) else (_linear, (autocast, x, module.weight, module.bias))
+    if not all(_deterministic(part) and not _hooked(part) for part in module.modules()):
+        return None
+    return _call, (autocast, module, x, *module.parameters())
+
+
+def _linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    kind, dtype, enabled = autocast
+    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+def _call(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    kind, dtype, enabled = autocast  # the parameters are arguments for the check that nobody changed them
+    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        return module(x)
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or hasattr(module, "_hf_hook")
+
+
+def _deterministic(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p == 0 or not module.training
+    plain = (torch.nn.Linear, torch.nn.Identity, torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict)
+    return isinstance(module, plain) or any(True for _ in module.children())
+
+
+def _stream(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def _overrides() -> tuple:
+    from .. import registry
+
+    return tuple(registry._overrides)
+
+
+@contextlib.contextmanager
+def _entered(overrides: tuple):
+    from .. import registry
+
+    with contextlib.ExitStack() as stack:
+        for scope, config in overrides:
+            stack.enter_context(registry.override(scope, config))
+        yield
+
+
+def _overridden(overrides: tuple) -> Any:
+    """The launch configurations that were forced at the forward, where they are forced no more."""
+    return contextlib.nullcontext() if overrides == _overrides() else _entered(overrides)
