@@ -1,13 +1,23 @@
 """Where the host time of an eager call goes: under small batches this, not the kernel, is the training speed.
 
-`calls` compares forward and forward plus backward of each op with its peers in one process. `parts` splits a liger_hw
-call: each part is timed on its own, through the very objects the call uses, with small inputs on the same device.
+`calls` compares each op with its peers in one process, the arms' blocks in turn, so that what slows the machine for a
+while slows all of them:
+
+    fwd     one forward
+    full    one forward and its own backward: a backward wakes torch's engine thread and waits for it, once
+    batch   one of 8 forwards that share one backward, as the layers of a model do
+
+The arm `floor` is torch itself: an autograd.Function that takes and returns the same tensors, saves its inputs and
+computes nothing. What it costs, no op in Python can save; `net` compares what is left.
+
+`parts` splits a liger_hw call: each part is timed on its own, through the very objects the call uses, with small inputs
+on the same device.
 
     registry      Tunable.plan on a hit                  launch        the fast path, the driver's launch included
     alloc         one torch.empty                        ordinary      the same launch through Triton's own launcher
-    launcher      allocate, resolve and launch           operator      the same through torch.library
-    dispatch      operator minus launcher                autograd      forward minus operator: checks and the Function
-    bwd_operator  the backward's operators               engine        the rest of full: autograd's own backward
+    launcher      allocate, resolve and launch           operator      the same through torch.library, under compile
+    dispatch      operator minus launcher                autograd      forward minus launcher: checks and the Function
+    bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ import torch
 
 from .. import registry
 from ..cli._values import table
-from ..kernels import _launch, _op
+from ..kernels import _launch
 from . import ops, peers
 from .inputs import Inputs, Work
 from .timing import Budget, Meter, OutOfBudget, first_line
@@ -50,26 +60,93 @@ def measure(
         sizes = ops.with_few_rows(case, 16)
         if meter.module is None:  # there the arithmetic is the host's too
             sizes = tuple(min(size, 64) for size in sizes)
-        inputs = ops.make_inputs(case, sizes, meter.device, 0)
-        for name in (peers.OURS, *against):
-            row = {"op": op.name, "arm": name, "sizes": list(sizes), "status": "ok", "note": ""}
-            try:
-                function = peers.arm(name, op)
-                row["fwd_us"] = meter.host_us(Work(function, [inputs], backward=False))
-                row["full_us"] = meter.host_us(Work(function, [inputs], backward=True))
-            except Exception as error:
-                row.update(status="absent" if isinstance(error, peers.Absent) else "error", note=first_line(error))
-            rows.append(row)
+        sets = [ops.make_inputs(case, sizes, meter.device, seed) for seed in range(BATCH)]
+        for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter):
+            rows.append({**row, "sizes": list(sizes)})
         try:
-            parts.append({"op": op.name, **breakdown(op, inputs, meter)})
+            parts.append({"op": op.name, **breakdown(op, sets[0], meter)})
         except Exception as error:
             parts.append({"op": op.name, "note": first_line(error)})
         meter.forget()
-    return {"calls": rows, "parts": parts, "baseline": baseline(meter), "ended": ended}
+    return {"calls": rows, "parts": parts, "ended": ended}
 
 
+def compare(
+    op: registry.Op, arms: Sequence[str], sets: list[Inputs], meter: Meter, calls: int = 20, rounds: int = 12
+) -> list[dict[str, Any]]:
+    """Rows with `fwd_us`, `full_us` and `batch_us` of each arm, medians of rounds in which every arm has its turn."""
+    rows, timed = [], {}
+    for name in arms:
+        row = {"op": op.name, "arm": name, "status": "ok", "note": ""}
+        rows.append(row)
+        try:
+            function = _floor(op, sets[0]) if name == FLOOR else peers.arm(name, op)
+            ways = {
+                "fwd_us": (Work(function, sets[:1], backward=False).call, calls, 1),
+                "full_us": (Work(function, sets[:1], backward=True).call, calls, 1),
+                "batch_us": (_batch(function, sets), max(1, calls // len(sets)), len(sets)),
+            }
+            for call, _, _ in ways.values():
+                for _ in range(3):
+                    call()
+            timed[name] = ways
+        except Exception as error:
+            row.update(status="absent" if isinstance(error, peers.Absent) else "error", note=first_line(error))
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for name, ways in timed.items():
+            for way, (call, times, share) in ways.items():
+                meter.synchronize()
+                start = time.perf_counter()
+                for _ in range(times):
+                    call()
+                spent = (time.perf_counter() - start) * 1e6
+                samples.setdefault((name, way), []).append(spent / times / share)
+    meter.synchronize()
+    for row in rows:
+        row.update({way: statistics.median(samples[row["arm"], way]) for way in timed.get(row["arm"], ())})
+    return rows
+
+
+def _batch(function: Callable[..., Any], sets: list[Inputs]) -> Callable[[], Any]:
+    """A forward on every set of inputs, then one backward through all of them."""
+    work = Work(function, sets, backward=True)
+    leaves = [leaf for inputs in sets for leaf in inputs.leaves]
+    flowing = [inputs.gradient_for(i, o) for inputs in sets for i, o in enumerate(work.forward(inputs))]
+
+    def call() -> Any:
+        outputs = [output for inputs in sets for output in work.forward(inputs)]
+        return torch.autograd.grad(outputs, leaves, flowing, allow_unused=True)
+
+    return call
+
+
+def _floor(op: registry.Op, inputs: Inputs) -> Callable[..., Any]:
+    """An autograd.Function of the op's differentiable inputs, with as many outputs; it computes nothing."""
+    results = Work(op.function, [inputs], backward=False).forward(inputs)
+    n_outputs = min(len(results), len(inputs.leaves))
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *leaves: torch.Tensor) -> Any:
+            ctx.save_for_backward(*leaves)
+            outputs = tuple([leaf.detach() for leaf in leaves[:n_outputs]])
+            return outputs if n_outputs > 1 else outputs[0]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return ctx.saved_tensors
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return Nothing.apply(*[arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad])
+
+    return call
+
+
+FLOOR = "floor"
+BATCH = 8
 PARTS = ("registry", "alloc", "launch", "ordinary", "launcher", "dispatch", "operator", "autograd", "forward")
-PARTS += ("bwd_operator", "engine", "full")
+PARTS += ("bwd_launcher", "engine", "full")
 
 
 def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, blocks: int = 12) -> dict[str, Any]:
@@ -92,39 +169,16 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
         found["ordinary"] = us(lambda: _launch._launch_ordinary(*arguments))
     first = inputs.given[0]
     found["alloc"] = us(lambda: torch.empty(first.shape, dtype=first.dtype, device=first.device))
-    found["operator"] = sum(us(partial(call, *args)) for call, args in seen.operators)
-    found["bwd_operator"] = sum(us(partial(call, *args)) for call, args in seen.bwd_operators)
+    found["operator"] = sum(us(partial(call.overload, *args)) for call, args in seen.operators)
+    found["launcher"] = sum(us(partial(call, *args)) for call, args in seen.operators)
+    found["bwd_launcher"] = sum(us(partial(call, *args)) for call, args in seen.bwd_operators)
     if seen.launches:
-        found["launcher"] = sum(us(partial(_launcher(call), *args)) for call, args in seen.operators)
         found["dispatch"] = found["operator"] - found["launcher"]
     found["forward"] = meter.host_us(Work(op.function, [inputs], backward=False), calls, blocks)
     found["full"] = meter.host_us(Work(op.function, [inputs], backward=True), calls, blocks)
-    found["autograd"] = found["forward"] - found["operator"]
-    found["engine"] = found["full"] - found["forward"] - found["bwd_operator"]
+    found["autograd"] = found["forward"] - found["launcher"]
+    found["engine"] = found["full"] - found["forward"] - found["bwd_launcher"]
     return found
-
-
-def _launcher(overload: Any) -> Callable[..., Any]:
-    return _op.launchers[overload._schema.name.split("::")[1]]
-
-
-def baseline(meter: Meter) -> dict[str, float]:
-    """What torch itself takes: an autograd.Function that returns a saved-for-nothing clone of its input, both ways."""
-
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.detach()
-
-        @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-            return dy
-
-    inputs = Inputs((torch.randn(16, 16, device=meter.device, requires_grad=True),))
-    return {
-        "autograd_forward": meter.host_us(Work(Nothing.apply, [inputs], backward=False)),
-        "autograd_full": meter.host_us(Work(Nothing.apply, [inputs], backward=True)),
-    }
 
 
 @dataclass
@@ -149,10 +203,10 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
         launches.append((plan, kernel, grid, args, flags))
         original(plan, kernel, grid, args, flags)
 
-    def noted(overload: Any) -> Callable[..., Any]:
+    def noted(operator: Any) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            operators.append((overload, args))
-            return overload(*args)
+            operators.append((operator, args))
+            return operator(*args)
 
         return call
 
@@ -161,7 +215,7 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
         for name, value in list(vars(module).items()):
             if value is original and module is not _launch:
                 replaced.append((module, name, value, launch))
-            elif isinstance(value, torch._ops.OpOverload) and value.namespace == "liger_hw":
+            elif hasattr(value, "overload") and callable(value):
                 replaced.append((module, name, value, noted(value)))
     try:
         for module, name, _, instead in replaced:
@@ -200,29 +254,35 @@ def _us(meter: Meter, call: Callable[[], Any], calls: int = 20, blocks: int = 12
 
 def as_text(found: dict[str, Any]) -> str:
     arms = list(dict.fromkeys(row["arm"] for row in found["calls"]))
-    lines = [("op", *(f"{arm} fwd / full us" for arm in arms), "of liger")]
+    lines = [("op", *(f"{arm} fwd / full / batch us" for arm in arms), "of liger", "net")]
     for op in dict.fromkeys(row["op"] for row in found["calls"]):
         rows = {row["arm"]: row for row in found["calls"] if row["op"] == op}
-        cells = [f"{r['fwd_us']:.1f} / {r['full_us']:.1f}" if "full_us" in r else r["status"] for r in rows.values()]
-        ours, theirs = rows[peers.OURS], rows.get("liger", {})
-        ratio = "-"
-        if "full_us" in ours and "full_us" in theirs:
-            ratio = f"{ours['fwd_us'] / theirs['fwd_us']:.2f} / {ours['full_us'] / theirs['full_us']:.2f}"
-        lines.append((op, *cells, ratio))
+        cells = [" / ".join(f"{r[way]:.1f}" for way in WAYS) if "full_us" in r else r["status"] for r in rows.values()]
+        shares = _shares(rows)
+        lines.append((op, *cells, *(" / ".join(f"{share:.2f}" for share in each) or "-" for each in shares)))
     parts = [("op", *PARTS, "launches")]
     for row in found["parts"]:
         cells = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in PARTS]
         parts.append((row["op"], *cells, str(row.get("launches_full", "-"))))
-    base = found["baseline"]
     notes = [f"{r['arm']} {r['op']}: {r['note']}" for r in found["calls"] if r["status"] == "error"]
     notes += [f"breakdown of {r['op']}: {r['note']}" for r in found["parts"] if r.get("note")]
     return "\n".join(
         [
             *(table(parts).splitlines()),
-            f"an empty autograd.Function: {base['autograd_forward']:.1f} us, full {base['autograd_full']:.1f} us",
             "",
             *(table(lines).splitlines()),
             *sorted(set(notes)),
             *([f"stopped early: {found['ended']}"] if found["ended"] else []),
         ]
     )
+
+
+WAYS = ("fwd_us", "full_us", "batch_us")
+
+
+def _shares(rows: dict[str, dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Our share of Liger's time, as measured and with the floor taken from both; empty without Liger."""
+    ours, theirs, floor = rows[peers.OURS], rows.get("liger", {}), rows.get(FLOOR, {})
+    if not all("full_us" in row for row in (ours, theirs, floor)):
+        return [], []
+    return [ours[w] / theirs[w] for w in WAYS], [(ours[w] - floor[w]) / (theirs[w] - floor[w]) for w in WAYS]

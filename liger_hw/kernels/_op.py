@@ -1,7 +1,8 @@
 """What every op file uses: operator registration, input checks, row layout, the reference as a backward.
 
 An operator is declared once with `define` (torch.library: opaque to torch.compile, with a fake). On a GPU it runs the
-launcher; on the CPU it runs the reference, or the launcher when kernels are interpreted.
+launcher; on the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU
+the dispatcher would only pass the call on (2 us on the main thread, twice that in a backward), so it is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Any:
-    """Register an operator `liger_hw::<name>` and return its overload, which is what op files call.
+    """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels; reference: the same results in plain torch; fake: empty results of the same
@@ -61,7 +62,31 @@ def define(
         _library.impl(name, on_gpu, key)
     _library.impl(name, on_gpu if INTERPRET else reference, "CPU")
     torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
-    return getattr(torch.ops.liger_hw, name).default
+    overload = getattr(torch.ops.liger_hw, name).default
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not _unobserved(args):
+            return overload(*args)
+        return on_gpu(*args)
+
+    call.__name__ = name
+    call.overload = overload
+    return call
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype})
+
+
+def _unobserved(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would do nothing with this call but pass it to the GPU's launcher: nobody traces, profiles,
+    transforms or differentiates it, and no argument is of a class (or a list) that asks to be handled."""
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    ) and (_PLAIN.issuperset(map(type, args)) and args[0].get_device() >= 0)
 
 
 def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,12 +113,14 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{backward.__qualname__.split('.')[0]}: liger_hw's ops have no second derivative; "
-                "call backward without create_graph=True, or use the unpatched model for it"
-            )
-        return once(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if torch.compiler.is_compiling():
+            return once(ctx, *grads)
+        raise RuntimeError(
+            f"{backward.__qualname__.split('.')[0]}: liger_hw's ops have no second derivative; "
+            "call backward without create_graph=True, or use the unpatched model for it"
+        )
 
     return checked
 

@@ -24,7 +24,9 @@ def test_a_registry_hit_is_within_its_budget():
 def test_host_compares_arms_and_splits_the_call():
     found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "quack"])
     arms = {row["arm"]: row for row in found["calls"]}
-    assert arms["liger_hw"]["full_us"] > arms["liger_hw"]["fwd_us"] > 0 and arms["torch"]["full_us"] > 0
+    for arm in ("liger_hw", "torch", "floor"):
+        assert arms[arm]["full_us"] > arms[arm]["fwd_us"] > 0 and arms[arm]["batch_us"] > 0
+    assert arms["floor"]["full_us"] < arms["liger_hw"]["full_us"]  # it computes nothing
     if arms["quack"]["status"] == "absent":
         assert "not installed" in arms["quack"]["note"]
     (parts,) = found["parts"]

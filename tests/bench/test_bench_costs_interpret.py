@@ -19,5 +19,5 @@ def test_a_launch_is_split_into_its_parts():
     inputs = ops.make_inputs(case, case.sizes, torch.device("cpu"), 0)
     parts = host.breakdown(op, inputs, Meter("cpu"), calls=1, blocks=3)
     assert parts["launches_fwd"] == 1 and parts["launches_full"] > 1 and parts["fast_launch"] is False
-    assert parts["operator"] > parts["registry"] > 0 and parts["ordinary"] > 0 and parts["bwd_operator"] > 0
+    assert parts["operator"] > parts["registry"] > 0 and parts["ordinary"] > 0 and parts["bwd_launcher"] > 0
     assert rms_norm.launch is _launch.launch  # nothing stays patched
