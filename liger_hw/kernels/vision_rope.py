@@ -1,0 +1,131 @@
+"""Rotary position embedding of vision towers (Qwen2-VL and its kin): half-split, over the packed patches of all images.
+
+    q'[:h] = q[:h] * cos[:h] - q[h:] * sin[:h]        h = D // 2
+    q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
+
+Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T, width],
+width even and at most D (dimensions from width on pass through). Dtypes: fp32, fp16 or bf16; cos and sin may differ,
+and usually are fp32. Arithmetic in fp32, rounded once. Saved for backward: cos and sin. They get no gradient.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import registry
+from ..registry import Op, Sample
+from ._op import check, check_tensors, first_order
+from ._rotary import HALVES, SMALL, Rotary, no_gradient, turned
+
+_HEAD_AXIS = 2
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def vision_rope_reference(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, HALVES, (0, 0))
+    return turned(q[None], *how)[0], turned(k[None], *how)[0]
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+_rotary = Rotary("vision_rope")
+
+
+class LigerVisionRopeFunction(torch.autograd.Function):
+    """Autograd for vision rope: saves cos and sin."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        layout = (cos.shape[-1], _HEAD_AXIS, False, False, HALVES)
+        q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
+        return q[0], k[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        grads = (None if grad is None else grad[None] for grad in (dq, dk))
+        dq, dk = _rotary.backward(ctx, *grads)
+        return None if dq is None else dq[0], None if dk is None else dk[0], None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_vision_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by their patches' angles, as `apply_rotary_pos_emb_vision` of Qwen2-VL.
+
+    q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D. No gradients.
+    Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
+    """
+    check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
+    if reason := _misfit(q, k, cos, sin):
+        check(False, "liger_vision_rope", reason)
+    no_gradient("liger_vision_rope", cos, sin)
+    return LigerVisionRopeFunction.apply(q, k, cos, sin)
+
+
+def _misfit(q, k, cos, sin) -> str:
+    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        have = f"{tuple(q.shape)} and {tuple(k.shape)}"
+        return f"q and k must be [T, heads, D] and differ in heads only, got {have}"
+    if not q.shape[1] or not k.shape[1]:
+        return f"q and k need at least one head, got {tuple(q.shape)} and {tuple(k.shape)}"
+    tokens, _, head_dim = q.shape
+    width = cos.shape[-1] if cos.dim() else 0
+    if cos.shape != sin.shape or cos.shape != (tokens, width) or width % 2 or not 0 < width <= head_dim:
+        have = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        return f"cos and sin must both be [{tokens}, width], width even and at most {head_dim}, got {have}"
+    return ""
+
+
+def liger_rotary_pos_emb_vision(q, k, cos, sin):
+    """`liger_vision_rope` under the name Liger gives it."""
+    return liger_vision_rope(q, k, cos, sin)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen2_5_vl": (16, 1024, 16, 16, 80),
+    "qwen3_vl": (16, 1024, 16, 16, 72),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each."""
+
+
+def _sample(sizes, dtype, device, generator, *, partial=False) -> Sample:
+    """q and k are slices of one projection; partial: half the width turns."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+    tokens, heads = batch * seq_len, n_q_heads + n_k_heads
+    qkv = torch.randn(tokens, heads, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    q, k = qkv[:, :n_q_heads].requires_grad_(), qkv[:, n_q_heads:].requires_grad_()
+    half = max(1, head_dim // (4 if partial else 2))
+    angles = torch.rand(tokens, half, generator=generator, dtype=torch.float32, device=device) * 6.2832
+    angles = torch.cat((angles, angles), -1)
+    return Sample(
+        args=(q, k, angles.cos(), angles.sin()),
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * tokens * heads * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="vision_rope",
+        function=liger_vision_rope,
+        reference=vision_rope_reference,
+        tunables=(_rotary.fwd, _rotary.bwd),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=SMALL,
+        options=({}, {"partial": True}),
+    )
+)
