@@ -173,9 +173,7 @@ class Recipe:
 
     def gives(self, t: torch.Tensor) -> bool:
         """Whether `t` is (a view of) the output as it was computed: same memory, not written since."""
-        return (
-            t.dtype is self.dtype and t._version == self.version and t.untyped_storage().data_ptr() == self.place
-        )
+        return t.dtype is self.dtype and t._version == self.version and t.untyped_storage().data_ptr() == self.place
 
     def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
         """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""

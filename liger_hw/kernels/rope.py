@@ -290,8 +290,9 @@ class LigerRopeFunction(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
         turned = rope(q, k, cos, sin, *layout, shared, False)
-        for x, y, inside in zip((q, k), turned, ctx.layout[2:]):  # of use after a QK norm, whose output can be had again
-            offer(ctx, y, rope, (x, None, cos, sin, *ctx.layout[:2], inside, inside, ctx.shared, False), 0, unsaved=x)
+        for x, y, inside in zip((q, k), turned, layout[2:]):  # after a QK norm, whose output is had again as well
+            args = (x, None, cos, sin, *layout[:2], inside, inside, shared, False)
+            offer(ctx, y, rope, args, 0, unsaved=x)
         return turned
 
     @staticmethod
