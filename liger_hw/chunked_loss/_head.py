@@ -203,8 +203,8 @@ def _slopes(loss, rows: _Rows, first: int, last: int, width: int, extras, spec: 
     if not others:
         rows.coef[within] = coef
         return None
-    other = others[0] * (rows.other | rows.second_is_target)[within]
-    rows.coef[within] = coef * rows.first_counts[within] + other
+    other = torch.where((rows.other | rows.second_is_target)[within], others[0], 0.0)
+    rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
     return other
 
 

@@ -1,0 +1,233 @@
+"""The GRPO family's loss as a function of token log-probabilities: shared by the fused head and `triton_grpo_loss`.
+
+With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its mean
+over the sequence), and a token's loss
+
+    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A)
+    cispo                              -stop(min(w, eps_high)) A log pi
+    sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or negative advantages
+    vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),  W of the sequence
+
+times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w with
+use_bias_correction_kl). Summed over tokens that count, divided by
+
+    grpo, sapo   tokens of the sequence, times sequences    bnpo                 tokens
+    luspo        sequences                                  dapo, cispo, vespo   num_items_in_batch, or tokens
+    dr_grpo      sequences times max_completion_length
+
+Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, GSPO (sequence level) 2507.18071, SAPO
+2511.20347, two-sided clipping (delta) 2505.07291 (arXiv); LUSPO and VESPO as TRL 1.16 computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..kernels._op import check
+from ._head import LOSSES, Seen
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LEVELS = ("token", "sequence")
+
+
+def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Schulman's k3 estimate of KL(q || p) from samples of q: exp(d) - d - 1 with d = log_p - log_q, never negative."""
+    difference = log_p - log_q
+    return torch.exp(difference) - difference - 1.0
+
+
+def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
+    """(clipped ratio, where it was below the range, where above); the ratio is None for losses that do not clip."""
+    if loss_type == "cispo":
+        return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    if loss_type in CLIPPED:
+        return coef.clamp(low, high), coef < low, coef > high
+    never = torch.zeros_like(coef, dtype=torch.bool)
+    return None, never, never
+
+
+def sapo_loss_fn(importance_ratio: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
+    """SAPO's soft gate 4 / t sigmoid(t (ratio - 1)); temperature: a number, or one for each ratio."""
+    check(isinstance(temperature, torch.Tensor) or temperature > 0, "sapo_loss_fn", f"temperature must be positive: {temperature}")
+    return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
+
+
+@torch.no_grad()
+def get_gamma_weights(
+    advantages: torch.Tensor,
+    log_ratio_per_token: torch.Tensor,
+    mask: torch.Tensor,
+    importance_sampling_ratio: torch.Tensor | None = None,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> torch.Tensor:
+    """VESPO's phi(W) [batch, 1] (or [batch, length] for advantages of that shape), a constant to autograd.
+
+    advantages [batch] or [batch, length]; log_ratio_per_token, mask [batch, length]; importance_sampling_ratio [batch, 1]
+    or [batch, length]. Log-ratios are kept within -20..20 and log W within log(1e-8)..20.
+    """
+    lowest = math.log(1e-8)
+    log_w = (log_ratio_per_token.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        log_w = log_w + importance_sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
+    log_w = log_w.clamp(lowest, 20.0)
+    good = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)) >= 0
+    k = torch.where(good, k_pos, k_neg)
+    rate = torch.where(good, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4))
+    phi = torch.exp(rate + k * log_w - rate * log_w.exp())
+    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(log_w.dtype)
+
+
+class Policy(NamedTuple):
+    """The GRPO family's description. kind: the loss type.
+
+    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: what one token's loss counts, zero where
+    it does not; log pi_old, log pi_ref, vllm_is_ratio: None where absent.
+    """
+
+    kind: str
+    beta: float
+    epsilon_low: float
+    epsilon_high: float
+    delta: float  # inf: none
+    by_sequence: float
+    bias_correction: float
+    sapo_pos: float
+    sapo_neg: float
+    k_pos: float
+    lambda_pos: float
+    k_neg: float
+    lambda_neg: float
+
+    sums_logits = False
+
+    def terms(self, logp: torch.Tensor, advantages, share, old, ref, vllm) -> tuple[torch.Tensor, ...]:
+        """(loss [groups, tokens], KL [groups, tokens], whether w was clipped [groups, tokens or 1])"""
+        mask = share != 0
+        log_ratio = logp - (logp.detach() if old is None else old)
+        weights = log_ratio
+        if self.by_sequence:
+            weights = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+        ratio = torch.exp(weights)
+        clipped, low, high = clip_coef_fn(ratio, self.epsilon_low, self.epsilon_high, self.kind)
+        was_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
+        if self.kind == "cispo":
+            losses = -clipped * advantages * logp
+        elif self.kind == "sapo":
+            losses = -sapo_loss_fn(ratio, torch.where(advantages > 0, self.sapo_pos, self.sapo_neg)) * advantages
+        elif self.kind == "vespo":
+            rates = self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg
+            losses = -get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages * logp
+        else:
+            bounded = ratio if math.isinf(self.delta) else ratio.clamp(max=self.delta)
+            losses = -torch.minimum(bounded * advantages, clipped * advantages)
+        if vllm is not None and self.kind != "vespo":
+            losses = losses * vllm
+        kl = torch.zeros_like(logp)
+        if self.beta:
+            kl = k3_loss_fn(logp.detach() if ref is None else ref, logp)
+            if self.bias_correction:
+                kl = kl * ratio
+            losses = losses + self.beta * kl
+        return losses, kl, was_clipped
+
+    def value(self, seen: Seen) -> torch.Tensor:
+        advantages, share, *others = seen.grouped
+        losses, _, _ = self.terms(seen.logp, advantages, share, *others)
+        return torch.where(share != 0, losses * share, 0.0).sum()
+
+    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        """The mean KL (only with beta), and the share of tokens (of sequences, by sequence) that were clipped."""
+        advantages, share, *others = seen.grouped
+        mask = share != 0
+        _, kl, clipped = self.terms(seen.logp, advantages, share, *others)
+        if self.by_sequence and advantages.shape[1] == 1:
+            share_clipped = clipped.to(kl.dtype).mean()
+        else:
+            share_clipped = masked_mean(clipped.to(kl.dtype), mask)
+        return (masked_mean(kl, mask), share_clipped) if self.beta else (share_clipped,)
+
+
+LOSSES["policy"] = Policy
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp_min(1)
+
+
+def token_shares(mask: torch.Tensor, kind: str, max_completion_length: int | None, num_items, dtype) -> torch.Tensor:
+    """What one token's loss counts [batch, length]: 1 over the loss type's denominator, zero where mask is."""
+    counted = mask.to(dtype)
+    batch = mask.shape[0]
+    if kind in ("grpo", "sapo"):
+        return counted / (counted.sum(-1, keepdim=True).clamp_min(1) * batch)
+    if kind == "luspo":
+        return counted / batch
+    if kind == "dr_grpo":
+        return counted / (batch * max_completion_length)
+    if num_items is None or kind == "bnpo":
+        items = counted.sum()
+    else:
+        items = torch.as_tensor(num_items, device=mask.device).to(dtype)
+    return counted / items.clamp_min(1)
+
+
+def check_policy(op: str, policy: Policy, level: str, max_completion_length: int | None) -> None:
+    """Raise `ValueError` for a loss type or a number that makes no sense."""
+    kind = policy.kind
+    check(kind in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {kind!r}")
+    check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
+    if level == "sequence" and kind in ("cispo", "sapo", "vespo"):
+        check(False, op, f"loss_type={kind!r} has no sequence-level importance sampling; use importance_sampling_level='token'")
+    if kind == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
+        check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
+    check(policy.delta > 0, op, f"delta must be positive, or None, got {policy.delta}")
+    for name in ("sapo_pos", "sapo_neg"):
+        number = getattr(policy, name)
+        check(number > 0, op, f"sapo_temperature_{name[5:]} must be positive, got {number}")
+
+
+def make_policy(
+    kind, beta, epsilon_low, epsilon_high, delta, level, bias_correction, sapo_pos, sapo_neg, *vespo: float
+) -> Policy:
+    numbers = epsilon_low, epsilon_high, math.inf if delta is None else delta, level == "sequence", bias_correction
+    return Policy(kind, float(beta), *map(float, numbers), float(sapo_pos), float(sapo_neg), *map(float, vespo))
+
+
+def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:
+    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without gradients.
+
+    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps that do not count may be anything.
+    """
+    wide = torch.promote_types(x_like.dtype, torch.float32)
+    shape = tuple(mask.shape)
+    mask = mask != 0
+
+    def rows(name, t, *shapes):
+        if t is None:
+            return None
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if tuple(t.shape) not in shapes:
+            expected = " or ".join(str(s) for s in shapes)
+            check(False, op, f"{name} must have shape {expected}, got {tuple(t.shape)}")
+        if t.device != x_like.device:
+            check(False, op, f"{name} is on {t.device} but the rest is on {x_like.device}; move them to one device")
+        return t.detach().to(wide)
+
+    batch = shape[:1]
+    advantages = rows("advantages", advantages, batch, shape, (*batch, 1))
+    old, ref = rows("old_per_token_logps", old_logps, shape), rows("ref_per_token_logps", ref_logps, shape)
+    vllm = rows("vllm_is_ratio", vllm_is_ratio, batch, (*batch, 1), shape)
+    advantages, vllm = (t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in (advantages, vllm))
+    old, ref = (None if t is None else t.masked_fill(~mask, 0.0) for t in (old, ref))
+    if vllm is not None and kind != "vespo" and vllm.shape == mask.shape:
+        vllm = vllm.masked_fill(~mask, 1.0)
+    return mask, advantages, old, ref, vllm
