@@ -156,12 +156,11 @@ def _all_gather(data: Any, group: Any) -> list[Any]:
 
 
 def _tensor_device(group: Any) -> "torch.device":
-    """A device the group's backend can send from: the CPU where it can, else the current accelerator."""
+    """A device the group can send from: the CPU where one of its backends serves it, else the current accelerator."""
     import torch
     import torch.distributed as dist
 
-    backend = str(dist.get_backend(group)).lower()
-    if any(word in backend for word in ("gloo", "mpi", "cpu")):
+    if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     return torch.device(accelerator.type, torch.get_device_module(accelerator.type).current_device())
