@@ -54,27 +54,28 @@ def windows(count: int, length: int) -> torch.Tensor:
     return tokens.view(count, length)
 
 
-def measured(device: torch.device, train: Callable[[], list[float]]) -> tuple[list[float], float, float]:
-    """(losses, seconds, peak MiB) of `train`; the peak is nan on a CPU."""
-    gc.collect()
+def compare(
+    train: Callable[[argparse.Namespace, bool], list[float]], options: argparse.Namespace, ranks: int = 1
+) -> None:
+    """Run `train(options, patch)` unpatched and patched, and print both side by side.
+
+    `train` returns the loss of each step. Raises `AssertionError` when the two are not one and the same training.
+    """
+    device, tokens = options.device, ranks * options.steps * options.batch * options.seq
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    if module is not None:
-        module.synchronize()
-        module.reset_peak_memory_stats()
-    start = time.perf_counter()
-    losses = train()
-    if module is not None:
-        module.synchronize()
-    seconds = time.perf_counter() - start
-    return losses, seconds, float("nan") if module is None else module.max_memory_allocated() / 2**20
-
-
-def compare(arms: dict[str, tuple[list[float], float, float]], tokens: int) -> None:
-    """Print the arms side by side; raise `AssertionError` when their losses are not those of one training."""
-    print(f"{'arm':<12}{'last loss':>10}{'tokens/s':>12}{'peak MiB':>10}")
-    for name, (losses, seconds, peak) in arms.items():
-        print(f"{name:<12}{losses[-1]:>10.4f}{tokens / seconds:>12,.0f}{peak:>10,.0f}")
-    (_, (plain, _, _)), (_, (patched, _, _)) = arms.items()
-    furthest = max(abs(a - b) for a, b in zip(plain, patched, strict=True))
-    print(f"largest loss difference over {len(plain)} steps: {furthest:.2g}")
+    losses, lines = {}, [f"{'arm':<12}{'last loss':>10}{'tokens/s':>12}{'peak MiB':>10}"]
+    for patch in (False, True):
+        gc.collect()
+        if module is not None:
+            module.synchronize()
+            module.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses[patch] = train(options, patch)
+        if module is not None:
+            module.synchronize()
+        rate = tokens / (time.perf_counter() - start)
+        peak = "-" if module is None else f"{module.max_memory_allocated() / 2**20:,.0f}"
+        lines.append(f"{'liger_hw' if patch else 'unpatched':<12}{losses[patch][-1]:>10.4f}{rate:>12,.0f}{peak:>10}")
+    furthest = max(abs(a - b) for a, b in zip(losses[False], losses[True], strict=True))
+    print(*lines, f"largest loss difference over {options.steps} steps: {furthest:.2g}", sep="\n")
     assert furthest < 0.05, "the patched model did not train as the unpatched one"

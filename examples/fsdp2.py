@@ -5,9 +5,12 @@
 On machines without GPUs the ranks use gloo. `distributed.sync()` makes every rank launch with rank 0's configurations.
 """
 
+import contextlib
+import sys
+
 import torch
 import torch.distributed as dist
-from common import arguments, compare, measured, tiny_llama, windows
+from common import arguments, compare, tiny_llama, windows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -45,7 +48,6 @@ if __name__ == "__main__":
     if options.device.type != "cpu":
         options.device = torch.device(options.device.type, dist.get_rank())
         torch.get_device_module(options.device).set_device(options.device)
-    arms = {name: measured(options.device, lambda: train(options, name == "liger_hw")) for name in ("plain", "liger_hw")}
-    if dist.get_rank() == 0:
-        compare(arms, dist.get_world_size() * options.steps * options.batch * options.seq)
+    with contextlib.redirect_stdout(None if dist.get_rank() else sys.stdout):  # the first rank prints
+        compare(train, options, ranks=dist.get_world_size())
     dist.destroy_process_group()

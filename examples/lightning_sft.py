@@ -7,7 +7,7 @@ import logging
 
 import lightning
 import torch
-from common import arguments, compare, measured, tiny_llama, windows
+from common import arguments, compare, tiny_llama, windows
 
 from liger_hw.transformers import apply_liger_kernel_to_llama
 
@@ -50,6 +50,4 @@ def train(options, patch: bool) -> list[float]:
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    options = arguments(__doc__)
-    arms = {name: measured(options.device, lambda: train(options, name == "liger_hw")) for name in ("plain", "liger_hw")}
-    compare(arms, options.steps * options.batch * options.seq)
+    compare(train, arguments(__doc__))

@@ -8,7 +8,7 @@ heads + 1 tensors of [tokens, vocabulary].
 
 import torch
 import torch.nn.functional as F
-from common import VOCAB, arguments, compare, measured, tiny_llama, windows
+from common import VOCAB, arguments, compare, tiny_llama, windows
 
 from liger_hw.transformers import apply_liger_kernel_to_llama
 from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
@@ -54,6 +54,4 @@ def train(options, fused: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__, heads=3)
-    arms = {name: measured(options.device, lambda: train(options, name == "liger_hw")) for name in ("plain", "liger_hw")}
-    compare(arms, options.steps * options.batch * options.seq)
+    compare(train, arguments(__doc__, heads=3))

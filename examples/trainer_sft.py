@@ -8,7 +8,7 @@ use_liger_kernel=True)` mean liger_hw, with nothing else changed.
 
 import tempfile
 
-from common import arguments, compare, measured, tiny_llama, windows
+from common import arguments, compare, tiny_llama, windows
 from transformers import Trainer, TrainingArguments
 
 from liger_hw.transformers import apply_liger_kernel_to_llama
@@ -38,6 +38,4 @@ def train(options, patch: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__)
-    arms = {name: measured(options.device, lambda: train(options, name == "liger_hw")) for name in ("plain", "liger_hw")}
-    compare(arms, options.steps * options.batch * options.seq)
+    compare(train, arguments(__doc__))

@@ -7,7 +7,7 @@ The data is made here: the chosen completion goes on as the text does, the rejec
 
 import tempfile
 
-from common import VOCAB, arguments, compare, measured, text, tiny_llama
+from common import VOCAB, arguments, compare, text, tiny_llama
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +63,4 @@ def train(options, patch: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__, steps=6)
-    arms = {name: measured(options.device, lambda: train(options, name == "liger_hw")) for name in ("plain", "liger_hw")}
-    compare(arms, options.steps * options.batch * options.seq)
+    compare(train, arguments(__doc__, steps=6))
