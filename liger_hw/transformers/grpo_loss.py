@@ -1,0 +1,87 @@
+"""The GRPO family's loss on logits that exist already, under Liger's name.
+
+`liger_hw.chunked_loss.LigerFusedLinearGRPOLoss` computes the same from hidden states, without the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..chunked_loss.policy import check_policy, make_policy, masked_mean, policy_tensors, token_shares
+from ..kernels._op import check, check_tensors
+from ..kernels._selected_log_probs import IGNORED, SelectedLogProbsFunction
+
+_NAME = "triton_grpo_loss"
+
+
+def triton_grpo_loss(
+    logits: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+    completion_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor | None = None,
+    temperature: float = 0.9,
+    beta: float = 0.04,
+    eps_low: float = 0.2,
+    eps_high: float = 0.4,
+    inplace: bool = True,
+    loss_type: str = "dapo",
+    max_completion_length: int | None = None,
+    importance_sampling_level: str = "token",
+    reduce: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vllm_is_ratio: torch.Tensor | None = None,
+    delta: float | None = None,
+    use_bias_correction_kl: bool = False,
+    num_items_in_batch: torch.Tensor | int | float | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> tuple:
+    """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position predicts nothing that is scored.
+
+    completion_ids [batch, length]; advantages [batch] or [batch, length]; completion_mask [batch, length], 1 where a token
+    counts (all, if None); old_logp, ref_logp [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed
+    with beta). The options are those of LigerFusedLinearGRPOLoss, whose policy.py has the formulas.
+    inplace: backward writes the gradient over the logits, which nobody else may use afterwards.
+    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where a
+    token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean the loss type says.
+    Raises `ValueError` for shapes or options that do not fit.
+    """
+    check_tensors(_NAME, logits=logits)
+    shape = tuple(completion_ids.shape)
+    if len(shape) != 2 or logits.dim() != 3 or logits.shape[:2] != (shape[0], shape[1] + 1):
+        expected = "logits must be [batch, length + 1, vocab] for completion_ids [batch, length]"
+        check(False, _NAME, f"{expected}, got {tuple(logits.shape)} and {shape}")
+    check(temperature > 0, _NAME, f"temperature must be positive, got {temperature}")
+    if completion_mask is None:
+        completion_mask = torch.ones_like(completion_ids)
+    if tuple(completion_mask.shape) != shape:
+        check(False, _NAME, f"completion_mask must have shape {shape}, got {tuple(completion_mask.shape)}")
+    if beta and ref_logp is None:
+        check(False, _NAME, f"beta={beta} needs ref_logp; give it, or beta=0.0")
+    policy = make_policy(
+        *(loss_type, beta, eps_low, eps_high, delta, importance_sampling_level, use_bias_correction_kl),
+        *(sapo_temperature_pos, sapo_temperature_neg),
+        *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+    )
+    check_policy(_NAME, policy, importance_sampling_level, max_completion_length if reduce else 1)
+    given = advantages, old_logp, ref_logp, vllm_is_ratio
+    mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *given, loss_type)
+    target = torch.full((shape[0], shape[1] + 1), IGNORED, dtype=torch.int64, device=logits.device)
+    target[:, :-1] = completion_ids.masked_fill(~mask, IGNORED)
+    rows = logits.reshape(-1, logits.shape[-1])
+    logp = SelectedLogProbsFunction.apply(rows, target.view(-1), float(temperature), inplace).view(target.shape)[:, :-1]
+    share = token_shares(mask, loss_type, max_completion_length or 1, num_items_in_batch, advantages.dtype)
+    losses, kl, clipped = policy.terms(logp, advantages, share, *others)
+    if reduce:
+        loss = torch.where(mask, losses * share, 0.0).sum()
+        by_sequence = policy.by_sequence and clipped.shape[1] == 1
+        part = clipped.to(kl.dtype)
+        part = part.mean() if by_sequence else masked_mean(part, mask)
+        return loss, ([masked_mean(kl, mask).detach()] if beta else []) + [part]
+    losses = torch.where(mask, losses, 0.0)
+    return losses, torch.where(mask, kl, 0.0).detach() if beta else None, (clipped & mask).to(kl.dtype)
