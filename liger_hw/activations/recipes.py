@@ -278,16 +278,13 @@ class Scope:
         if not torch.is_grad_enabled():
             _local.entered.append(None)
             return self
-        scope, hooks, present = self, None, torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if present is not None and present[0] is not pack:
+        scope, hooks = self, None
+        if inside_foreign_hooks():
             scope = _STEPPED_ASIDE
             say_once("inside other saved-tensor hooks (checkpointing, offloading) activations are theirs to handle")
-        elif present is None and self.may != KEEP:
-            if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-                scope = _STEPPED_ASIDE
-            else:
-                hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-                hooks.__enter__()
+        elif self.may != KEEP and _hooks_on_top() is None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            hooks.__enter__()
         _local.entered.append((_local.scope, hooks))
         _local.scope = scope
         with _counting:
@@ -309,6 +306,18 @@ class Scope:
 
 
 _STEPPED_ASIDE = Scope(KEEP)
+
+
+def _hooks_on_top() -> tuple | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def inside_foreign_hooks() -> bool:
+    """Whether somebody else's saved-tensor hooks are the innermost, or somebody forbade any."""
+    hooks = _hooks_on_top()
+    if hooks is None:
+        return not torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return hooks[0] is not pack
 
 
 def say_once(message: str) -> None:

@@ -14,7 +14,10 @@ from typing import Any, Callable, Mapping
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the sizes of a decoder's kernels."""
+    """What decides the sizes of a decoder's kernels, and what its layers keep for backward.
+
+    tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores
+    """
 
     name: str
     hidden: int
@@ -26,14 +29,25 @@ class Model:
     activation: str = "silu"
     rms_norm: bool = True
     qk_norm: bool = False
+    layers: int = 32
+    tied: bool = False
+    sandwich: bool = False
+    softcap: bool = False
+    experts: int = 0
 
 
 KNOWN = {
     "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768),
     "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256),
-    "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True),
-    "google/gemma-2-2b": Model("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, "gelu_pytorch_tanh"),
-    "meta-llama/Llama-3.2-1B": Model("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
+    "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True, layers=36),
+    "google/gemma-2-2b": Model(
+        *("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, "gelu_pytorch_tanh"),
+        layers=26,
+        tied=True,
+        sandwich=True,
+        softcap=True,
+    ),
+    "meta-llama/Llama-3.2-1B": Model("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, layers=16, tied=True),
 }
 """Models whose facts need no file and no network: public id -> facts; the short name works too."""
 
@@ -129,4 +143,9 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
         rms_norm=not any(key.startswith("layer_norm_eps") for key in config) or "rms_norm_eps" in config,
         qk_norm=bool(config.get("use_qk_norm", kind.startswith(("qwen3", "gemma3", "olmo2")))),
+        layers=field("num_hidden_layers", "n_layer", default=32),
+        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        sandwich=kind.startswith(("gemma2", "gemma3")),
+        softcap=bool(config.get("attn_logit_softcapping")),
+        experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0),
     )

@@ -1,0 +1,229 @@
+"""Levels put onto a model: every layer's forward runs in its own level's scope, or checkpointed.
+
+A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` that of the layers' class, and nothing
+else. With "fit" or a size it plans at the first forward that trains, when batch, sequence length and dtype are known,
+again when a larger batch comes, and reports after the first optimizer steps how far the prediction was off.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from typing import Any, Callable
+
+import torch
+
+from ..transformers.report import Patch
+from . import recipes
+from .levels import FIT, LEVELS, in_words, is_budget, level_of_each, parse_size
+from .planner import Prediction, of_module, usable
+
+log = logging.getLogger("liger_hw")
+_SCOPES = {"cheap": recipes.CHEAP, "mlp": recipes.MLP}
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers, in order: what transformers would checkpoint, or the longest list of alike modules.
+
+    Raises `ValueError` where there are none.
+    """
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) and any(m.parameters())]
+    with_layers = [m for m in lists if all(_is_layer(child) for child in m)] or lists
+    if not with_layers:
+        raise ValueError(
+            f"activations: {type(model).__name__} has no list of layers; run its forward in a "
+            "`with liger_hw.activations(level):` block instead"
+        )
+    return list(max(with_layers, key=lambda m: sum(p.numel() for p in m.parameters())))
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+# -- one layer -------------------------------------------------------------------------------------------------------
+
+
+def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
+    if level == "keep" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        recipes.note_compiling()
+        return forward(*args, **kwargs)
+    if level != "full":
+        with recipes.Scope(_SCOPES[level]):
+            return forward(*args, **kwargs)
+    if recipes.inside_foreign_hooks():  # checkpointed already
+        return forward(*args, **kwargs)
+    if kwargs.get("past_key_values") is not None:
+        recipes.say_once(
+            "a layer that is recomputed cannot fill a cache: past_key_values is None there, as transformers has it"
+        )
+        kwargs = {**kwargs, "past_key_values": None}
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
+class Choice:
+    """The level of each of a model's `count` layers: as the setting names them, or planned when training begins.
+
+    prediction: the plan's, if there is one; planned_for: (batch, sequence length) it was made for
+    """
+
+    def __init__(self, setting: Any, count: int) -> None:
+        self.setting, self.planning = setting, is_budget(setting)
+        self.levels = ("keep",) * count if self.planning else level_of_each(setting, count)
+        self.prediction: Prediction | None = None
+        self.planned_for: tuple[int, int] | None = None
+        self._check: _Check | None = None
+
+    def level(self, index: int, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> str:
+        """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
+        if self.planning and not index and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._plan(source, config, args, kwargs)
+        return self.levels[index]
+
+    def _plan(self, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> None:
+        """Plan for this batch unless a plan for one as large exists."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or recipes.inside_foreign_hooks():
+            return
+        shape, planned = tuple(hidden.shape[:2]), self.planned_for
+        if planned is not None and shape[0] * shape[1] <= planned[0] * planned[1]:
+            return
+        device = hidden.device
+        compute = torch.get_autocast_dtype(device.type).itemsize if torch.is_autocast_enabled(device.type) else None
+        planner = of_module(source, config, *shape, compute)
+        budget = usable(device) if self.setting == FIT else parse_size(self.setting)
+        self.prediction, self.planned_for = planner.best(budget), shape
+        self.levels = self.prediction.levels
+        log.info("liger_hw: activations=%r at %d x %d: %s (%s)", self.setting, *shape, self.prediction, planner.given)
+        self.end()
+        if device.type != "cpu":
+            self._check = _Check(self.prediction, device)
+
+    def end(self) -> None:
+        """No more is to be compared with the prediction."""
+        if self._check is not None:
+            self._check.end()
+
+
+class _Check:
+    """Compares a prediction with the allocator's peak after the first optimizer step and after the second."""
+
+    def __init__(self, prediction: Prediction, device: torch.device) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.prediction, self.device, self.steps = prediction, device, 0
+        self._before = torch.get_device_module(device).max_memory_allocated(device)
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        self.steps += 1
+        measured = torch.get_device_module(self.device).max_memory_allocated(self.device)
+        predicted = self.prediction.first_peak if self.steps == 1 else self.prediction.peak
+        if measured <= self._before:
+            note = "; the process had used more before, so this says nothing"
+        else:
+            note = f", predicted {predicted / 2**30:.1f} ({100 * (predicted / measured - 1):+.1f}%)"
+        which = "first optimizer step" if self.steps == 1 else "second"
+        log.info("liger_hw: peak memory after the %s: %.1f GiB%s", which, measured / 2**30, note)
+        if self.steps == 2:
+            self.end()
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+# -- one model, or a class -------------------------------------------------------------------------------------------
+
+
+class Dial:
+    """The levels of one live model, put on when it is made. `revert()` takes them off; so does leaving it as a context.
+
+    setting: see `liger_hw.activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
+    """
+
+    def __init__(self, model: torch.nn.Module, setting: Any) -> None:
+        self.model = model
+        layers = layers_of(model)
+        self._choice = Choice(setting, len(layers))
+        self.patches: list[Patch] = []
+        config = getattr(model, "config", None)
+        for index, layer in enumerate(layers):
+            slot = "_old_forward" if hasattr(layer, "_hf_hook") and "_old_forward" in vars(layer) else "forward"
+            self.patches.append(Patch(layer, slot, self._at_its_level(index, layer, config, getattr(layer, slot))))
+            self.patches[-1].apply()
+
+    def _at_its_level(self, index: int, layer: torch.nn.Module, config: Any, forward: Callable) -> Callable:
+        choice, model = self._choice, self.model
+
+        @functools.wraps(forward)
+        def at_its_level(*args: Any, **kwargs: Any) -> Any:
+            return run_at(choice.level(index, model, config, args, kwargs), forward, args, kwargs)
+
+        return at_its_level
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        return self._choice.levels
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return self._choice.prediction
+
+    def revert(self) -> None:
+        """Put every layer's forward back. Doing it twice does nothing more."""
+        while self.patches:
+            self.patches.pop().revert()
+        self._choice.end()
+
+    def __enter__(self) -> "Dial":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.revert()
+
+    def __repr__(self) -> str:
+        return f"activations of {type(self.model).__name__}: {in_words(self.levels)}"
+
+
+def class_patch(cls: type, setting: Any) -> Patch:
+    """The one replacement that gives every layer of class `cls` its level, in models made before and after.
+
+    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`).
+    """
+    original = cls.forward
+    choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
+    places: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, Any, Choice]] = weakref.WeakKeyDictionary()
+
+    def place(layer: torch.nn.Module) -> tuple[int, Any, Choice]:
+        parts = list(layer.modules())
+        index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
+        config = next((m.config for m in parts if hasattr(m, "config")), None)
+        if index is None or config is None:
+            raise ValueError(
+                f"activations={setting!r}: {cls.__name__} does not know its place in the model; patch a live model "
+                "(model=...) or name one level for all layers"
+            )
+        _, choice = choices.setdefault(id(config), (config, Choice(setting, config.num_hidden_layers)))
+        return index, config, choice
+
+    @functools.wraps(original)
+    def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = types.MethodType(original, self)
+        if setting in LEVELS:
+            return run_at(setting, forward, args, kwargs)
+        if self not in places:
+            places[self] = place(self)
+        index, config, choice = places[self]
+        return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
+
+    return Patch(cls, "forward", at_its_level)

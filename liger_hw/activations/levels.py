@@ -1,0 +1,73 @@
+"""What a user may ask for: the words, and what they mean for each layer.
+
+keep    nothing is recomputed: as torch has it
+cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py): about 1% of the time
+mlp     the gate and up projections are recomputed too
+full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping, Sequence
+
+LEVELS = ("keep", "cheap", "mlp", "full")
+"""From most memory to least, and from fastest to slowest."""
+FIT = "fit"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
+_UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of "80GiB" or "80000MB"; None for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def is_budget(setting: Any) -> bool:
+    """Whether a setting leaves the choice to the planner."""
+    return isinstance(setting, str) and (setting == FIT or parse_size(setting) is not None)
+
+
+def check_level(level: Any) -> str:
+    """`level` itself. Raises `ValueError` that names what there is."""
+    if level not in LEVELS:
+        raise ValueError(
+            f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size as '80GiB'"
+        )
+    return level
+
+
+def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
+    """The level of every layer: from one word, a sequence with one for each layer, or a mapping index -> level.
+
+    In a mapping a negative index counts from the end and what is not named is kept. Raises `ValueError`.
+    """
+    if isinstance(setting, str):
+        return (check_level(setting),) * layers
+    if isinstance(setting, Mapping):
+        found = ["keep"] * layers
+        for index, level in setting.items():
+            if type(index) is not int or not -layers <= index < layers:
+                raise ValueError(f"activations: {index!r} is no layer of {layers}; use 0 to {layers - 1}")
+            found[index] = check_level(level)
+        return tuple(found)
+    if isinstance(setting, Sequence):
+        if len(setting) != layers:
+            raise ValueError(f"activations: {len(setting)} levels for {layers} layers; give one for each, or a mapping")
+        return tuple(check_level(level) for level in setting)
+    raise ValueError(
+        f"activations takes {', '.join(LEVELS)}, 'fit', a size such as '80GiB', one level a layer, or a mapping from "
+        f"layer to level; got {setting!r}"
+    )
+
+
+def in_words(levels: Sequence[str]) -> str:
+    """`mlp x12, cheap x20`: runs of equal levels, first layer first."""
+    runs: list[list[Any]] = []
+    for level in levels:
+        if runs and runs[-1][0] == level:
+            runs[-1][1] += 1
+        else:
+            runs.append([level, 1])
+    return ", ".join(f"{level} x{n}" for level, n in runs)

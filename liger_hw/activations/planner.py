@@ -1,0 +1,263 @@
+"""How many bytes and how much time a training step takes with each level in each layer, and the best mix that fits.
+
+Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
+the loss head's chunks, and what is alive at the worst moment of the step. Time is counted in FLOPs and bytes moved,
+weighed by one ratio that current accelerators share within a third; so it is good for comparing mixes, not for seconds.
+`Assumptions` says what is taken for granted. docs/activations.md compares predictions with an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Sequence
+
+from .levels import LEVELS, in_words
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..autotune.models import Model
+
+FLOPS_PER_BYTE = 160
+"""bf16 GEMM rate over memory bandwidth, both as reached: 690 TFLOP/s and 4.25 TB/s on an H200; A100 about 155, MI300X 140."""
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.75, 0.6
+"""Rate of flash attention as a share of the GEMM rate."""
+WORKSPACE = 100 << 20
+"""Matrix multiplication workspaces and small tensors."""
+STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
+"""Optimizer state, in units of the trainable parameters' bytes."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a prediction takes for granted.
+
+    dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
+    trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
+    gradients and optimizer state (FSDP); fused_loss: the logits never exist
+    """
+
+    dtype_bytes: int = 2
+    compute_bytes: int = 2
+    optimizer: str = "adamw"
+    trainable: float = 1.0
+    shards: int = 1
+    fused_loss: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in STATE_BYTES:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_BYTES)}")
+
+    def __str__(self) -> str:
+        half = {2: "bf16/fp16", 4: "fp32"}
+        parts = [
+            f"parameters in {half[self.dtype_bytes]}, activations in {half[self.compute_bytes]}",
+            f"{self.optimizer} in the parameters' dtype, fused",
+            "gradients freed after each step",
+            "fused linear cross entropy" if self.fused_loss else "logits kept",
+        ]
+        parts += [f"{self.trainable:.1%} of the parameters train"] if self.trainable < 1 else []
+        parts += [f"sharded over {self.shards} devices"] if self.shards > 1 else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer at one batch: bytes its backward keeps and seconds it takes (GEMM FLOPs = 1), by level.
+
+    transient: bytes beside `kept` while its backward runs
+    """
+
+    kept: dict[str, int]
+    transient: dict[str, int]
+    extra: dict[str, float]
+    time: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step with `levels`: peak bytes, peak of the first step (no optimizer state before it), speed against keep."""
+
+    levels: tuple[str, ...]
+    peak: int
+    first_peak: int
+    speed: float
+
+    def __str__(self) -> str:
+        return f"{in_words(self.levels)}: {self.peak / 2**30:.1f} GiB, {100 * self.speed:.1f}% of keep's speed"
+
+
+class Planner:
+    """Predictions for one model, batch and sequence length. `model` is what autotune.models finds.
+
+    Raises `ValueError` for a mixture of experts, whose layers are not modelled.
+    """
+
+    def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
+        if model.experts:
+            raise ValueError(
+                f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"
+            )
+        self.model, self.batch, self.seq, self.given = model, batch, seq, assumptions
+        self.tokens = batch * seq
+        self.layer = self._layer()
+
+    # -- one layer ---------------------------------------------------------------------------------------------------
+
+    def _layer(self) -> Layer:
+        m, given, tokens = self.model, self.given, self.tokens
+        unit = tokens * given.compute_bytes
+        stream = tokens * max(given.dtype_bytes, given.compute_bytes)  # the residual stream is fp32 under autocast
+        q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.intermediate
+        autocast = given.dtype_bytes > given.compute_bytes
+        linear = m.hidden * (2 * q + 2 * kv) + 3 * m.hidden * wide
+        norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
+        parameters = linear + norms
+
+        normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
+        rotated = unit * (q + kv) if m.qk_norm else 0
+        keep = stream * 2 * m.hidden + unit * (2 * q + 2 * kv)  # residuals; q, k, v and attention's output
+        keep += normed + 3 * unit * wide + rotated  # rotated: what the norms of q and k took
+        keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
+        keep += unit * 2 * m.hidden if m.sandwich else 0
+        keep += (
+            8 * self.batch * m.heads * self.seq**2 if m.softcap else 0
+        )  # eager scores: tanh, softmax in fp32, its cast
+        keep += linear * given.compute_bytes if autocast else 0  # autocast's copies of the weights
+        cheap = keep - normed - unit * wide - rotated
+        kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide, "full": stream * m.hidden}
+        grads = int(given.trainable * m.hidden * wide * given.dtype_bytes)
+        in_flight = unit * wide + 2 * stream * m.hidden + grads  # gradients of the activation, the stream, a weight
+        transient = {
+            "keep": in_flight,
+            "cheap": in_flight + unit * wide,
+            "mlp": in_flight + 3 * unit * wide,
+            "full": in_flight + keep,
+        }
+        return Layer(kept, transient, *self._times(linear, q, kv), parameters)
+
+    def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float]:
+        m, tokens, size = self.model, self.tokens, self.given.compute_bytes
+
+        def moved(columns: int) -> float:
+            return tokens * columns * size * FLOPS_PER_BYTE
+
+        gemm, scores = 2 * tokens * linear, 2 * tokens * self.seq * q  # causal: half of 4
+        norm, gate, rotation = moved(4 * m.hidden), moved(3 * m.intermediate), moved(2 * (q + kv))
+        small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + moved(6 * m.hidden)
+        forward = gemm + scores / ATTENTION_FORWARD + small
+        backward = 2 * gemm * (1 + self.given.trainable) / 2 + 2.5 * scores / ATTENTION_BACKWARD + 2 * small
+        cheap = norm + gate + (2 * rotation if m.qk_norm else 0)
+        extra = {
+            "keep": 0.0,
+            "cheap": cheap,
+            "mlp": cheap + 4 * tokens * m.hidden * m.intermediate,
+            "full": forward - 2 * tokens * m.hidden * m.intermediate,  # checkpointing stops before the last product
+        }
+        return extra, forward + backward
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def head_parameters(self) -> int:
+        return self.model.vocab * self.model.hidden
+
+    def predict(self, levels: Sequence[str]) -> Prediction:
+        """Bytes and speed of a training step with these levels, first layer first."""
+        levels = tuple(levels)
+        if len(levels) != self.model.layers:
+            raise ValueError(f"{self.model.name} has {self.model.layers} layers, got {len(levels)} levels")
+        given, layer = self.given, self.layer
+        size = given.dtype_bytes / given.shards
+        weights = (len(levels) * layer.parameters + self.head_parameters * (1 if self.model.tied else 2)) * size
+        state = weights * given.trainable * STATE_BYTES[given.optimizer]
+        first = self._peak(levels, weights)
+        after_step = weights * (1 + given.trainable) + state
+        peak = max(self._peak(levels, weights + state), after_step)
+        kept = len(levels) * layer.time + self._rest()
+        speed = kept / (kept + sum(layer.extra[level] for level in levels))
+        return Prediction(levels, int(peak) + WORKSPACE, int(max(first, after_step)) + WORKSPACE, speed)
+
+    def _peak(self, levels: tuple[str, ...], resident: float) -> float:
+        """The most that is alive at a time from the loss to the end of backward."""
+        given, layer, m = self.given, self.layer, self.model
+        size = given.dtype_bytes / given.shards * given.trainable
+        stream = self.tokens * m.hidden * given.compute_bytes
+        head_grad = self.head_parameters * (size if given.trainable == 1 else 0)
+        alive = resident + sum(layer.kept[level] for level in levels) + 2 * stream
+        most = alive + self._head()
+        alive += head_grad
+        for level in reversed(levels):
+            most = max(most, alive + layer.transient[level])
+            alive += layer.parameters * size - layer.kept[level]
+        return max(most, alive + (0 if m.tied else head_grad))
+
+    def _head(self) -> int:
+        """Bytes the loss takes beside its gradient's: a chunk of logits, or all of them with softmax's copies."""
+        m, given = self.model, self.given
+        if not given.fused_loss:
+            return self.tokens * m.vocab * (2 * given.compute_bytes + 4)
+        from ..kernels._linear_head import plan_chunks
+
+        trains = given.trainable == 1
+        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains)
+        weight = m.vocab * m.hidden * (4 if chunks.wide else given.compute_bytes) if trains else 0
+        return chunks.rows * m.vocab * given.compute_bytes + weight + self.tokens * m.hidden * given.compute_bytes
+
+    def _rest(self) -> float:
+        """Time of what is no layer: the loss head and the optimizer."""
+        given = self.given
+        parameters = self.model.layers * self.layer.parameters + 2 * self.head_parameters
+        update = parameters * given.trainable * given.dtype_bytes * (3 + 2 * STATE_BYTES[given.optimizer])
+        return 6 * self.tokens * self.head_parameters + update / given.shards * FLOPS_PER_BYTE
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def pure(self) -> list[Prediction]:
+        """Each level in every layer."""
+        return [self.predict((level,) * self.model.layers) for level in LEVELS]
+
+    def best(self, budget: int) -> Prediction:
+        """The fastest mix whose peak is at most `budget` bytes. Raises `ValueError` when even `full` needs more.
+
+        Mixes of two levels suffice: each step down the list costs more time per byte than the one before. The level
+        that keeps less goes into the first layers, whose backward comes last, when gradients fill the memory.
+        """
+        count = self.model.layers
+        pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
+        mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
+        found = [self.predict(mix) for mix in mixes]
+        fitting = [one for one in found if one.peak <= budget]
+        if not fitting:
+            least = min(found, key=lambda one: one.peak)
+            raise ValueError(
+                f"{self.model.name} at {self.batch} x {self.seq} needs {least.peak / 2**30:.1f} GiB even with "
+                f"{in_words(least.levels)}, and {budget / 2**30:.1f} GiB are to be used; make the batch or the sequence "
+                "smaller, shard the model, or train fewer of its parameters"
+            )
+        return max(fitting, key=lambda one: (one.speed, -one.peak))
+
+
+def usable(device: "torch.device") -> int:
+    """Bytes of a device that a training step may be planned for: its memory less 4%, for the driver and fragmentation."""
+    import torch
+
+    if device.type == "cpu":
+        raise ValueError("activations='fit' plans for an accelerator's memory and the model is on the CPU; name a size")
+    return int(0.96 * torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def of_module(
+    source: "torch.nn.Module", config: Any, batch: int, seq: int, compute_bytes: int | None = None
+) -> Planner:
+    """A Planner for a live transformers model: shape from its config, dtype and what trains from `source`'s parameters."""
+    from ..autotune import models
+
+    if config is None:
+        raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
+    shape = models.from_config(config.to_dict(), type(source).__name__)
+    parameters = list(source.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
+    size = max(parameters, key=lambda p: p.numel()).element_size()
+    return Planner(shape, batch, seq, Assumptions(size, compute_bytes or size, trainable=trained))
