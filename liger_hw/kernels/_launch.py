@@ -11,6 +11,8 @@ passed as integers, which spares the driver's pointer query per tensor.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from threading import get_ident
 from typing import Any, Callable
 
 import torch
@@ -33,8 +35,10 @@ _get_device = getattr(torch._C, "_cuda_getDevice", None)
 _get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
-_CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
+CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
 """Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
+noted: dict[int, Callable[[Plan, Any, tuple, tuple, tuple], None]] = {}
+"""Thread -> what takes (plan, kernel, grid, args, flags) of its launches instead of the device; see `autotune.ahead`."""
 redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
 """Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 
@@ -49,14 +53,17 @@ class LaunchFailed(RuntimeError):
 
 def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], flags: tuple[Any, ...] = ()) -> None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device."""
+    if noted and (note := noted.get(get_ident())) is not None:
+        note(plan, kernel, grid, args, flags)
+        return
     compiled = plan.compiled
-    if compiled is None or not _CAN_BE_FAST:
+    if compiled is None or not CAN_BE_FAST:
         _launch_ordinary(plan, kernel, grid, args, flags)
         return
     name = id(kernel)
     count = _tensor_counts.get(name)
     if count is None:
-        count = _tensor_counts[name] = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
+        count = _count_tensors(kernel, args)
     tensors, numbers = args[:count], args[count:]
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     together = 0
@@ -80,20 +87,40 @@ def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]
     run(grid[0], y, z, _get_stream(index), *head, *pointers, *numbers, *constants)
 
 
-def _find_or_compile(
-    plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple, index: int
-) -> tuple | None:
-    """The compiled kernel that numbers of the same class already have; None after an ordinary launch did the work.
+def _count_tensors(kernel: Any, args: tuple) -> int:
+    count = _tensor_counts[id(kernel)] = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
+    return count
+
+
+def _likeness(name: int, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
+    """Equal for launches that one compiled kernel serves.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all.
     """
-    name, _, numbers, *rest = key
     classes = tuple(
         (n if n == 1 else (n & 15 == 0, -_INT32 <= n < _INT32)) if type(n) is int else None for n in numbers
     )
+    return "alike", name, flags, classes, *rest
+
+
+def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
+    """`_likeness` of a launch whose tensors may be fake: they begin where their storage's alignment puts them."""
+    count = _count_tensors(kernel, args)
+    offsets = [None if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
+    dtypes = [None if t is None else t.dtype for t in args[:count]]
+    return _likeness(id(kernel), flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
+
+
+def _find_or_compile(
+    plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple, index: int
+) -> tuple | None:
+    """The compiled kernel of a launch alike; None after an ordinary launch did the work."""
+    name, _, numbers, *rest = key
     compiled = plan.compiled
-    alike = ("alike", name, flags, classes, *rest)
+    alike = _likeness(name, flags, numbers, rest)
     found = compiled.get(alike)
+    if isinstance(found, Future):  # being compiled in another thread
+        found = found.result() if found.exception() is None else None
     if found is None:
         kernel_object = _launch_ordinary(plan, kernel, grid, args, flags)
         compiled[alike] = compiled[key] = (*_entry(kernel_object), flags + _tunables(plan, kernel, len(args) + len(flags)))
@@ -104,6 +131,27 @@ def _find_or_compile(
         compiled.update(kept)
     compiled[key] = found
     return found
+
+
+def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> tuple:
+    """What `_find_or_compile` would find for a launch, compiled and loaded on the current device, not launched.
+
+    The tensors may be fake: Triton is shown stand-ins.
+    """
+    constants = flags + _tunables(plan, kernel, len(args) + len(flags))
+    shown = [_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args]
+    return *_entry(kernel.warmup(*shown, *constants, grid=(1,), **plan.options)), constants
+
+
+class _StandIn:
+    """Looks to Triton like a tensor: a dtype, and where it begins."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._offset = tensor.storage_offset() * tensor.itemsize
+
+    def data_ptr(self) -> int:
+        return self._offset
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:

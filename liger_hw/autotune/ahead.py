@@ -1,0 +1,145 @@
+"""A model's kernels compiled before it asks for them, several at once.
+
+Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched; where
+Triton also builds a C launcher for each signature (3.6), that is 0.3 to 0.7 s a kernel. So a patched forward calls
+`at_first_forward`: a thread works out what the model launches at this batch's shape (`models.sizes_of`) by running each op
+forward and backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads compile
+them. A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as
+ever. Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Callable, Mapping
+
+from .. import env, registry
+from ..kernels import _launch
+from . import models
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("liger_hw")
+
+Note = Callable[[registry.Plan, Any, tuple, tuple, tuple], None]
+_started: set[int] = set()
+
+
+def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Future | None":
+    """Called by a patched causal LM's forward with its arguments: `start`, once for each model config of a process.
+
+    Not under autocast, where what dtype an op sees is not the model's to say.
+    """
+    import torch
+
+    if id(model.config) in _started:
+        return None
+    _started.add(id(model.config))
+    given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, torch.Tensor)]
+    if not given or given[0].dim() < 2 or torch.is_autocast_enabled(given[0].device.type):
+        return None
+    batch, seq = given[0].shape[:2]
+    return start(model.config, batch, seq, model.dtype, given[0].device)
+
+
+def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torch.device") -> "Future | None":
+    """Compile in the background what a Hugging Face model of `config` launches for [batch, seq] tokens.
+
+    The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device, switched
+    off, a graph being captured, a config without the usual fields.
+    """
+    if not _launch.CAN_BE_FAST or device.type == "cpu" or registry.is_quiet():
+        return None
+    if not (env.get("LIGER_HW_COMPILE_AHEAD") and registry.backend_of(device).fast_launch):
+        return None
+    try:
+        model = models.from_config(config.to_dict(), type(config).__name__)
+    except (AttributeError, ValueError):
+        return None
+    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="liger_hw-compile")
+    return pool.submit(_compile_all, pool, model, batch, seq, dtype, device)
+
+
+def _threads() -> int:
+    """Compiling threads: half the cores that fall to this process, 8 at most."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return max(2, min(8, (os.cpu_count() or 2) // 2 // max(1, ranks)))
+
+
+def _compile_all(pool: ThreadPoolExecutor, model: models.Model, batch: int, seq: int, dtype: Any, device: Any) -> None:
+    waiting: list[Future] = []
+
+    def note(plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        likeness = _launch.likeness(kernel, args, flags)
+        if plan.compiled is not None and plan.compiled.setdefault(likeness, future := Future()) is future:
+            waiting.append(future)
+            pool.submit(_compile, future, likeness, plan, kernel, args, flags, device)
+
+    try:
+        foresee(model, batch, seq, dtype, device, note)
+    except Exception as error:  # a step that compiles its kernels itself is no failure
+        log.debug("liger_hw: compiling ahead stopped: %s: %s", type(error).__name__, error)
+    pool.shutdown(wait=False)
+    for future in waiting:
+        future.exception()
+
+
+def foresee(model: models.Model, batch: int, seq: int, dtype: Any, device: Any, note: Note) -> None:
+    """Call `note(plan, kernel, grid, args, flags)` for each launch of a training step of `model`, made or not."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from .compile import _launcher_mode, _tensors
+
+    for op, options in _OPS.items():
+        for sizes in models.sizes_of(op, model, batch, seq):
+            entry = registry.get_op(op)
+            chosen = options(model)
+            with FakeTensorMode(), _launcher_mode(), _noting(note), torch.autograd.set_multithreading_enabled(False):
+                sample = entry.sample(sizes, dtype, device, None, **chosen)
+                outputs = [o for o in _tensors(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
+                inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+                torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
+
+
+def _norm_options(model: models.Model) -> Mapping[str, Any]:
+    return {"casting_mode": "gemma", "offset": 1.0} if model.activation.startswith("gelu") else {}
+
+
+_OPS: Mapping[str, Callable[[models.Model], Mapping[str, Any]]] = {
+    "rms_norm": _norm_options,
+    "rope": lambda model: {"shared": True},
+    "swiglu": lambda model: {},
+    "geglu": lambda model: {},
+    "fused_linear_cross_entropy": lambda model: {},
+}
+"""The ops a patch puts into a causal LM, in the order of their first launch -> options of their samples."""
+
+
+@contextlib.contextmanager
+def _noting(note: Note):
+    """Every launch of this thread goes to `note` instead of the device."""
+    thread = threading.get_ident()
+    _launch.noted[thread] = note
+    try:
+        yield
+    finally:
+        del _launch.noted[thread]
+
+
+def _compile(future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple, device: Any) -> None:
+    try:
+        import torch
+
+        with torch.get_device_module(device).device(device):
+            entry = _launch.compile_only(plan, kernel, args, flags)
+        plan.compiled[likeness] = entry
+        future.set_result(entry)
+    except BaseException as error:  # whoever launches it meets the error again, and knows what to do with it
+        plan.compiled.pop(likeness, None)
+        future.set_exception(error)

@@ -1,0 +1,101 @@
+"""Compiling ahead: what is foreseen is what the patched model then launches, and a launch takes what is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from concurrent.futures import Future
+
+import pytest
+import torch
+from liger_hw import registry
+from liger_hw.autotune import ahead, models
+from liger_hw.autotune.compile import _launcher_mode
+from liger_hw.backends import known_target
+from liger_hw.kernels import _launch, rms_norm
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def target(clean_registry):
+    with registry.pretend(known_target("sm90")):
+        yield
+
+
+def _noted(launches: set):
+    def note(plan, kernel, grid, args, flags):
+        launches.add((plan.tunable.name, plan.key, _launch.likeness(kernel, args, flags)))
+
+    return note
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama", "gemma"])
+def test_a_model_launches_what_was_foreseen(kind, target):
+    transformers = pytest.importorskip("transformers")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import liger_hw.transformers as patches
+
+    name = kind.capitalize()
+    sizes = dict(vocab_size=512, num_hidden_layers=1, hidden_size=256, intermediate_size=512, head_dim=64)
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    foreseen, launched = set(), set()
+    ahead.foresee(
+        models.from_config(config.to_dict(), kind), 2, 32, torch.bfloat16, torch.device("cpu"), _noted(foreseen)
+    )
+    report = getattr(patches, f"apply_liger_kernel_to_{kind}")()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(), _launcher_mode(), ahead._noting(_noted(launched)):
+            model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+            ids = torch.randint(0, 512, (2, 32))
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        report.revert()
+    assert launched and launched <= foreseen, sorted(n[0] for n in launched - foreseen)
+
+
+def test_nothing_is_started_where_nothing_compiles():
+    class Config:
+        def to_dict(self):
+            raise AssertionError("asked for although the CPU compiles nothing")
+
+    assert ahead.start(Config(), 1, 8, torch.float32, torch.device("cpu")) is None
+
+
+def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
+    """The second thread's launch comes while the kernel compiles, and takes the entry rather than compile its own."""
+    x, y = torch.ones(2, 16), torch.empty(2, 16)
+    key = registry.row_key(2, 16, 4)
+    plan = rms_norm.FWD.plan(x.device, key)
+    plan.compiled = {}
+    flags, args = (0, True), (x, None, y, torch.empty(2), 16, 2, 16, 1e-6, 0.0)
+    future, ran = Future(), []
+    plan.compiled[_launch.likeness(rms_norm._rms_norm_fwd_kernel, args, flags)] = future
+    monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
+    monkeypatch.setattr(_launch, "_get_device", lambda: -1)
+    monkeypatch.setattr(_launch, "_get_stream", lambda index: 0)
+    monkeypatch.setattr(_launch, "_profiled", lambda: False)
+    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *a: pytest.fail("compiled a second time"))
+    launch = threading.Thread(target=_launch.launch, args=(plan, rms_norm._rms_norm_fwd_kernel, (2,), args, flags))
+    launch.start()
+    launch.join(0.2)
+    assert launch.is_alive() and not ran  # it waits
+    future.set_result((lambda *a: ran.append(a), ("function",), ("constant",)))
+    launch.join(30)
+    assert ran and ran[0][:5] == (2, 1, 1, 0, "function") and ran[0][-1] == "constant"
+
+
+def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, target):
+    x = torch.ones(2, 16)
+    plan = rms_norm.FWD.plan(x.device, registry.row_key(2, 16, 4))
+    plan.compiled = {}
+    future = Future()
+    plan.compiled["alike"] = future
+    monkeypatch.setattr(_launch, "compile_only", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
+    ahead._compile(future, "alike", plan, None, (), (), x.device)
+    assert "alike" not in plan.compiled and future.exception() is not None
