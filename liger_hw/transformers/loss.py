@@ -20,6 +20,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from ..autotune import ahead
 from .deferred import DeferredLogits, Surroundings
 
 log = logging.getLogger("liger_hw")
@@ -250,6 +251,8 @@ def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callab
         skip = fused and (self.training if skip_logits is None else bool(skip_logits))
         if fused and not skip and not return_token_accuracy:
             return original(self, *args, **kwargs)
+        if skip and not torch.compiler.is_compiling():
+            ahead.at_first_forward(self, args, kwargs)
         head = OutputHead(getattr(self, head_name), fused and skip, return_token_accuracy)
         outputs = original(ModelView(self, head_name, head), *args, **kwargs)
         return _finish(outputs, head, skip)
