@@ -24,7 +24,7 @@ _HOME = {
 }
 """Public name -> module that defines it."""
 
-_SUBMODULES = ("autotune", "backends", "bench", "distributed", "env", "kernels", "registry", "transformers")
+_SUBMODULES = ("activations", "autotune", "backends", "bench", "distributed", "env", "kernels", "registry", "transformers")
 
 __all__ = [*_HOME, *_SUBMODULES]
 

@@ -29,7 +29,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     Raises `ValueError` where there are none.
     """
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) and any(m.parameters())]
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     with_layers = [m for m in lists if all(_is_layer(child) for child in m)] or lists
     if not with_layers:
         raise ValueError(
