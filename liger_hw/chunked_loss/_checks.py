@@ -18,7 +18,7 @@ def checked_head(
 
     role: what the arguments' names begin with ("ref_", "student_"). Under autocast they are cast to its dtype.
     """
-    names = (f"{role}input" if role else "_input", f"{role}weight" if role else "lin_weight", f"{role}bias" if role else "bias")
+    names = (f"{role}input", f"{role}weight", f"{role}bias") if role else ("_input", "lin_weight", "bias")
     check_tensors(op, optional=(names[2],), **dict(zip(names, (x, weight, bias))))
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
@@ -41,10 +41,11 @@ def checked_target(op: str, name: str, target: torch.Tensor, x: torch.Tensor) ->
         raise TypeError(f"{op}: {name} must be a tensor, got {type(target).__name__}")
     if target.dtype not in (torch.int64, torch.int32):
         check(False, op, f"{name} must hold token indices (int64 or int32), got {target.dtype}")
-    if target.shape != x.shape[:-1]:
-        check(False, op, f"{name} must have shape {tuple(x.shape[:-1])} to match the hidden states, got {tuple(target.shape)}")
+    shape = tuple(x.shape[:-1])
+    if target.shape != shape:
+        check(False, op, f"{name} must have shape {shape} to match the hidden states, got {tuple(target.shape)}")
     if target.device != x.device:
-        check(False, op, f"{name} is on {target.device} but the hidden states are on {x.device}; move them to one device")
+        check(False, op, f"{name} is on {target.device} but the input is on {x.device}; move them to one device")
     return target
 
 
@@ -62,14 +63,3 @@ def checked_reference(
     if x.device != policy.device:
         check(False, op, f"ref_input is on {x.device} but _input is on {policy.device}; move them to one device")
     return x.detach(), weight.detach(), None if bias is None else bias.detach()
-
-
-def checked_rows(op: str, name: str, t: torch.Tensor, shape: torch.Size, x: torch.Tensor) -> torch.Tensor:
-    """A floating tensor of one number for each token of x, in at least fp32 and without a gradient."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if t.shape != shape:
-        check(False, op, f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
-    if t.device != x.device:
-        check(False, op, f"{name} is on {t.device} but the hidden states are on {x.device}; move them to one device")
-    return t.detach().to(torch.promote_types(x.dtype, torch.float32))

@@ -92,7 +92,7 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
     if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None or group * vocab * itemsize > DEFAULT_MIB << 20:
         return chunks
     n_groups, together, wide = n_rows // group, 1, False
-    if itemsize == 2 and n_groups > MOST_ROUNDINGS:  # as in plan_chunks: fewer chunks, or an fp32 sum, whichever is smaller
+    if itemsize == 2 and n_groups > MOST_ROUNDINGS:  # as in plan_chunks: larger chunks or an fp32 sum, the smaller
         together = cdiv(n_groups, MOST_ROUNDINGS)
         wide = (together - 1) * group * itemsize > 4 * hidden
         together = 1 if wide else together
@@ -208,21 +208,15 @@ def _slopes(loss, rows: _Rows, first: int, last: int, width: int, extras, spec: 
     return other
 
 
-def _group_rows(spec_group: int, length: int) -> int:
-    return (1, length, 2 * length)[spec_group]
-
-
 @torch.no_grad()
-def _run(
-    x, weight, bias, target, second, extras, name, kind, numbers, group, n_grouped, ignore_index, temperature, scale, *wanted
-):
-    spec = Spec(name, kind, tuple(numbers), group, n_grouped, ignore_index, temperature)
-    loss = LOSSES[name](kind, *numbers)
+def _run(x, weight, bias, target, second, extras, *call):
+    spec, (scale, *wanted) = Spec(*call[:7]), call[7:]
+    loss = LOSSES[spec.name](spec.kind, *spec.numbers)
     (batch, length), (vocab, hidden) = target.shape, weight.shape
-    n_rows, width = batch * length, _group_rows(group, length)
-    _check(target, vocab, ignore_index)
-    _check(second, vocab, ignore_index)
-    order = pair_order(batch, length, x.device) if group == PAIR and batch > 2 else None
+    n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
+    check_in_range(target, vocab, spec.ignore_index)
+    check_in_range(second, vocab, spec.ignore_index)
+    order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
     flat, target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     second = None if second is None else second.reshape(-1).contiguous()
     if order is not None:
@@ -247,33 +241,32 @@ def _run(
     return [loss.value(seen), *loss.metrics(seen), *head_gradients(grads, flat, bias)]
 
 
-def _check(target, vocab: int, ignore_index: int) -> None:
+def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
     """Targets out of range: named on the CPU, an assertion on the device elsewhere (as the cross entropies')."""
     if target is None:
         return
     if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
-        check_targets("liger_hw.chunked_loss", target.reshape(-1), vocab, ignore_index)
+        check_targets("chunked_loss", target.reshape(-1), vocab, ignore_index)
     elif target.device.type != "meta":
         inside = (target == ignore_index) | ((target >= 0) & (target < vocab))
         try:
-            torch._assert_async(inside.all(), "liger_hw.chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
+            torch._assert_async(inside.all(), "chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
         except NotImplementedError:
             pass  # no such operator on this device: the loss is nan all the same
 
 
-def _fake(
-    x, weight, bias, target, second, extras, name, kind, numbers, group, n_grouped, ignore_index, temperature, scale, *wanted
-):
-    loss = LOSSES[name](kind, *numbers)
+def _fake(x, weight, bias, target, second, extras, *call):
+    spec, (_, *wanted) = Spec(*call[:7]), call[7:]
+    loss = LOSSES[spec.name](spec.kind, *spec.numbers)
     batch, length = target.shape
-    shape = (batch * length, 1) if group == TOKEN else (batch // group, length * group)
+    shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
     logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
     seen = Seen(
         *(logp, None if second is None else torch.empty_like(logp), torch.empty_like(logp)),
-        *(extras[:n_grouped], extras[n_grouped:], shape[0], weight.shape[0]),
+        *(extras[: spec.n_grouped], extras[spec.n_grouped :], shape[0], weight.shape[0]),
     )
-    shapes = (x.reshape(-1, x.shape[-1]), weight, weight[:, 0] if bias is None else bias)
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) if w else absent(x) for t, w in zip(shapes, wanted)]
+    likes = x.reshape(-1, x.shape[-1]), weight, weight[:, 0] if bias is None else bias
+    grads = [like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, wanted)]
     return [loss.value(seen), *loss.metrics(seen), *grads]
 
 
@@ -293,7 +286,8 @@ class _ChunkedLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, scale, *extras):
         wanted = ctx.needs_input_grad[:3]
-        *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), *spec, scale, *wanted)
+        tensors = x, weight, bias, target, second, list(extras)
+        *outputs, dx, dweight, dbias = chunked_loss(*tensors, *spec, scale, *wanted)
         ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), wanted) if w))
         ctx.wanted, ctx.scale, ctx.shape, ctx.n_extras = wanted, scale, x.shape, len(extras)
         ctx.mark_non_differentiable(*outputs[1:])

@@ -53,7 +53,8 @@ def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, lo
 
 def sapo_loss_fn(importance_ratio: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
     """SAPO's soft gate 4 / t sigmoid(t (ratio - 1)); temperature: a number, or one for each ratio."""
-    check(isinstance(temperature, torch.Tensor) or temperature > 0, "sapo_loss_fn", f"temperature must be positive: {temperature}")
+    if not isinstance(temperature, torch.Tensor):
+        check(temperature > 0, "sapo_loss_fn", f"temperature must be positive, got {temperature}")
     return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
 
 
@@ -185,7 +186,7 @@ def check_policy(op: str, policy: Policy, level: str, max_completion_length: int
     check(kind in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {kind!r}")
     check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
     if level == "sequence" and kind in ("cispo", "sapo", "vespo"):
-        check(False, op, f"loss_type={kind!r} has no sequence-level importance sampling; use importance_sampling_level='token'")
+        check(False, op, f"loss_type={kind!r} has no sequence level; use importance_sampling_level='token'")
     if kind == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
         check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
     check(policy.delta > 0, op, f"delta must be positive, or None, got {policy.delta}")

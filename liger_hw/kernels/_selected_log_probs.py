@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ._cross_entropy_reference import absent, check_targets
+from ._cross_entropy_reference import check_targets
 from ._log_prob_rows import LogProbs, log_prob_buffers, log_probs_reference, row_log_prob_gradients, row_log_probs
 from ._op import define, first_order, is_interpreted
 from ._reuse import graph_is_kept

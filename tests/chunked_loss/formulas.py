@@ -38,10 +38,12 @@ PAIR_LOSSES = {
     "hinge": lambda c, r, o: torch.relu(1 - o["beta"] * (c - r)),
     "ipo": lambda c, r, o: (c - r - 0.5 / o["beta"]) ** 2,
     "robust": lambda c, r, o: (
-        -(1 - o["label_smoothing"]) * F.logsigmoid(o["beta"] * (c - r))
-        + o["label_smoothing"] * F.logsigmoid(-o["beta"] * (c - r))
-    )
-    / (1 - 2 * o["label_smoothing"]),
+        (
+            -(1 - o["label_smoothing"]) * F.logsigmoid(o["beta"] * (c - r))
+            + o["label_smoothing"] * F.logsigmoid(-o["beta"] * (c - r))
+        )
+        / (1 - 2 * o["label_smoothing"])
+    ),
     "exo_pair": lambda c, r, o: sum(
         torch.sigmoid(s * o["beta"] * (c - r)) * (F.logsigmoid(s * o["beta"] * (c - r)) - math.log(q))
         for s, q in ((1, 1 - o["label_smoothing"]), (-1, o["label_smoothing"]))

@@ -1,0 +1,169 @@
+"""What the distillation losses share: a student's head trained on a teacher's head and on true labels at once.
+
+    loss = weight_soft * soft + weight_hard * hard
+
+soft: the mean over counted tokens of a distance between the student's and the teacher's logits (JSD, cosine); hard: the
+mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token counts.
+Every token's slope is its own matter: any chunk will do. The row kernel is `kernels/_distill_rows.py`, which reads a row
+of both heads and writes the gradient of both terms over the student's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels._cross_entropy_reference import absent
+from ..kernels._cross_entropy_scale import scale_gradients
+from ..kernels._distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
+from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
+from ..kernels._log_prob_rows import vocab_key
+from ..kernels._op import check, define, first_order, is_interpreted
+from ..kernels.fused_linear_jsd import FWD
+from ._checks import checked_head, checked_target
+from ._head import check_in_range
+
+
+class _Rows:
+    """The row step and its per-token losses, times the share of one token. On the CPU in plain torch."""
+
+    def __init__(self, x, weight, bias, teacher_bias, target, options: Distillation, with_hard: bool) -> None:
+        self.bias, self.teacher_bias, self.target, self.options = bias, teacher_bias, target, options
+        wide = torch.promote_types(x.dtype, torch.float32)
+        counted = (target != options.ignore_index).sum()
+        self.share = torch.where(counted == 0, 0.0, 1.0 / counted.to(wide)).to(wide).reshape(1)
+        self.plain = x.device.type == "cpu" and not is_interpreted()
+        self.late = x.dtype is torch.float16 and not self.plain
+        self.soft = torch.empty(x.shape[0], dtype=wide, device=x.device)
+        self.hard = torch.empty_like(self.soft) if with_hard else None
+        if not self.plain:
+            self.plan = FWD.plan(x.device, vocab_key(*x.shape, weight.shape[0], x.dtype.itemsize))
+
+    def step(self, logits: torch.Tensor, teacher: torch.Tensor, start: int, gradients: bool) -> None:
+        """Losses of the rows `start`.., and with gradients the logits become theirs."""
+        if not self.plain:
+            distill_rows(
+                *(self.plan, logits, teacher, self.target, self.share, self.options, DistillRows(self.soft, self.hard)),
+                dlogits=logits if gradients else None,
+                student_bias=self.bias,
+                teacher_bias=self.teacher_bias,
+                row_start=start,
+                late=self.late,
+            )
+            return
+        rows, options = slice(start, start + logits.shape[0]), self.options
+        wide = self.soft.dtype
+        student, teacher = logits.to(wide), teacher.to(wide)
+        student = student if self.bias is None else student + self.bias
+        teacher = teacher if self.teacher_bias is None else teacher + self.teacher_bias
+        soft, hard = distill_reference(student, teacher, self.target[rows], options)
+        self.soft[rows] = soft * self.share
+        if self.hard is not None:
+            self.hard[rows] = hard * self.share
+        if gradients:
+            soft, hard = distill_slopes(student, teacher, self.target[rows], options)
+            logits.copy_((options.soft_weight * soft + options.hard_weight * hard) * self.share)
+
+
+@torch.no_grad()
+def _run(
+    x, weight, bias, teacher, teacher_weight, teacher_bias, target, kind, beta, temperature, ignore_index, soft_scale,
+    soft_weight, hard_weight, with_hard, *wanted,
+):  # fmt: skip
+    check_in_range(target, weight.shape[0], ignore_index)
+    weights = soft_weight * soft_scale, hard_weight
+    options = Distillation(kind, beta, 0.0, temperature, ignore_index, *weights)
+    target, gradients = target.contiguous(), any(wanted)
+    rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
+    hidden, vocab, size = x.shape[1], weight.shape[0], x.dtype.itemsize
+    chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, buffers=2)
+    grads = HeadGradients(x, weight, wanted, chunks.wide) if gradients else None
+    for start, logits, other in sweep(chunks, x, weight, grads, second=(teacher, teacher_weight)):
+        rows.step(logits, other, start, gradients)
+    soft = rows.soft.sum() * soft_scale
+    hard = rows.hard.sum() if with_hard else torch.zeros_like(soft)
+    loss = soft_weight * soft + hard_weight * hard
+    late = rows.share if rows.late and gradients else absent(rows.share)
+    return loss, soft, hard, *head_gradients(grads, x, bias), late
+
+
+def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shapes = (x, weight, weight[:, 0] if bias is None else bias)
+    wanted = call[-3:]
+    grads = [t.new_empty(t.shape) if w else absent(x) for t, w in zip(shapes, wanted)]
+    late = x.dtype is torch.float16 and any(wanted) and (x.device.type != "cpu" or is_interpreted())
+    return (*(x.new_empty((), dtype=wide) for _ in range(3)), *grads, x.new_empty(1 if late else 0, dtype=wide))
+
+
+chunked_distillation = define(
+    "chunked_distillation(Tensor x, Tensor weight, Tensor? bias, Tensor teacher, Tensor teacher_weight, "
+    "Tensor? teacher_bias, Tensor target, int kind, float beta, float temperature, int ignore_index, float soft_scale, "
+    "float soft_weight, float hard_weight, bool with_hard, bool dx, bool dweight, bool dbias) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_run,
+    reference=_run,
+    fake=_fake,
+)
+
+
+class _DistillationFunction(torch.autograd.Function):
+    """Autograd for both losses: saves the finished gradients of the student; the teacher has none."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, *rest):
+        ctx.wanted = ctx.needs_input_grad[:3]
+        *outputs, dx, dweight, dbias, late = chunked_distillation(x, weight, bias, *rest, *ctx.wanted)
+        ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), ctx.wanted) if w), late)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.n_rest = len(rest)
+        return tuple(outputs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_loss, *_not_differentiable):
+        if grad_loss is None:
+            return (None,) * (3 + ctx.n_rest)
+        *saved, late = ctx.saved_tensors
+        if late.numel():
+            grad_loss = grad_loss * late[0]
+        grads = iter(scale_gradients(tuple(saved), grad_loss, absent(grad_loss)))
+        return *(next(grads) if w else None for w in ctx.wanted), *(None,) * ctx.n_rest
+
+
+def distillation_loss(
+    name: str,
+    kind: int,
+    beta: float,
+    soft_scale: float,
+    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    true_labels: torch.Tensor,
+    weight_hard_loss: float,
+    weight_soft_loss: float,
+    ignore_index: int,
+    temperature: float,
+    return_soft_hard_loss: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, or (loss, soft, hard), after checking the arguments; soft is reported times soft_scale."""
+    check(temperature > 0.0, name, f"temperature must be positive, got {temperature}")
+    x, weight, bias = checked_head(name, *student, "student_", 2)
+    teacher_x, teacher_weight, teacher_bias = (
+        t if t is None else t.detach() for t in checked_head(name, *teacher, "teacher_", 2)
+    )
+    if teacher_x.shape[0] != x.shape[0] or teacher_weight.shape[0] != weight.shape[0]:
+        expected = f"the student's {x.shape[0]} tokens and vocabulary of {weight.shape[0]}"
+        check(False, name, f"the teacher must have {expected}, got {teacher_x.shape[0]} and {teacher_weight.shape[0]}")
+    check(teacher_x.device == x.device, name, f"the teacher is on {teacher_x.device} but the student on {x.device}")
+    target = checked_target(name, "true_labels", true_labels, x)
+    with_hard = return_soft_hard_loss or weight_hard_loss != 0.0
+    numbers = float(beta), float(temperature), ignore_index, float(soft_scale)
+    call = (
+        *(x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, kind, *numbers),
+        *(float(weight_soft_loss), float(weight_hard_loss), with_hard),
+    )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        outputs = _DistillationFunction.apply(*call)
+    else:
+        outputs = chunked_distillation(*call, False, False, False)
+    return tuple(outputs[:3]) if return_soft_hard_loss else outputs[0]
