@@ -19,6 +19,8 @@ _HOME = {
     "override": "registry",
     "pretend": "registry",
     "set_deterministic": "registry",
+    "patch": "transformers.apply",
+    "revert": "transformers.report",
     "LaunchConfig": "backends.base",
     "Target": "backends.base",
 }

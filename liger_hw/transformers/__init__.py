@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .models import FAMILIES
+from .models import specs
 
 _HOME = {
     "LigerRMSNorm": "kernels.rms_norm",
@@ -21,8 +21,19 @@ _HOME = {
     "LigerCrossEntropyLoss": "kernels.cross_entropy",
     "LigerFusedLinearCrossEntropyLoss": "kernels.fused_linear_cross_entropy",
     "PatchReport": "transformers.report",
+    "revert": "transformers.report",
     "functional": "transformers.functional",
-    **{f"apply_liger_kernel_to_{name}": f"transformers.models.{name}" for name in FAMILIES},
+    "AutoLigerKernelForCausalLM": "transformers.auto_model",
+    **dict.fromkeys(
+        (
+            "patch",
+            "MODEL_TYPE_TO_APPLY_LIGER_FN",
+            "_apply_liger_kernel",
+            "_apply_liger_kernel_to_instance",
+            *(spec.function_name for spec in specs().values()),
+        ),
+        "transformers.apply",
+    ),
 }
 """Public name -> module of liger_hw that defines it; loaded on first use, so importing this package loads no torch."""
 

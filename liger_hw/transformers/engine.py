@@ -1,84 +1,50 @@
-"""The one patch engine: applies a FamilySpec to a family's classes, or to one live model.
+"""The one patch engine: finds what a model's parts compute (probing/) and puts the kernels in their place.
 
-On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary function in the family's modeling
-module, so models made before and after are patched alike. On an instance it binds the same functions to that model's
-modules only. Nothing else changes: no function of torch, none that families share, no parameter, no module's class.
+On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
+modeling module, so models made before and after are patched alike. On an instance it binds the same functions to that
+model's modules only. Nothing else changes: no function of torch, none that families share, no parameter, no class of
+a module. What is not recognised keeps its own code, and the report says why.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import logging
+import re
 import types
 from typing import Any, Callable, Iterator
 
-from . import parts
-from .loss import causal_lm_forward
-from .rebind import PREFIX, CannotRebind, rebind
-from .report import ALREADY, PATCHED, Patch, PatchReport, PatchRow
-from .spec import FamilySpec
+from . import parts, probing
+from .loss import causal_lm_forward, head_name
+from .probing import Match, Refused, rotary
+from .rebind import CannotRebind, private_name, rebind
+from .report import ALREADY, MARK, PATCHED, Patch, PatchReport, PatchRow
 
 log = logging.getLogger("liger_hw")
-_MARK = "_liger_hw_part"
-_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+_KEYWORD = {"fused_gate_up_swiglu": "swiglu"}
+_MLPS = ("swiglu", "geglu", "relu_squared")
+"""Keywords that mean MLPs: a family has one of them, which then covers whatever its MLPs compute."""
 
 
-def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
-    """The public `apply_liger_kernel_to_<family>` of a spec, with its real signature, which it enforces."""
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=bool)
-        for name, default in spec.parts
-    ]
-    parameters.append(inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None))
-    signature = inspect.Signature(parameters, return_annotation=PatchReport)
+def apply(
+    name: str, options: dict[str, bool], model: Any = None, classes: tuple[Any, tuple[type, ...]] | None = None
+) -> PatchReport:
+    """Patch a live `model`, or `classes`: (modeling module, samples), with the parts whose option is true.
 
-    def function(*args: Any, **kwargs: Any) -> PatchReport:
-        for name in kwargs:
-            if name not in signature.parameters:
-                raise TypeError(_unknown_keyword(spec, name, list(signature.parameters)))
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{spec.function_name}(): {error}; its arguments are {signature}") from None
-        bound.apply_defaults()
-        options = dict(bound.arguments)
-        return apply(spec, options.pop("model"), **options)
-
-    function.__name__ = function.__qualname__ = spec.function_name
-    function.__module__ = f"{__package__}.models.{spec.name}"
-    function.__signature__ = signature
-    function.__doc__ = f"""Run {spec.prefix} models on liger_hw's kernels.
-
-    {", ".join(name for name, _ in spec.parts)}: which parts; `cross_entropy` keeps the logits and replaces the loss
-    only, `fused_linear_cross_entropy` (not both) never computes them while training with labels.
-    model: None patches the classes in transformers, for models made before or after this call; a live model (also
-    wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
-
-    Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
-    Raises `TypeError` for an unknown keyword or a model of another family, `ValueError` for both losses at once or for
-    a second call that asks for the other loss, `ImportError` when transformers has no such family.
+    Returns the report; on an error everything done so far is undone. Raises `ValueError` for both losses at once, and
+    for a second patch that asks for the other loss.
     """
-    return function
-
-
-def apply(spec: FamilySpec, model: Any = None, **options: bool) -> PatchReport:
-    """Apply `spec` with the parts whose option is true; see `patch_function` for the arguments and what is raised."""
     if options.get("cross_entropy") and options.get("fused_linear_cross_entropy"):
         raise ValueError(
-            f"{spec.function_name}: cross_entropy and fused_linear_cross_entropy exclude each other; "
+            f"{name}: cross_entropy and fused_linear_cross_entropy exclude each other; "
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
-    modeling = _modeling_module(spec)
-    model = _checked_model(spec, model)
     target = "classes" if model is None else f"one {type(model).__name__}"
-    report = PatchReport(spec.name, target)
-    engine = _Engine(spec, modeling, model, report)
+    report = PatchReport(name, target)
+    engine = _Classes(*classes, report) if model is None else _Instance(model, report)
     try:
-        for part, wanted in options.items():
-            if wanted:
-                engine.patch(part)
+        engine.patch({part for part, wanted in options.items() if wanted})
     except BaseException:
         report.revert()
         raise
@@ -87,123 +53,158 @@ def apply(spec: FamilySpec, model: Any = None, **options: bool) -> PatchReport:
 
 
 class _Engine:
-    """One call of `apply`: `model` is None for the classes."""
+    """One call of `apply`: what classes and instances have in common."""
 
-    def __init__(self, spec: FamilySpec, modeling: Any, model: Any, report: PatchReport) -> None:
-        self.spec, self.modeling, self.model, self.report = spec, modeling, model, report
+    def __init__(self, report: PatchReport) -> None:
+        self.report = report
+        self.known: dict[tuple, Match | Refused | None] = {}
 
-    def patch(self, part: str) -> None:
-        if part == "rope":
-            self._rope()
-        elif part == "rms_norm":
-            spec = self.spec
-            self._forwards(
-                part, "rms_norm", "norms", lambda _: parts.rms_norm_forward(spec.casting_mode, spec.offset, spec.eps)
-            )
-        elif part == "swiglu":
-            self._forwards(part, "swiglu", "mlps", parts.swiglu_forward, parts.why_not_swiglu)
-        elif part in _LOSSES:
-            fused = part == "fused_linear_cross_entropy"
-            self._forwards(
-                part, part, "causal_lms", lambda original: causal_lm_forward(original, self.spec.head, fused)
-            )
-        else:
-            raise ValueError(f"spec {self.spec.name!r} names a part {part!r} that the engine does not know")
+    def patch(self, wanted: set[str]) -> None:
+        if "rope" in wanted:
+            self.rope()
+        if wanted - {"rope", *LOSSES}:
+            self.modules(wanted)
+        for part in LOSSES:
+            if part in wanted:
+                self.loss(part)
 
-    def _forwards(
-        self,
-        part: str,
-        kernel: str,
-        kind: str,
-        make: Callable[[Callable], Callable],
-        why_not: Callable[[Any], str] = lambda _: "",
-    ) -> None:
-        """Replace `forward` of every class of a kind, or of the model's modules of those classes."""
-        seen = False
-        made: dict[Callable, Callable] = {}
-        for owner, cls in self._owners(kind):
-            seen = True
-            slot = _slot(owner)
-            where = f"{cls.__name__}.forward"
-            current = getattr(owner, slot)
-            mark = getattr(current, _MARK, None)
-            state = _present_patch(part, mark, where)
-            if not state and owner is not cls:
-                reason = _foreign(owner, cls, current, kind) or why_not(owner)
-                state = f"left alone: {reason}" if reason else ""
-            if state:
-                self._leave(part, where, kernel, state)
-                continue
-            original = getattr(current, "__func__", current)
-            if original not in made:
-                made[original] = _marked(make(original), part, "forward", original)
-            replacement = made[original] if owner is cls else types.MethodType(made[original], owner)
-            self.report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, slot, replacement))
-        if not seen:
-            names = " or ".join(self.spec.class_names(kind))
-            absent = self.modeling.__name__ if self.model is None else f"this {type(self.model).__name__}"
-            self._leave(part, names, kernel, f"left alone: {absent} has none")
+    def recognise(self, module: Any, forward: Callable) -> Match | Refused | None:
+        """`probing.recognise`, once for all modules that cannot differ in what they compute."""
+        guards = probing.guards_of(module, forward, frozenset())
+        shapes = tuple((n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items())
+        key = (type(module), forward, shapes, tuple(module._modules), str(guards))
+        if key not in self.known:
+            self.known[key] = probing.recognise(module, forward)
+        return self.known[key]
 
-    def _owners(self, kind: str) -> Iterator[tuple[Any, type]]:
-        """(owner of the attribute, class) pairs: the class itself twice, or each module of the model with its class."""
-        classes = [getattr(self.modeling, name) for name in self.spec.class_names(kind) if hasattr(self.modeling, name)]
-        for cls in classes:
-            if self.model is None:
-                yield cls, cls
-                continue
-            for module in self.model.modules():
-                if isinstance(module, cls):
-                    yield module, cls
-
-    def _rope(self) -> None:
-        name = self.spec.rotary
-        where = f"{self.modeling.__name__.rpartition('.')[2]}.{name}"
-        current = getattr(self.modeling, name, None)
-        if current is None:
-            self._leave("rope", where, "rope", f"left alone: {self.modeling.__name__} has no {name}")
-        elif getattr(current, _MARK, None) is not None:
-            self._leave("rope", where, "rope", ALREADY)
-        elif self.model is None:
-            rotary = _marked(parts.rotary_function(current, self.spec.shared_halves), "rope", name, current)
-            self.report.change(PatchRow("rope", where, "rope", PATCHED), Patch(self.modeling, name, rotary))
-        else:
-            private = PREFIX + name
-            if not hasattr(self.modeling, private):  # harmless, shared by every patched instance, so never taken away
-                setattr(self.modeling, private, _marked(parts.rotary_function(current, self.spec.shared_halves), "rope", name, current))
-            try:
-                self._forwards("rope", "rope", "attentions", lambda original: rebind(original, name))
-            except CannotRebind as error:
-                self._leave("rope", where, "rope", f"left alone: {error}; patch the classes instead (model=None)")
-
-    def _leave(self, part: str, where: str, kernel: str, state: str) -> None:
+    def leave(self, part: str, where: str, kernel: str, state: str) -> None:
         self.report.rows.append(PatchRow(part, where, kernel, state))
 
-
-def _marked(function: Callable, part: str, name: str, original: Callable) -> Callable:
-    function.__name__ = name
-    function.__qualname__ = getattr(original, "__qualname__", name)
-    function.__module__ = getattr(original, "__module__", function.__module__)
-    function.__doc__ = original.__doc__
-    setattr(function, _MARK, part)
-    return function
+    def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:
+        self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
 
 
-def _present_patch(part: str, mark: str | None, where: str) -> str:
-    """What the mark of a present forward means for patching `part`: "" (none), ALREADY, or a ValueError."""
-    if mark is None:
-        return ""
-    if mark != part:
-        raise ValueError(f"{where} is already patched for {mark}; revert() that patch before asking for {part}")
-    return ALREADY
+def keyword_of(kernel: str, wanted: set[str]) -> str | None:
+    """The wanted part that a kernel belongs to, or None."""
+    own = _KEYWORD.get(kernel, kernel)
+    if own in wanted:
+        return own
+    return next((name for name in _MLPS if name in wanted), None) if own in _MLPS else None
 
 
-def _foreign(module: Any, cls: type, forward: Callable, kind: str) -> str:
-    """Why a module's forward is not ours to replace, or "". A causal LM's always is: it is wrapped, not replaced."""
-    if kind != "causal_lms" and type(module).forward is not cls.forward:
-        return f"{type(module).__name__} has its own forward"
-    if getattr(forward, "__self__", None) is not module:
-        return "its forward was replaced by something else"
-    return ""
+# -- one live model --------------------------------------------------------------------------------------------------
+
+
+class _Instance(_Engine):
+    def __init__(self, model: Any, report: PatchReport) -> None:
+        super().__init__(report)
+        self.model = model
+        self.made: dict[tuple, Callable] = {}
+
+    def modules(self, wanted: set[str]) -> None:
+        for module in self.model.modules():
+            for slot in (_slot(module), "_apply_gate"):
+                self._module(module, slot, wanted)
+
+    def _module(self, module: Any, slot: str, wanted: set[str]) -> None:
+        current = getattr(module, slot, None)
+        if current is None:
+            return
+        where = f"{type(module).__name__}.{slot.removeprefix('_old_')}"
+        mark = getattr(current, MARK, None)
+        if mark is not None:
+            if mark[0] in wanted - {"rope", *LOSSES}:
+                self.leave(mark[0], where, mark[1], ALREADY)
+            return
+        found = self.recognise(module, type(module).forward)
+        part = found and keyword_of(found.kernel, wanted)
+        if not part or (slot == "_apply_gate") != (isinstance(found, Match) and found.slot == "_apply_gate"):
+            return
+        if isinstance(found, Match) and getattr(current, "__self__", None) is not module:
+            found = Refused("its forward was replaced by something else", found.kernel)
+        if isinstance(found, Match) and current.__func__ is not getattr(type(module), found.slot):
+            found = Refused("its forward was replaced by something else", found.kernel)
+        if isinstance(found, Refused):
+            self.leave(part, where, found.kernel, f"left alone: {found.reason}")
+            return
+        key = (id(found), current.__func__)
+        if key not in self.made:
+            self.made[key] = _marked(parts.assembled(found.core, current.__func__), part, found.kernel, current.__func__)
+        bound = types.MethodType(self.made[key], module)
+        self.change(part, where, found.kernel, Patch(module, slot, bound), found.variant)
+
+    def loss(self, part: str) -> None:
+        found = False
+        for module in self.model.modules():
+            if not _is_causal_lm(type(module)):
+                continue
+            found = True
+            slot = _slot(module)
+            current = getattr(module, slot)
+            where = f"{type(module).__name__}.forward"
+            state = _loss_state(part, getattr(current, MARK, None), where)
+            head = head_name(module)
+            if not state and not head:
+                state = "left alone: its output head is not an attribute of its own"
+            if state:
+                self.leave(part, where, part, state)
+                continue
+            original = getattr(current, "__func__", current)
+            forward = causal_lm_forward(original, head, part == LOSSES[1])
+            bound = types.MethodType(_marked(forward, part, part, original), module)
+            self.change(part, where, part, Patch(module, slot, bound))
+        if not found:
+            self.leave(part, "-", part, f"left alone: this {type(self.model).__name__} has no causal LM in it")
+
+    def rope(self) -> None:
+        shared = rotary.halves_are_shared(list(self.model.modules()))
+        results: dict[Callable, Match | Refused] = {}
+        copies: dict[tuple, Callable | str] = {}
+        for module in self.model.modules():
+            slot = _slot(module)
+            forward = probing.current_forward(module, slot)
+            where = f"{type(module).__name__}.forward"
+            if getattr(forward, MARK, ("",))[0] == "rope":
+                self.leave("rope", where, "rope", ALREADY)
+                continue
+            for name, function in rotary.functions_called(forward).items():
+                if hasattr(function, MARK):
+                    self.leave("rope", f"{_short(function)}.{name}", "rope", ALREADY)
+                    continue
+                if function not in results:
+                    results[function] = rotary.recognise(function, shared)
+                found = results[function]
+                if isinstance(found, Refused):
+                    self.leave("rope", f"{_short(function)}.{name}", "rope", f"left alone: {found.reason}")
+                    continue
+                key = (forward, name)
+                if key not in copies:
+                    copies[key] = self._copy_calling(forward, name, function, found)
+                if isinstance(copies[key], str):
+                    self.leave("rope", where, "rope", copies[key])
+                    continue
+                bound = types.MethodType(copies[key], module)
+                self.change("rope", where, found.kernel, Patch(module, slot, bound), found.variant)
+                forward = copies[key]  # a second rotary function of the same forward
+
+    def _copy_calling(self, forward: Callable, name: str, function: Callable, found: Match) -> Callable | str:
+        """A copy of an attention's forward that calls the kernel where it calls `name`, or why there is none."""
+        scope = _scope_of(forward, name)
+        private = private_name(name, found.variant)
+        if private not in scope:  # harmless, shared by every patched instance, so never taken away
+            scope[private] = _marked(found.core(function), "rope", found.kernel, function)
+        try:
+            copied = rebind(forward, name, private)
+        except CannotRebind as error:
+            return f"left alone: {error}; patch the classes instead (model=None)"
+        setattr(copied, MARK, ("rope", found.kernel))
+        return copied
+
+
+def _scope_of(forward: Callable, name: str) -> dict[str, Any]:
+    while name not in getattr(forward, "__globals__", {}) and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward.__globals__
 
 
 def _slot(owner: Any) -> str:
@@ -211,70 +212,151 @@ def _slot(owner: Any) -> str:
     return "_old_forward" if hasattr(owner, "_hf_hook") and "_old_forward" in vars(owner) else "forward"
 
 
-# -- arguments -------------------------------------------------------------------------------------------------------
+def _short(function: Callable) -> str:
+    return function.__module__.rpartition(".")[2]
 
 
-def _unknown_keyword(spec: FamilySpec, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
-    return f"{spec.function_name}() got an unexpected keyword argument {name!r}; {hint}"
+# -- classes ---------------------------------------------------------------------------------------------------------
 
 
-def _modeling_module(spec: FamilySpec) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError(f"{spec.function_name} patches transformers models: pip install transformers") from None
-    try:
-        return importlib.import_module(spec.modeling_module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("transformers.models."):
-            raise
-        version = transformers.__version__
-        raise ImportError(
-            f"transformers {version} has no {spec.modeling_module}; install a version that has {spec.name}"
-        ) from None
+class _Classes(_Engine):
+    """modeling: the family's module, whose own classes alone are changed; samples: unloaded models of it."""
+
+    def __init__(self, modeling: Any, samples: tuple[Any, ...], report: PatchReport) -> None:
+        super().__init__(report)
+        self.modeling, self.samples = modeling, samples
+
+    def _by_class(self) -> Iterator[tuple[type, list[Any]]]:
+        groups: dict[type, list[Any]] = {}
+        for model in self.samples:
+            for module in model.modules():
+                groups.setdefault(type(module), []).append(module)
+        yield from groups.items()
+
+    def modules(self, wanted: set[str]) -> None:
+        shared: dict[tuple[str, str], str] = {}
+        for cls, modules in self._by_class():
+            mark = next((m for s in ("forward", "_apply_gate") if (m := getattr(getattr(cls, s, None), MARK, None))), None)
+            if mark is not None and mark[0] not in LOSSES:
+                if mark[0] in wanted:
+                    self.leave(mark[0], f"{cls.__name__}.forward", mark[1], ALREADY)
+                continue
+            forward = cls.forward
+            found = [(module, self.recognise(module, forward)) for module in modules]
+            kernel = next((f.kernel for _, f in found if f), None)
+            part = keyword_of(kernel, wanted) if kernel else None
+            if not part:
+                continue
+            if cls.__module__ == self.modeling.__name__:
+                self._class(cls, part, found)
+            else:
+                shared[part, cls.__name__] = kernel
+        for (part, name), kernel in shared.items():
+            self.leave(part, f"{name}.forward", kernel, "left alone: not a class of this family; patch a live model")
+
+    def _class(self, cls: type, part: str, found: list[tuple[Any, Match | Refused | None]]) -> None:
+        """One forward for all of a class's instances: each match under what its sample had that decides it."""
+        matches: list[tuple[probing.Guards, Match]] = []
+        slot = next((f.slot for _, f in found if isinstance(f, Match)), "forward")
+        where, original = f"{cls.__name__}.{slot}", getattr(cls, slot)
+        for module, result in found:
+            if isinstance(result, Match):
+                guards = probing.guards_of(module, original, result.used)
+                if not any(g == guards and m is result for g, m in matches):
+                    matches.append((guards, result))
+        matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in found)]
+        refused = next((f for _, f in found if isinstance(f, Refused)), None)
+        if not matches:
+            reason = refused.reason if refused else "its instances differ in ways that cannot be told apart"
+            self.leave(part, where, refused.kernel if refused else part, f"left alone: {reason}")
+            return
+        forward = original
+        for guards, match in matches:
+            applies = (lambda module, g=guards: probing.holds(module, g)) if guards else None
+            forward = parts.assembled(match.core, forward, applies)
+        words, match = sorted({m.variant for _, m in matches}), matches[0][1]
+        _marked(forward, part, match.kernel, original)
+        self.change(part, where, match.kernel, Patch(cls, slot, forward), " or ".join(filter(None, words)))
+
+    def loss(self, part: str) -> None:
+        found = False
+        for model in self.samples:
+            cls = type(model)
+            if not _is_causal_lm(cls):
+                continue
+            found = True
+            where, current, head = f"{cls.__name__}.forward", cls.forward, head_name(model)
+            state = _loss_state(part, getattr(current, MARK, None), where)
+            if not state and not head:
+                state = "left alone: its output head is not an attribute of its own"
+            if state:
+                self.leave(part, where, part, state)
+                continue
+            forward = _marked(causal_lm_forward(current, head, part == LOSSES[1]), part, part, current)
+            self.change(part, where, part, Patch(cls, "forward", forward))
+        if not found:
+            self.leave(part, "-", part, f"left alone: {self.modeling.__name__} has no causal LM")
+
+    def rope(self) -> None:
+        modules = [module for model in self.samples for module in model.modules()]
+        shared = rotary.halves_are_shared(modules)
+        done: set[str] = set()
+        for cls, _ in self._by_class():
+            if cls.__module__ != self.modeling.__name__:
+                continue
+            for name, function in rotary.functions_called(cls.forward).items():
+                where = f"{self.modeling.__name__.rpartition('.')[2]}.{name}"
+                if name in done or getattr(self.modeling, name, None) is not function:
+                    continue
+                done.add(name)
+                if hasattr(function, MARK):
+                    self.leave("rope", where, "rope", ALREADY)
+                    continue
+                found = rotary.recognise(function, shared)
+                if isinstance(found, Refused):
+                    self.leave("rope", where, "rope", f"left alone: {found.reason}")
+                    continue
+                replacement = _marked(found.core(function), "rope", found.kernel, function)
+                self.change("rope", where, found.kernel, Patch(self.modeling, name, replacement), found.variant)
+        if not done:
+            where = self.modeling.__name__.rpartition(".")[2]
+            self.leave("rope", where, "rope", "left alone: no attention of its own calls a rotary function")
 
 
-def _checked_model(spec: FamilySpec, model: Any) -> Any:
-    """The bare model to patch, or None for the classes. Raises `TypeError` for anything else, naming what to call."""
-    import torch
-
-    if model is None:
-        return None
-    bare = model if isinstance(model, type) else _unwrapped(model)
-    if not isinstance(bare, (type, torch.nn.Module)):
-        raise TypeError(
-            f"{spec.function_name}: model must be a loaded transformers model, one of its classes or None, got "
-            f"{type(model).__name__}; load it first, for example with AutoModelForCausalLM.from_pretrained"
-        )
-    cls = bare if isinstance(bare, type) else type(bare)
-    if not any(base.__module__ == spec.modeling_module for base in cls.__mro__):
-        raise TypeError(f"{spec.function_name}: model is a {cls.__name__}, not a {spec.prefix} model; {_advice(cls)}")
-    return None if isinstance(bare, type) else bare
+def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:
+    """Whether `module`, of which `result` is known, would take `match` by its guards and must not."""
+    same = isinstance(result, Match) and (result.kernel, result.variant) == (match.kernel, match.variant)
+    return not same and probing.holds(module, guards)
 
 
-def _unwrapped(model: Any) -> Any:
-    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers."""
-    import torch
+# -- marks -----------------------------------------------------------------------------------------------------------
+
+
+def _marked(function: Callable, part: str, kernel: str, original: Callable) -> Callable:
+    function.__name__ = getattr(original, "__name__", function.__name__)
+    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
+    function.__module__ = getattr(original, "__module__", function.__module__)
+    function.__doc__ = original.__doc__
+    setattr(function, MARK, (part, kernel))
+    return function
+
+
+def _loss_state(part: str, mark: tuple[str, str] | None, where: str) -> str:
+    """What the mark of a present forward means for a loss: "" (none), ALREADY, or a ValueError."""
+    if mark is None:
+        return ""
+    if mark[0] != part:
+        raise ValueError(f"{where} is already patched for {mark[0]}; revert() that patch before asking for {part}")
+    return ALREADY
+
+
+def _is_causal_lm(cls: type) -> bool:
+    """Whether models of a class answer with the logits of the next token, and take labels."""
     from transformers import PreTrainedModel
 
-    while not isinstance(model, PreTrainedModel):
-        if hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        else:
-            inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, torch.nn.Module):
-            break
-        model = inner
-    return model
+    if not issubclass(cls, PreTrainedModel) or "labels" not in inspect.signature(cls.forward).parameters:
+        return False
+    return any(_CAUSAL.search(base.__name__) for base in cls.__mro__)
 
 
-def _advice(cls: type) -> str:
-    from .models import FAMILIES
-
-    for base in cls.__mro__:
-        package = base.__module__.split(".")
-        if base.__module__.startswith("transformers.models.") and package[2] in FAMILIES:
-            return f"call apply_liger_kernel_to_{package[2]} for it"
-    return f"liger_hw has functions for {', '.join(sorted(FAMILIES))}"
+_CAUSAL = re.compile("ForCausalLM|LMHead|ForConditionalGeneration|GenerationDecoder")

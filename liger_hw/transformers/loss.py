@@ -222,6 +222,15 @@ def _warn(reason: str) -> None:
 # -- the wrapper -----------------------------------------------------------------------------------------------------
 
 
+def head_name(model: nn.Module) -> str:
+    """The attribute of a causal LM that holds its output head, or "" when it is not an attribute of the model itself."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
+    return next((name for name, child in model.named_children() if child is head), "") if head is not None else ""
+
+
 def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callable:
     """A forward for a causal LM class or instance, around its own.
 

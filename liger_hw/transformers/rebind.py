@@ -1,9 +1,9 @@
 """A copy of a function that calls another function in place of one module-level name: how rope is patched per instance.
 
 Attention forwards look their rotary function up by name in the modeling module, which every model of the family shares.
-For one instance, the forward is copied with that one name in its code changed to a private one, `_liger_hw_<name>`,
-which is added to the modeling module. The copy keeps the module's own globals, so every other name stays live (a later
-patch of another name is seen), and it is an ordinary function to Dynamo.
+For one instance, the forward is copied with that one name in its code changed to a private one (`private_name`), which
+is added to the modeling module. The copy keeps the module's own globals, so every other name stays live (a later patch
+of another name is seen), and it is an ordinary function to Dynamo.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from typing import Any, Callable
 PREFIX = "_liger_hw_"
 
 
+def private_name(name: str, variant: str) -> str:
+    """The global under which a module keeps the kernel that stands for its function `name`."""
+    return PREFIX + "".join(c if c.isalnum() else "_" for c in f"{variant} {name}".strip())
+
+
+
 class CannotRebind(Exception):
     """The message says why."""
 
 
-def rebind(function: Callable, name: str) -> Callable:
-    """A copy of `function` that reads the global `_liger_hw_<name>` where the original reads `name`.
+def rebind(function: Callable, name: str, private: str) -> Callable:
+    """A copy of `function` that reads the global `private` where the original reads `name`.
 
     Decorators made with functools.wraps are copied around it. The caller defines the new global. Raises `CannotRebind`
     when the function does not read `name`, or in a way that cannot be told apart from an attribute of the same name.
@@ -29,14 +35,14 @@ def rebind(function: Callable, name: str) -> Callable:
         raise CannotRebind(f"{function!r} is not a Python function")
     if name in function.__code__.co_names:
         _check_only_global(function, name)
-        names = tuple(PREFIX + n if n == name else n for n in function.__code__.co_names)
+        names = tuple(private if n == name else n for n in function.__code__.co_names)
         return _copy(function, function.__code__.replace(co_names=names), function.__closure__)
     inner = getattr(function, "__wrapped__", None)
     if inner is None or function.__closure__ is None:
         raise CannotRebind(f"{function.__qualname__} does not call {name}")
     if not any(_contents(cell) is inner for cell in function.__closure__):
         raise CannotRebind(f"a decorator of {function.__qualname__} hides the function that calls {name}")
-    copied = rebind(inner, name)
+    copied = rebind(inner, name, private)
     closure = tuple(types.CellType(copied) if _contents(cell) is inner else cell for cell in function.__closure__)
     outer = _copy(function, function.__code__, closure)
     outer.__wrapped__ = copied

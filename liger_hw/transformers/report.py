@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,16 @@ ALREADY = "already patched"
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One place: `part` is the keyword of the public function, `kernel` the op, `state` what happened there."""
+    """One place: `part` is the keyword of the public function, `kernel` the op, `state` what happened there.
+
+    variant: which of the kernel's variants the module computes, in words
+    """
 
     part: str
     where: str
     kernel: str
     state: str
+    variant: str = ""
 
 
 @dataclass
@@ -37,14 +42,53 @@ class Patch:
         self.original = vars(self.owner).get(self.name, _MISSING)
         setattr(self.owner, self.name, self.replacement)
 
-    def revert(self) -> None:
-        """Restore the very object that was there, unless somebody has replaced ours since."""
-        if vars(self.owner).get(self.name, _MISSING) is not self.replacement:
+    def revert(self) -> bool:
+        """Restore the very object that was there; false, with a warning, while somebody else's stands over ours."""
+        held = vars(self.owner)
+        if held.get(self.name, _MISSING) is self.replacement:
+            if self.original is _MISSING:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, self.original)
+        elif held.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
+            self.owner._old_forward = _own_method(self.owner, "forward")
+        elif is_ours(held.get(self.name)) or is_ours(held.get("_old_forward")):
             log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, _named(self.owner))
-        elif self.original is _MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.original)
+            return False
+        elif held.get(self.name, _MISSING) is not self.original:
+            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, _named(self.owner))
+            return False
+        return True
+
+
+MARK = "_liger_hw_part"
+"""Attribute of every function that a patch puts in place: (part, kernel)."""
+
+
+def is_ours(held: Any) -> bool:
+    """Whether a function or bound method was put in place by a patch."""
+    return getattr(held, MARK, None) is not None
+
+
+def revert(model: Any) -> int:
+    """Take every kernel out of one live model, whichever call put it there; how many places were given back.
+
+    Also for a deep copy or an unpickled copy of a patched model, which no report knows. Patched classes stay patched.
+    """
+    count = 0
+    for module in model.modules():
+        held = vars(module)
+        for slot in [s for s in ("forward", "_apply_gate") if is_ours(held.get(s))]:
+            delattr(module, slot)
+            count += 1
+        if is_ours(held.get("_old_forward")):
+            module._old_forward = _own_method(module, "forward")
+            count += 1
+    return count
+
+
+def _own_method(owner: Any, name: str) -> Any:
+    return types.MethodType(getattr(type(owner), name), owner)
 
 
 @dataclass
@@ -72,9 +116,11 @@ class PatchReport:
         self.rows.append(row)
 
     def revert(self) -> None:
-        """Put back every original, newest first. Doing it twice does nothing more."""
-        while self.patches:
-            self.patches.pop().revert()
+        """Put back every original, newest first. Doing it twice does nothing more.
+
+        A place that somebody else has changed since is left as it is, with a warning, and tried again by the next call.
+        """
+        self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
 
     def __enter__(self) -> "PatchReport":
         return self
@@ -92,11 +138,12 @@ class PatchReport:
 
     def __str__(self) -> str:
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
-        groups = Counter((r.part, r.where, r.kernel, r.state) for r in self.rows)
+        groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
         table = [("part", "where", "kernel", "state", "configuration")]
-        for (part, where, kernel, state), n in groups.items():
+        for (part, where, kernel, state, variant), n in groups.items():
             source = sources[kernel] if state in (PATCHED, ALREADY) else "-"
-            table.append((part, f"{where} x{n}" if n > 1 else where, kernel, state, source))
+            words = f"{kernel} ({variant})" if variant else kernel
+            table.append((part, f"{where} x{n}" if n > 1 else where, words, state, source))
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))

@@ -1,17 +1,21 @@
-"""What one model family states about itself: only what differs from the usual names."""
+"""What one model family states about itself: its public keywords, and where its code and its models are.
+
+Everything else, which kernels fit which of its modules and with which variant, is found by running them (probing/).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LLAMA_LIKE = (
-    ("rope", True),
-    ("cross_entropy", False),
-    ("fused_linear_cross_entropy", True),
-    ("rms_norm", True),
-    ("swiglu", True),
-)
-"""Keywords of most families' public function, in Liger's order, with their defaults; `model=None` comes last."""
+LOSS = (("cross_entropy", False), ("fused_linear_cross_entropy", True))
+ROPE, NO_ROPE = (("rope", True),), (("rope", False),)
+NORM = (("rms_norm", True),)
+LAYER_NORM = (("layer_norm", True),)
+SWIGLU, GEGLU = (("swiglu", True),), (("geglu", True),)
+MODEL = (("model", None),)
+
+LLAMA_LIKE = (*ROPE, *LOSS, *NORM, *SWIGLU, *MODEL)
+"""Keywords of most families' public function, in Liger's order, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -19,28 +23,23 @@ class FamilySpec:
     """A family of transformers models, for the patch engine.
 
     name: suffix of `apply_liger_kernel_to_<name>` and, by default, of the modeling module
-    prefix: what its class names start with, for example "Mistral" in MistralRMSNorm
-    norms, mlps, attentions, causal_lms: class names in the modeling module; () takes them from the prefix
-    rotary: name of the function the attention classes call; head: attribute of a causal LM that is its output head
-    shared_halves: its cos and sin are two equal halves, so that rope reads one
-    casting_mode, offset, eps: how its RMSNorm computes (see kernels/rms_norm.py), and the attribute that holds epsilon
-    parts: keyword -> default of the public function, in order
+    models: names of its model classes in the modeling module; a class patch looks at one of each, unloaded
+    parameters: keyword -> default of the public function, in order, `model` among them
+    module: name of the package in transformers.models, where it is not `name`
+    also: options that the function takes beyond its signature, as `**kwargs`; on unless given as False
+    types: values of `config.model_type` that mean this family, beside its name
     """
 
     name: str
-    prefix: str
+    models: tuple[str, ...]
+    parameters: tuple[tuple[str, bool | None], ...] = LLAMA_LIKE
     module: str = ""
-    norms: tuple[str, ...] = ()
-    mlps: tuple[str, ...] = ()
-    attentions: tuple[str, ...] = ()
-    causal_lms: tuple[str, ...] = ()
-    rotary: str = "apply_rotary_pos_emb"
-    shared_halves: bool = True
-    head: str = "lm_head"
-    casting_mode: str = "llama"
-    offset: float = 0.0
-    eps: str = "variance_epsilon"
-    parts: tuple[tuple[str, bool], ...] = LLAMA_LIKE
+    also: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return (self.name, *self.types)
 
     @property
     def function_name(self) -> str:
@@ -48,9 +47,5 @@ class FamilySpec:
 
     @property
     def modeling_module(self) -> str:
-        return self.module or f"transformers.models.{self.name}.modeling_{self.name}"
-
-    def class_names(self, kind: str) -> tuple[str, ...]:
-        """Class names of `norms`, `mlps`, `attentions` or `causal_lms`."""
-        usual = {"norms": "RMSNorm", "mlps": "MLP", "attentions": "Attention", "causal_lms": "ForCausalLM"}
-        return getattr(self, kind) or (self.prefix + usual[kind],)
+        package = self.module or self.name
+        return f"transformers.models.{package}.modeling_{package}"

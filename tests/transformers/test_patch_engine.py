@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from liger_hw.transformers import PatchReport
+from liger_hw.transformers.rebind import private_name
 from liger_hw.transformers.report import config_source
 
 pytestmark = pytest.mark.cpu
@@ -133,7 +134,7 @@ def test_rope_on_an_instance_leaves_the_module_function_to_others(family, batch,
     seen = []
     real = functional.liger_rope
     monkeypatch.setattr(functional, "liger_rope", lambda *a, **k: seen.append(1) or real(*a, **k))
-    name = f"_liger_hw_{'apply_rotary_pos_emb'}"
+    name = private_name("apply_rotary_pos_emb", "halves shared")
     monkeypatch.delattr(family.modeling, name, raising=False)
     patched, other = family.model(), family.model()
     with family.apply(model=patched):
@@ -248,16 +249,16 @@ def test_both_losses_raise(family):
 
 
 def test_wrong_models_raise_with_what_to_do(mistral, llama):
-    with pytest.raises(TypeError, match="not a Llama model; call apply_liger_kernel_to_mistral for it"):
+    with pytest.raises(TypeError, match="not a llama model; call apply_liger_kernel_to_mistral for it"):
         llama.apply(model=mistral.model())
     with pytest.raises(TypeError, match="call apply_liger_kernel_to_llama for it"):
         mistral.apply(model=llama.causal_lm)
     with pytest.raises(TypeError, match="got str; load it first"):
         mistral.apply(model="mistralai/Mistral-7B-v0.1")
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
-    with pytest.raises(TypeError, match="GPT2LMHeadModel, not a Mistral model; liger_hw has functions for .*llama"):
+    with pytest.raises(TypeError, match=r"GPT2LMHeadModel, not a mistral model; call liger_hw.patch\(model\)"):
         mistral.apply(model=gpt2)
-    with pytest.raises(TypeError, match="Linear, not a Mistral model"):
+    with pytest.raises(TypeError, match="Linear, not a mistral model"):
         mistral.apply(model=torch.nn.Linear(2, 2))
 
 
@@ -276,18 +277,30 @@ def test_a_model_without_a_head(family, batch):
         torch.testing.assert_close(base(batch["input_ids"]).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_an_mlp_with_another_activation_keeps_its_own_forward(family, batch, scope, monkeypatch):
+@pytest.mark.parametrize("act, kernel, variant", [("gelu", "geglu", "gelu"), ("gelu_pytorch_tanh", "geglu", "gelu_tanh")])
+def test_an_mlp_with_another_activation_takes_its_kernel(family, batch, act, kernel, variant, monkeypatch):
     from liger_hw.transformers import functional
 
     monkeypatch.setattr(functional, "liger_swiglu", None)  # calling it would fail
-    model = family.model(hidden_act="gelu")
+    model = family.model(hidden_act=act)
+    expected = model(batch["input_ids"]).logits
+    with family.apply(model=model) as report:
+        torch.testing.assert_close(model(batch["input_ids"]).logits, expected, rtol=1e-4, atol=1e-5)
+        assert {(r.kernel, r.variant) for r in report.patched if r.part == "swiglu"} == {(kernel, variant)}
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_an_mlp_without_a_kernel_keeps_its_own_forward(family, batch, scope, monkeypatch):
+    from liger_hw.transformers import functional
+
+    monkeypatch.setattr(functional, "liger_swiglu", None)
+    model = family.model(hidden_act="relu")
     expected = model(batch["input_ids"]).logits
     with family.apply(model=None if scope == "classes" else model) as report:
         torch.testing.assert_close(model(batch["input_ids"]).logits, expected, rtol=1e-4, atol=1e-5)
         if scope == "instance":
             states = {row.state for row in report.rows if row.part == "swiglu"}
-            assert states == {"left alone: its activation is GELUActivation, not silu"}
+            assert states == {"left alone: it is gated by relu: no kernel"}
 
 
 def test_swish_is_silu(family, batch):
@@ -299,9 +312,9 @@ def test_swish_is_silu(family, batch):
 
 def test_report_reads_as_a_table(family, caplog):
     with caplog.at_level(logging.INFO, "liger_hw"):
-        report = family.apply(model=family.model(hidden_act="gelu"))
+        report = family.apply(model=family.model(hidden_act="relu"))
     logged = [record for record in caplog.records if record.name == "liger_hw"]
-    assert len(logged) == 1 and "rms_norm x5" in logged[0].message and "not silu" in logged[0].message
+    assert len(logged) == 1 and "rms_norm x5" in logged[0].message and "gated by relu" in logged[0].message
     assert isinstance(report, PatchReport) and report.family == family.name
     lines = str(report).splitlines()
     assert lines[0] == f"{family.name}: one {family.causal_lm.__name__}"

@@ -1,0 +1,29 @@
+"""What a module computes, found by running it: the heart of the patch engine.
+
+`recognise(module)` runs a copy of a norm, gated MLP or experts module on small random inputs, on the CPU, beside the
+kernels' references, and answers with the `Match` that agrees, a `Refused` that says why none does, or None for a
+module that is none of these. `rotary.recognise(function)` does the same for a rotary function.
+
+Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
+stand-ins that answer with random numbers, so a sharded, quantised, adapted or not yet loaded (meta) model is probed
+alike and a 7B model in a few milliseconds. Nothing outside changes: no random state, no module, no hook.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from . import mlps, norms
+from .twin import Guards, Match, Refused, current_forward, guards_of, holds, quiet
+
+__all__ = ["Guards", "Match", "Refused", "current_forward", "guards_of", "holds", "recognise"]
+
+
+def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
+    """The kernel that computes what `module` does; `forward` is the function to probe, default its class's own."""
+    forward = forward or type(module).forward
+    for kind in (norms, mlps):
+        if kind.is_candidate(module):
+            with quiet():
+                return kind.recognise(module, forward)
+    return None
