@@ -145,12 +145,11 @@ def head_gradients(
     grads: HeadGradients | None, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them: empty where unwanted."""
-    none = x.new_empty(0)
     if grads is None:
-        return none, none, none
-    dweight = none if grads.dweight is None else grads.dweight.to(grads.dtype)
-    dbias = none if grads.dbias is None else grads.dbias.to(grads.dtype if bias is None else bias.dtype)
-    return none if grads.dx is None else grads.dx, dweight, dbias
+        return x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    dweight = x.new_empty(0) if grads.dweight is None else grads.dweight.to(grads.dtype)
+    dbias = x.new_empty(0) if grads.dbias is None else grads.dbias.to(grads.dtype if bias is None else bias.dtype)
+    return x.new_empty(0) if grads.dx is None else grads.dx, dweight, dbias
 
 
 def sweep(

@@ -139,15 +139,15 @@ def _log_prob_rows_kernel(
 
 @triton.jit
 def _scores_gradient(
-    x, cols, y, softcap, inv_temperature, lse, a, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
+    x, cols, y, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
 ):
-    """a * ([c = y] - p) - b * p * (log p + entropy), through the softcap; a and b have 1 / T in them."""
+    """a * [c = y] - pull * p - b * p * (log p + entropy), through the softcap; a, pull and b have 1 / T in them."""
     if SOFTCAP:
         t = _tanh(x * (1.0 / softcap))
         x = softcap * t
     log_p = x * inv_temperature - lse
     p = tl.exp(log_p)
-    g = -a * p
+    g = -pull * p
     if ENTROPY:
         g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
     g = tl.where(cols == y, g + a, g)
@@ -164,6 +164,7 @@ def _log_prob_gradient_kernel(
     LSE_ptr,
     ENTROPY_ptr,
     A_ptr,
+    PULL_ptr,
     B_ptr,
     DX_ptr,
     X_row_stride,
@@ -200,6 +201,9 @@ def _log_prob_gradient_kernel(
     a = tl.load(A_ptr + row).to(tl.float32) * inv_temperature
     a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
     lse = tl.load(LSE_ptr + row)
+    pull = a
+    if PULL_ptr is not None:
+        pull = tl.load(PULL_ptr + row).to(tl.float32) * inv_temperature
     b = 0.0
     entropy = 0.0
     if B_ptr is not None:
@@ -212,10 +216,10 @@ def _log_prob_gradient_kernel(
         x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, b, entropy, SOFTCAP, ENTROPY)
+        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP, ENTROPY)
         tl.store(DX_ptr + cols, g.to(dx_type))
     x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    g = _scores_gradient(x, tail_cols, y_col, softcap, inv_temperature, lse, a, b, entropy, SOFTCAP, ENTROPY)
+    g = _scores_gradient(x, tail_cols, y_col, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP, ENTROPY)
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored)
 
 
@@ -313,6 +317,7 @@ def row_log_prob_gradients(
     coef: torch.Tensor,
     *,
     entropy_coef: torch.Tensor | None = None,
+    pull: torch.Tensor | None = None,
     dlogits: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
@@ -324,7 +329,8 @@ def row_log_prob_gradients(
     """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
 
     saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
-    [n_rows] on the device (the latter needs saved.entropy)
+    [n_rows] on the device (the latter needs saved.entropy); pull: what softmax is pulled by, where other tokens' logp
+    count too (coef alone goes to the target's logit)
     """
     n, vocab = logits.shape
     if not n:
@@ -335,7 +341,7 @@ def row_log_prob_gradients(
     numbers = *strides, row_start, vocab, min(strides) if owned else vocab, ignore_index, float(softcap), 1.0 / temperature
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
     entropy = None if entropy_coef is None else saved.entropy
-    args = (logits, target, bias, saved.lse, entropy, coef, entropy_coef, dlogits, *numbers)
+    args = (logits, target, bias, saved.lse, entropy, coef, pull, entropy_coef, dlogits, *numbers)
     launch(plan, _log_prob_gradient_kernel, (n,), args, flags)
 
 
