@@ -55,11 +55,13 @@ def offer(
     args: tuple,
     index: int | None = None,
     unsaved: torch.Tensor | None = None,
+    number: int = 0,
 ) -> None:
     """Inside a Function's forward: `output` is `call(*args)` (item `index` of it), and cheap to compute again.
 
     `call` must be deterministic and return new tensors. The tensors in `args` are ones that the Function saves; one that
     it does not is `unsaved`, and then the offer holds only where that one has a recipe itself: nothing is kept for it.
+    number: which of the Function's outputs this is.
     """
     if not _scopes_open or torch.compiler.is_compiling():
         return
@@ -72,7 +74,7 @@ def offer(
     setattr(output, _MARK, recipe)
     if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         scope.casts = True
-        setattr(ctx, _MARK, weakref.ref(recipe))  # weak: the node outlives what it saved
+        ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(recipe)  # weak: the node outlives what it saved
 
 
 def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -343,9 +345,9 @@ def _recipe_of_cast(t: torch.Tensor) -> Recipe | None:
     node = t.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
-    source = getattr(node.next_functions[0][0], _MARK, None)
-    parent = None if source is None else source()
-    if parent is None or node.next_functions[0][1] != (parent.index or 0) or t._version:
+    source, number = node.next_functions[0]
+    parent = getattr(source, _MARK, {}).get(number, _nothing)()
+    if parent is None or parent.geometry[0] != t.shape or t._version:
         return None
     known = parent.casts.get(t.dtype)
     recipe = None if known is None else known()
@@ -359,6 +361,10 @@ def _recipe_of_cast(t: torch.Tensor) -> Recipe | None:
 
 def _in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _nothing() -> None:
+    return None
 
 
 def _cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:

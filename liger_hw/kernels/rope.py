@@ -290,9 +290,9 @@ class LigerRopeFunction(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
         turned = rope(q, k, cos, sin, *layout, shared, False)
-        for x, y, inside in zip((q, k), turned, layout[2:]):  # after a QK norm, whose output is had again as well
-            args = (x, None, cos, sin, *layout[:2], inside, inside, shared, False)
-            offer(ctx, y, rope, args, 0, unsaved=x)
+        for i, x in enumerate((q, k)):  # after a QK norm, whose output is had again as well
+            args = (x, None, cos, sin, *layout[:2], layout[2 + i], layout[2 + i], shared, False)
+            offer(ctx, turned[i], rope, args, 0, unsaved=x, number=i)
         return turned
 
     @staticmethod
