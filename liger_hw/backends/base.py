@@ -154,6 +154,20 @@ INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matr
 """Kinds of instructions a certificate counts; `special` is exp, log, rsqrt and the like."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast a multiprocessor works, for choosing without the device (`autotune/model.py`).
+
+    clock: GHz; issue: warp instructions a cycle; latency: nanoseconds until device memory answers
+    virtual: whether `Resources.instructions` counts a virtual instruction set's (PTX) and not the device's own
+    """
+
+    clock: float
+    issue: float
+    latency: float
+    virtual: bool = False
+
+
 class Backend:
     """One vendor. Subclasses fill in what differs; the rules every vendor shares are here."""
 
@@ -230,6 +244,10 @@ class Backend:
     def triton_target(self, target: Target) -> Any:
         """The `triton.backends.compiler.GPUTarget` that the stock compiler takes, or None if it has no such backend."""
         return None
+
+    def pace(self, target: Target) -> Pace:
+        """How fast a multiprocessor of `target` works."""
+        raise NotImplementedError
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         """The Resources of a kernel that Triton compiled for `triton_target(target)`; needs no device."""

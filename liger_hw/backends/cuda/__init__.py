@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Resources, Target
+from ..base import Backend, LaunchConfig, Pace, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -21,6 +21,10 @@ _ARCHS = {
     "sm100": ("NVIDIA B200", 148, 227 * KIB, 126 * MIB, 8000, 2048),
     "sm120": ("NVIDIA GeForce RTX 5090", 170, 99 * KIB, 96 * MIB, 1792, 1536),
 }
+_CLOCKS = {"sm80": 1.41, "sm86": 1.80, "sm89": 2.52, "sm90": 1.755, "sm100": 1.85, "sm120": 2.41}
+"""GHz under load, from the data sheets' boost clocks; the H200's (sm90) is what it held in our runs."""
+_LATENCY = 600.0
+"""Nanoseconds until memory answers: fitted on the H200 (autotune/model.py), assumed elsewhere."""
 _FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell-consumer"}
 _BANDWIDTH = {"GH200": 4000, "H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
 
@@ -105,6 +109,10 @@ class CudaBackend(Backend):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", int(target.arch[2:]), 32)
+
+    def pace(self, target: Target) -> Pace:
+        """Four schedulers of an SM issue one instruction a cycle each (CUDA C++ Programming Guide, "Compute Capabilities")."""
+        return Pace(_CLOCKS.get(target.arch, 1.755), 4.0, _LATENCY, virtual=True)
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         from .binary import resources

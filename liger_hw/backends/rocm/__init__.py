@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Resources, Target
+from ..base import Backend, LaunchConfig, Pace, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -28,6 +28,10 @@ _ARCHS = {
     "gfx1151": ("AMD Radeon 8060S", 20, 32, 64 * KIB, 2 * MIB, 256, "rdna3.5"),
     "gfx1201": ("AMD Radeon RX 9070 XT", 32, 32, 64 * KIB, 8 * MIB, 640, "rdna4"),
 }
+_CLOCKS = {"gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1100": 2.5, "gfx1151": 2.9, "gfx1201": 2.97}
+"""GHz, the data sheets' engine clocks."""
+_LATENCY = {64: 800.0, 32: 600.0}
+"""Nanoseconds until memory answers, by wavefront; assumed, not measured by us: chiplets answer later."""
 
 
 def _registers(wavefront: int) -> int:
@@ -117,6 +121,11 @@ class RocmBackend(Backend):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("hip", target.arch, target.warp_size)
+
+    def pace(self, target: Target) -> Pace:
+        """CDNA: four 16-wide SIMDs take four cycles for a wavefront of 64 each, one a cycle for the compute unit (ROCm
+        Compute Profiler, "Pipeline descriptions"). RDNA: the four SIMDs of a work-group processor issue one each."""
+        return Pace(_CLOCKS.get(target.arch, 2.1), 1.0 if target.warp_size == 64 else 4.0, _LATENCY[target.warp_size])
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         from .binary import resources
