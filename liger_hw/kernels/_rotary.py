@@ -32,7 +32,7 @@ SMALL = ((2, 7, 5, 3, 22), (1, 3, 1, 1, 6), (2, 3, 4, 2, 16))
 
 
 @triton.jit
-def _rows(batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
+def row_offsets(batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
     """Where each (token, head) begins, [tokens, heads, 1]: all multiples of ALIGN elements."""
     rows = (batch * batch_stride + token * token_stride)[:, None, None]
     return tl.multiple_of(rows + (heads.to(tl.int64) * head_stride)[None, :, None], [1, 1, ALIGN])
@@ -73,20 +73,20 @@ def _store_pairs(ptrs, x1, x2, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, IS
 
 
 @triton.jit
-def _load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, TRIG: tl.constexpr):
-    """cos1, cos2, sin1, sin2 as [tokens, 1, BLOCK] fp32; `offsets` [tokens, 1, 1 or BLOCK]."""
+def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, TRIG: tl.constexpr):
+    """cos1, cos2, sin1, sin2 as [tokens, 1 or heads, BLOCK] fp32; `offsets` [tokens, 1 or heads, 1 or BLOCK]."""
     if TRIG >= 2:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
         inside = mask & (both < 2 * HALF)
         cos = tl.load(Cos_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], 1, BLOCK, 2]))
+        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], cos.shape[1], BLOCK, 2]))
         if TRIG == 3:
             sin1 = cos2
             sin2 = cos2
             cos2 = cos1
         else:
             sin = tl.load(Sin_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], 1, BLOCK, 2]))
+            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], sin.shape[1], BLOCK, 2]))
     else:
         cols = tl.arange(0, BLOCK)[None, None, :]
         inside = mask & (cols < HALF)
@@ -162,12 +162,12 @@ def _rotary_kernel(
     tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
     tail_mask = tail_cols < 2 * HALF + TAIL
 
-    q_ptrs = Q_ptr + _rows(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
+    q_ptrs = Q_ptr + row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
     q1, q2 = _load_pairs(q_ptrs, q_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
     if TAIL:
         q3 = _load(q_ptrs + tail_cols, q_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
     if K_ptr is not None:
-        k_ptrs = K_ptr + _rows(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN)
+        k_ptrs = K_ptr + row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN)
         k1, k2 = _load_pairs(k_ptrs, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
@@ -176,15 +176,15 @@ def _rotary_kernel(
         cols = tl.arange(0, BLOCK_HALF)[None, None, :]
         plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
         angles = angles + plane * cos_plane_stride
-    cos1, cos2, sin1, sin2 = _load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
 
-    out = OutQ_ptr + _rows(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
+    out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
     q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
     _store_pairs(out, q1, q2, q_mask, HALF, BLOCK_HALF, PAIRS_OUT)
     if TAIL:
         tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
     if K_ptr is not None:
-        out = OutK_ptr + _rows(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN)
+        out = OutK_ptr + row_offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN)
         k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
         _store_pairs(out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
         if TAIL:
@@ -256,7 +256,7 @@ class Rotary:
     ):
         q = q if q.stride(-1) == 1 else q.contiguous()
         k = k if k is None or k.stride(-1) == 1 else k.contiguous()
-        cos, sin = _readable(cos, sin, trig)
+        cos, sin = readable_angles(cos, sin, trig)
         angles = cos[0] if sections[1] else cos
         k_layout = (None, None) if k is None else (k.shape, k.stride())
         geometry = _geometry(
@@ -272,7 +272,7 @@ class Rotary:
             n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
             ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
             strides = (*geometry.strides, cos.stride(0) if sections[1] else 0)
-            align = 8 if not any(stride & 7 for stride in geometry.strides[:12]) else 1
+            align = alignment(geometry.strides[:-2])
             flags = (
                 *geometry.widths,
                 next_power_of_2(-(-n_k_heads // n_head_tiles)),
@@ -310,7 +310,7 @@ def _tunable(op: str, variant: str) -> Tunable:
     return Tunable(
         op,
         variant,
-        kernels=(_rotary_kernel, _rows, _load_pairs, _store_pairs, _load_angles, _rotate, _load),
+        kernels=(_rotary_kernel, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
@@ -321,7 +321,12 @@ def _tunable(op: str, variant: str) -> Tunable:
     )
 
 
-def _readable(cos, sin, trig):
+def alignment(strides: tuple[int, ...]) -> int:
+    """ALIGN of the kernels here."""
+    return 1 if any(stride & 7 for stride in strides) else 8
+
+
+def readable_angles(cos, sin, trig):
     """cos and sin with contiguous columns and one set of strides; complex ones with contiguous numbers too."""
     if trig == COMPLEX:
         return (cos if cos.stride()[-2:] == (2, 1) else cos.contiguous()), None
