@@ -20,6 +20,13 @@ _HOME = {
     "liger_cross_entropy": "cross_entropy",
     "liger_fused_linear_cross_entropy": "fused_linear_cross_entropy",
     "CrossEntropyOutput": "cross_entropy",
+    "liger_fused_linear_scaled_cross_entropy": "fused_linear_scaled_cross_entropy",
+    "liger_fused_linear_jsd": "fused_linear_jsd",
+    "liger_fused_linear_kl_div": "fused_linear_kl_div",
+    "liger_jsd": "jsd",
+    "liger_kl_div": "kl_div",
+    "liger_tvd": "tvd",
+    "liger_fused_ce_tvd": "fused_ce_tvd",
 }
 """Name -> the file in `liger_hw/kernels` that defines it."""
 
