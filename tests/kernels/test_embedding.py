@@ -1,0 +1,74 @@
+"""Embedding: rows that fill the batch, rows across many chunks, the padding row, indices outside the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import verify
+
+from liger_hw.kernels.embedding import LigerEmbedding, liger_embedding
+from liger_hw.registry import Sample, get_op
+
+
+def _weight(generator, lane, rows=7, cols=9):
+    return torch.randn(rows, cols, generator=generator).to(lane.device).requires_grad_()
+
+
+BATCHES = {
+    "one row fills the batch": [3] * 150,
+    "two rows meet at a chunk's end": [1] * 16 + [2] * 16 + [4] * 32,
+    "a row over many chunks between single ones": [0, 1] + [2] * 70 + [3, 5],
+    "nothing but the padding row": [6] * 40,
+    "every row once, backwards": [6, 5, 4, 3, 2, 1, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_batches(lane, generator, seed, batch, dtype):
+    indices = torch.tensor(BATCHES[batch], dtype=dtype, device=lane.device)
+    verify(get_op("embedding"), Sample((_weight(generator, lane), indices, 6), {}, 1, indices.numel()), seed)
+
+
+def test_order_of_the_batch_does_not_matter_to_its_shape(lane, generator, seed):
+    indices = torch.randint(7, (2, 3, 5), generator=generator).to(lane.device)
+    verify(get_op("embedding"), Sample((_weight(generator, lane), indices.transpose(0, 2)), {}, 1, 30), seed)
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_outside_the_table(lane, generator):
+    """Neither memory of others is read nor a gradient written: NaN, and zero."""
+    weight = _weight(generator, lane)
+    indices = torch.tensor([0, -1, 7, 3, 2**31 - 1], device=lane.device)
+    out = liger_embedding(weight, indices)
+    assert out.isnan().all(1).tolist() == [False, True, True, False, True]
+    (found,) = torch.autograd.grad(out, weight, torch.ones_like(out))
+    assert found.sum(1).tolist() == [9, 0, 0, 9, 0, 0, 0]
+
+
+@pytest.mark.cpu
+def test_module_is_torchs(generator):
+    ours, theirs = LigerEmbedding(7, 4, padding_idx=-1), torch.nn.Embedding(7, 4, padding_idx=-1)
+    assert ours.padding_idx == theirs.padding_idx and not ours.weight[-1].any()
+    theirs.load_state_dict(ours.state_dict())
+    indices = torch.tensor([[0, 6], [2, 2]])
+    grad = torch.randn(2, 2, 4, generator=generator)
+    for module in (ours, theirs):
+        module(indices).backward(grad)
+    torch.testing.assert_close(ours(indices), theirs(indices))
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.cpu
+def test_what_does_not_fit_is_refused():
+    weight, indices = torch.zeros(7, 4), torch.tensor([1])
+    for args, words in [
+        ((weight[0], indices), "n_rows, n_cols"),
+        ((weight, indices.float()), "int32 or int64"),
+        ((weight, indices, 7), "padding_idx"),
+        ((weight, [1]), "int32 or int64"),
+    ]:
+        with pytest.raises(ValueError, match=f"liger_embedding.*{words}"):
+            liger_embedding(*args)
+    with pytest.raises(ValueError, match="padding_idx"):
+        LigerEmbedding(7, 4, padding_idx=7)
