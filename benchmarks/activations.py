@@ -189,7 +189,7 @@ def _predicted(options: argparse.Namespace, plan: e2e.Plan, note: dict[str, Any]
         return {}
     from dataclasses import replace
 
-    from liger_hw.activations.planner import Planner
+    from liger_hw.recompute.planner import Planner
     from liger_hw.autotune import models
 
     known = {"mistral": "mistral-7b", "llama3": "llama-3-8b", "qwen3": "qwen3-8b", "gemma2": "gemma-2-2b"}

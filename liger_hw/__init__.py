@@ -15,6 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "activations": "recompute.dial",
     "explain": "registry",
     "override": "registry",
     "pretend": "registry",
@@ -26,7 +27,7 @@ _HOME = {
 }
 """Public name -> module that defines it."""
 
-_SUBMODULES = ("activations", "autotune", "backends", "bench", "distributed", "env", "kernels", "registry", "transformers")
+_SUBMODULES = ("autotune", "backends", "bench", "distributed", "env", "kernels", "recompute", "registry", "transformers")
 
 __all__ = [*_HOME, *_SUBMODULES]
 

@@ -11,12 +11,13 @@ ever reused.
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Callable
 
 import torch
 
-from ..activations import recipes
+from ..recompute import recipes
 
 Counts = tuple[str, int, int, int, int]
 """How the tensor came out of the graph (`recipes.KEPT`, `FRESH` or `SHARED`; "" without our hooks), then four counts."""
@@ -106,7 +107,14 @@ def _observe(build: Callable[[torch.Tensor, list], tuple]) -> Counts:
 def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
     """Counts that prove a saved tensor is nobody else's; empty when they prove nothing.
 
-    Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a process
+    They are measured in a thread of their own: the present one may be inside somebody's saved-tensor hooks.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_measured_counts, with_checkpoint).result()
+
+
+def _measured_counts(with_checkpoint: bool) -> frozenset[Counts]:
+    """Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a process
     that has done so: any process that checkpointed.
     """
     if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):

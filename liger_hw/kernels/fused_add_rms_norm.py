@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..activations.recipes import offer
+from ..recompute.recipes import offer
 from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..activations.recipes import offer, project
+from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse, swiglu
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..activations.recipes import offer, project
+from ..recompute.recipes import offer, project
 from ..registry import Op, Sample, row_key
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch

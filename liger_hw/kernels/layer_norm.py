@@ -18,7 +18,7 @@ import math
 import torch
 
 from .. import registry
-from ..activations.recipes import offer
+from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..activations.recipes import offer
+from ..recompute.recipes import offer
 from ..registry import Op, Sample, row_key
 from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
 from ._op import check_tensors, define, first_order, launch

@@ -18,7 +18,7 @@ import math
 import torch
 
 from .. import registry
-from ..activations.recipes import offer
+from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .. import registry
-from ..activations.recipes import offer
+from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import check, check_tensors, define, first_order, launch
 from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate

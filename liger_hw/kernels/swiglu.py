@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..activations.recipes import offer, project
+from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch

@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from ..activations.recipes import project
+from ..recompute.recipes import project
 
 Core = Callable[[Any, torch.Tensor], torch.Tensor]
 

@@ -17,11 +17,11 @@ import torch
 
 from ..transformers.report import Patch
 from . import recipes
-from .levels import FIT, LEVELS, in_words, is_budget, level_of_each, parse_size
+from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
-_SCOPES = {"cheap": recipes.CHEAP, "mlp": recipes.MLP}
+_SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -41,6 +41,26 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _is_layer(module: torch.nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def activations(setting: Any, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
+    """A context in which activations are kept or recomputed as `setting` says; with a model, put onto its layers.
+
+    setting: `keep`, `cheap`, `mlp` or `full` (levels.py says what each recomputes). With a model also one level for each
+    layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits the device's memory) or a
+    size such as `80GiB`.
+    model: a live model with a list of layers. The levels hold from now until `revert()` or the end of the `with` block.
+
+    Gradients are bit-identical to keeping everything. Raises `ValueError` for a setting that means nothing here.
+    """
+    if model is not None:
+        return Dial(model, setting)
+    if is_budget(setting) or not isinstance(setting, str) or setting == "full":
+        raise ValueError(
+            f"activations({setting!r}) needs to know the layers: pass the model too, activations({setting!r}, model), or "
+            "activations= of its apply_liger_kernel_to_* function; keep, cheap and mlp work without"
+        )
+    return recipes.Scope(_SCOPES[check_level(setting)])
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------

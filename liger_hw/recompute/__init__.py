@@ -1,0 +1,11 @@
+"""Activation memory as a dial: what backward needs is kept, or computed again, by level.
+
+    with liger_hw.activations("cheap"):                    # whatever runs in it, with our ops
+        loss = model(**batch).loss
+    loss.backward()
+
+    dial = liger_hw.activations("fit", model)              # each layer of a model, until dial.revert()
+
+recipes.py is the mechanism, levels.py the words, dial.py puts levels on models, planner.py chooses them.
+docs/activations.md explains.
+"""

@@ -1,0 +1,429 @@
+"""Recipes: what is dropped and computed again, that it is the same bits, and when it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from small_decoder import HIDDEN, TOKENS, WIDE, Decoder, gradients, identical, some_input
+
+import liger_hw
+from liger_hw import registry
+from liger_hw.backends import LaunchConfig
+from liger_hw.kernels import swiglu
+from liger_hw.kernels.fused_add_rms_norm import liger_fused_add_rms_norm
+from liger_hw.kernels.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
+from liger_hw.kernels.geglu import LigerGEGLUMLP, liger_geglu
+from liger_hw.kernels.layer_norm import liger_layer_norm
+from liger_hw.kernels.relu_squared import liger_relu_squared
+from liger_hw.kernels.rms_norm import liger_rms_norm
+from liger_hw.kernels.rope import liger_rope
+from liger_hw.kernels.swiglu import liger_swiglu
+from liger_hw.recompute import recipes
+
+pytestmark = pytest.mark.cpu
+linear = torch.nn.functional.linear
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "geglu"])
+@pytest.mark.parametrize("dtype, autocast", [("float32", False), ("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize("level", ["cheap", "mlp"])
+def test_gradients_are_bit_identical(level, dtype, autocast, mlp, ledger):
+    options = {"mlp": LigerGEGLUMLP, "act": "gelu_pytorch_tanh"} if mlp == "geglu" else {}
+    model = Decoder(dtype=getattr(torch, dtype), **options)
+
+    @contextlib.contextmanager
+    def at(level):
+        with liger_hw.activations(level), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            yield
+
+    kept = gradients(model, at("keep"))
+    assert not ledger.computed
+    assert identical(gradients(model, at(level)), kept)
+    assert {"rms_norm_fwd", f"{mlp}_fwd"} <= set(ledger.computed)
+    assert ("_linear" in ledger.computed) == (level == "mlp")
+
+
+@pytest.mark.parametrize("level", ["cheap", "mlp"])
+def test_what_is_kept(level, ledger):
+    """Against torch's own saving: the outputs of both norms and of the gate go; at `mlp` gate and up as well."""
+    model = Decoder(count=2)
+    with torch.autograd.graph.saved_tensors_hooks(ledger.note, lambda t: t):
+        model(some_input())
+    everything = ledger.elements
+    ledger.kept.clear()
+    with liger_hw.activations(level):
+        out = model(some_input())
+    spared = 2 * HIDDEN + WIDE + (2 * WIDE if level == "mlp" else 0)
+    assert everything - ledger.elements == 2 * TOKENS * spared
+    del out
+
+
+OPS = {
+    "rms_norm": lambda x, w: liger_rms_norm(x, w, 1e-6),
+    "layer_norm": lambda x, w: liger_layer_norm(x, w, w * 0.5, 1e-6),
+    "fused_add_rms_norm": lambda x, w: sum(liger_fused_add_rms_norm(x, x * 0.5, w, 1e-6)),
+    "swiglu": lambda x, w: liger_swiglu(x * w, x),
+    "geglu": lambda x, w: liger_geglu(x * w, x, "tanh"),
+    "fused_gate_up_swiglu": lambda x, w: liger_fused_gate_up_swiglu(torch.cat((x * w, x), -1)),
+    "relu_squared": lambda x, w: liger_relu_squared(x * w),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_that_offers(name, ledger):
+    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its own output.)"""
+    head = normal(5, HIDDEN, seed=1)
+
+    def run(level):
+        x, w = normal(TOKENS, HIDDEN).requires_grad_(), normal(HIDDEN, seed=2).requires_grad_()
+        weight = head.clone().requires_grad_()
+        with liger_hw.activations(level):
+            y = OPS[name](x, w) if name != "fused_add_rms_norm" else liger_fused_add_rms_norm(x, x * 0.5, w, 1e-6)[0]
+            linear(y, weight).square().sum().backward()
+        return [x.grad, w.grad, weight.grad]
+
+    expected = run("keep")
+    assert identical(run("cheap"), expected)
+    assert len(ledger.computed) == 1
+
+
+def test_one_computation_serves_all_and_goes_with_the_last(ledger, monkeypatch):
+    x, w = normal(4, 8).requires_grad_(), torch.ones(8, requires_grad=True)
+    heads = [normal(3, 8, seed=i).requires_grad_() for i in range(3)]
+    values, alive = [], []
+    compute = recipes.Recipe._compute
+    monkeypatch.setattr(recipes.Recipe, "_compute", lambda self: values.append(weakref.ref(v := compute(self))) or v)
+    with liger_hw.activations("cheap"):
+        y = liger_rms_norm(x, w, 1e-6)
+        loss = sum(linear(y, head).square().sum() for head in heads)
+        y.register_hook(lambda grad: alive.append(values[0]() is not None))  # when all three are through
+        output = weakref.ref(y)
+        del y
+    assert output() is None, "the norm's output is still held"
+    loss.backward()
+    assert len(ledger.computed) == 1 and alive == [False]
+
+
+def test_nothing_is_offered_outside_a_scope_or_without_gradients():
+    x, w = normal(4, 8).requires_grad_(), torch.ones(8)
+    assert not vars(liger_rms_norm(x, w, 1e-6))
+    with liger_hw.activations("keep"):
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top() is None
+    with torch.no_grad(), liger_hw.activations("cheap"):
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top() is None
+    with liger_hw.activations("cheap"):
+        assert not vars(liger_rms_norm(x.detach(), w, 1e-6)), "what trains nothing saves nothing, so sparing adds"
+        assert vars(liger_rms_norm(x, w, 1e-6))
+    assert recipes._hooks_on_top() is None
+
+
+def test_scopes_nest_and_survive_exceptions():
+    x, w = normal(4, 8).requires_grad_(), torch.ones(8)
+    scope = liger_hw.activations("cheap")
+    with pytest.raises(KeyError), scope:
+        with liger_hw.activations("keep"):
+            assert not vars(liger_rms_norm(x, w, 1e-6))
+        with scope:
+            assert vars(liger_rms_norm(x, w, 1e-6))
+        assert vars(liger_rms_norm(x, w, 1e-6))
+        raise KeyError
+    assert recipes._hooks_on_top() is None
+
+
+# -- changed in place ------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_input_raises():
+    h, w = (normal(4, 8).requires_grad_() * 1.0), torch.ones(8, requires_grad=True)
+    with liger_hw.activations("cheap"):
+        out = linear(liger_rms_norm(h, w, 1e-6), normal(3, 8, seed=1).requires_grad_())
+    with torch.no_grad():
+        w.add_(1.0)
+    with pytest.raises(
+        RuntimeError, match="rms_norm_fwd.* cannot be computed again: its argument 1 .*version 0 then, 1 now"
+    ):
+        out.sum().backward()
+
+
+def test_a_changed_foreign_tensor_raises_as_in_torch():
+    x = normal(4, 8).requires_grad_() * 1.0
+    with liger_hw.activations("cheap"):
+        out = x.square()
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+        out.sum().backward()
+
+
+def test_an_output_that_was_changed_is_kept(ledger):
+    def run(level):
+        x, w, head = normal(4, 8).requires_grad_(), torch.ones(8), normal(3, 8, seed=1).requires_grad_()
+        with liger_hw.activations(level):
+            y = liger_rms_norm(x, w, 1e-6)
+            y.mul_(2.0)
+            linear(y, head).sum().backward()
+        return [x.grad, head.grad]
+
+    assert identical(run("cheap"), run("keep")) and not ledger.computed
+
+
+def test_a_slice_of_an_output(ledger):
+    """The last tokens alone go to the head: the whole output need not be held for them."""
+
+    def run(level):
+        x, w, head = normal(5, 8).requires_grad_(), torch.ones(8), normal(3, 8, seed=1).requires_grad_()
+        with liger_hw.activations(level):
+            linear(liger_rms_norm(x, w, 1e-6)[-2:], head).square().sum().backward()
+        return [x.grad, head.grad]
+
+    assert identical(run("cheap"), run("keep")) and len(ledger.computed) == 1
+
+
+def test_an_output_can_be_pickled():
+    with liger_hw.activations("cheap"):
+        y = liger_rms_norm(normal(4, 8).requires_grad_(), torch.ones(8), 1e-6)
+    assert torch.equal(pickle.loads(pickle.dumps(y)), y)
+
+
+# -- backward, again and otherwise -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["cheap", "mlp"])
+def test_retain_graph_and_accumulation(level):
+    def run(level):
+        model, x = Decoder(count=2), some_input()
+        with liger_hw.activations(level):
+            loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with liger_hw.activations(level):
+            model(x * 0.5).square().mean().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    assert identical(run(level), run("keep"))
+
+
+def test_double_backward_is_refused():
+    x = some_input()
+    with liger_hw.activations("cheap"):
+        loss = Decoder(count=1)(x).square().mean()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_graph_that_is_dropped_takes_its_recipes_along():
+    x, w = normal(4, 8).requires_grad_(), torch.ones(8)
+    with liger_hw.activations("cheap"):
+        y = liger_rms_norm(x, w, 1e-6)
+        recipe = weakref.ref(vars(y)["_liger_hw_recipe"])
+        out = (linear(y, normal(3, 8).requires_grad_()), y.exp(), y.square())
+    del y, out
+    gc.collect()
+    assert recipe() is None
+
+
+# -- other hooks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours_outside", [True, False])
+def test_other_hooks(ours_outside, ledger):
+    """The innermost hooks see every tensor of their region: ours step aside inside of others."""
+    model = Decoder(count=2)
+    expected = gradients(model, contextlib.nullcontext())
+    seen = []
+    foreign = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t.detach(), lambda t: t)
+    outer, inner = (
+        (liger_hw.activations("cheap"), foreign) if ours_outside else (foreign, liger_hw.activations("cheap"))
+    )
+    first, second = model.layers
+
+    class Mixed(torch.nn.Module):
+        def forward(self, x):
+            with outer:
+                x = first(x)
+                with inner:
+                    return second(x)
+
+    mixed = Mixed()
+    mixed.layers = model.layers
+    assert identical(gradients(mixed, contextlib.nullcontext()), expected)
+    assert (len(ledger.computed) == 3) == ours_outside, "two norms and a gate of the layer that is ours"
+    assert seen
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_checkpointing_on_some_layers(reentrant, backward_inside, ledger):
+    model = Decoder(count=3)
+    expected = gradients(model, contextlib.nullcontext())
+    plain = model.layers[1].forward
+    model.layers[1].forward = lambda x: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=reentrant)
+    found = gradients(model, liger_hw.activations("cheap"), backward_inside=backward_inside)
+    assert identical(found, expected)
+    assert len(ledger.computed) >= 6, "two layers of three"
+
+
+def test_forbidden_hooks_are_respected():
+    model = Decoder(count=1)
+    expected = gradients(model, contextlib.nullcontext())
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert identical(gradients(model, liger_hw.activations("cheap")), expected)
+
+
+# -- projections, LoRA, rope -----------------------------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear with a low-rank adapter, as PEFT has them."""
+
+    def __init__(self, base, dropout):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_dropout = torch.nn.Dropout(dropout)
+        self.lora_A = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(self.lora_dropout(x)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_adapters_are_recomputed_unless_random(dropout, ledger):
+    model = Decoder(count=2).requires_grad_(False)
+    for layer in model.layers:
+        layer.mlp.gate_proj = Adapted(layer.mlp.gate_proj, dropout)
+        layer.mlp.up_proj = Adapted(layer.mlp.up_proj, dropout)
+
+    def run(level):
+        torch.manual_seed(5)
+        return gradients(model, liger_hw.activations(level))
+
+    assert identical(run("mlp"), run("keep"))
+    assert ledger.computed.count("_call") == (0 if dropout else 4)
+
+
+def test_a_projection_with_hooks_is_kept(ledger):
+    model = Decoder(count=1)
+    model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    gradients(model, liger_hw.activations("mlp"))
+    assert ledger.computed.count("_linear") == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_rope_after_a_qk_norm(qk_norm, autocast, ledger):
+    angles = normal(1, 6, 4, seed=9)
+    angles = torch.cat((angles, angles), -1)
+
+    def run(level):
+        heads = [normal(1, 6, count, 8, seed=count).requires_grad_() for count in (4, 2)]
+        w = torch.ones(8, requires_grad=True)
+        with liger_hw.activations(level), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            q, k = (liger_rms_norm(x * 1.5, w, 1e-6) if qk_norm else x * 1.5 for x in heads)
+            q, k = liger_rope(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
+            k = k.repeat_interleave(2, 1)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+        out.float().square().sum().backward()
+        return [x.grad for x in heads]
+
+    assert identical(run("cheap"), run("keep"))
+    assert any("rope" in name for name in ledger.computed) == qk_norm
+
+
+# -- gradients in place ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["keep", "cheap", "mlp"])
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_in_place_only_of_what_nobody_else_sees(level, held, monkeypatch):
+    """A gated activation's backward still writes over its private inputs, and never over what the user holds."""
+    in_place, holding = [], []
+    real = swiglu.swiglu_bwd_
+    monkeypatch.setattr(swiglu, "swiglu_bwd_", lambda *args: in_place.append(args[1]) or real(*args))
+    model = Decoder(count=1)
+    if held:
+        model.layers[0].mlp.gate_proj.register_forward_hook(
+            lambda m, a, out: holding.append((out, out.detach().clone()))
+        )
+    gradients(model, liger_hw.activations(level))
+    assert len(in_place) == (0 if held else 1)
+    assert all(torch.equal(now, before) for now, before in holding)
+
+
+def test_a_value_that_others_await_is_not_written_over():
+    """Two gates read one projection: the first to run backward must leave it for the second."""
+    weights = [normal(6, 8, seed=i).requires_grad_() for i in range(3)]
+
+    def run(level):
+        x = normal(4, 8).requires_grad_()
+        modules = [torch.nn.Linear(8, 6, bias=False) for _ in weights]
+        for module, weight in zip(modules, weights):
+            module.weight = torch.nn.Parameter(weight.detach().clone())
+        with liger_hw.activations(level):
+            a, b, c = (recipes.project(module, x) for module in modules)
+            (liger_swiglu(a, b).square().sum() + liger_swiglu(a, c).square().sum()).backward()
+        return [x.grad, *(m.weight.grad for m in modules)]
+
+    assert identical(run("mlp"), run("keep"))
+
+
+# -- what makes it equal ---------------------------------------------------------------------------------------------
+
+
+def test_configurations_forced_at_the_forward_hold_for_the_recomputation():
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            recipes.offer(ctx, y, again, (x,))
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def again(x):
+        seen.append([scope for scope, _ in registry._overrides])
+        return x * 2
+
+    x = normal(4, 8).requires_grad_()
+    with registry.override("rms_norm", LaunchConfig({"BLOCK_SIZE": 8, "ROWS": 1})), liger_hw.activations("cheap"):
+        out = linear(Doubled.apply(x * 1.0), normal(3, 8).requires_grad_())
+    out.sum().backward()
+    assert seen == [["rms_norm"]] and not registry._overrides
+
+
+def test_torch_compile_does_its_own(caplog):
+    model = Decoder(count=1)
+    expected = gradients(model, contextlib.nullcontext())
+    recipes._said.clear()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        with liger_hw.activations("cheap"):
+            return model(x)
+
+    class Compiled(torch.nn.Module):
+        def forward(self, x):
+            return compiled(x)
+
+    wrapped = Compiled()
+    wrapped.layers = model.layers
+    with caplog.at_level("INFO", "liger_hw"):
+        inside = gradients(wrapped, contextlib.nullcontext())
+        again = gradients(wrapped, liger_hw.activations("cheap"))
+    for found in (inside, again):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert [r.message for r in caplog.records if "compile" in r.message] == [caplog.records[0].message]
