@@ -62,15 +62,17 @@ def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any,
 def certify(job: tuple) -> list[dict[str, Any]]:
     """In a worker process: for each candidate, the certificates of every kernel whose launch depends on it."""
     from liger_hw.autotune import static
+    from liger_hw.autotune.jobs import Job
     from liger_hw.backends import LaunchConfig, Target
 
-    op, variant, sizes, dtype, configs, target = job
+    op, variant, key, sizes, dtype, configs, target = job
     target = Target(**{**target, "warp_sizes": tuple(target["warp_sizes"])})
-    found = []
-    traced = static.affected(op, variant, sizes, dtype, target, [LaunchConfig.from_json(c) for c in configs])
-    for config, launches in zip(configs, traced):
-        found.append({"config": config, "kernels": [c.to_json() for c in map(static.compile_here, launches)]})
-    return found
+    one = Job(op, variant, tuple(key), tuple(sizes), dtype)
+    traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
+    return [
+        {"config": config, "kernels": [c.to_json() for c in map(static.compile_here, launches)]}
+        for config, launches in zip(configs, static.decided_by(one.name, traced))
+    ]
 
 
 def collect(arguments: argparse.Namespace) -> None:
@@ -108,7 +110,7 @@ def collect(arguments: argparse.Namespace) -> None:
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1))
     for job in jobs:
         configs = [config.to_json() for config in job["configs"]]
-        task = (job["op"], job["variant"], job["sizes"], "bfloat16", configs, target.to_json())
+        task = (job["op"], job["variant"], job["key"], job["sizes"], "bfloat16", configs, target.to_json())
         job["task"] = pool.apply_async(certify, (task,))
     records, place, bench = [], None, None
     with Clock(device) as clock:
@@ -175,7 +177,6 @@ BOUNDS = {
     **{"issue": (1, 2), "access": (0.5, 6), "spill": (2, 20), "ahead": (0, 1.5), "kept": (0.3, 1), "last": (0.3, 1)},
     **{"overlap": (1.3, 4), "latency": (300, 1000)},
 }
-MARGIN = 0.05
 
 
 class Data:
@@ -217,10 +218,12 @@ class Data:
         return [sum(model.microseconds(w, self.target, pace, rates) for w in works) for works in launch["works"]]
 
 
-def outcome(times: list[float], predicted: list[float], margin: float) -> dict[str, Any]:
+def outcome(times: list[float], predicted: list[float]) -> dict[str, Any]:
     """What the choice costs over the best of the sample. The heuristic (first) stays unless it loses by the margin."""
+    from liger_hw.autotune.static import MARGIN
+
     chosen = min(range(len(times)), key=predicted.__getitem__)
-    if predicted[chosen] > predicted[0] * (1 - margin):
+    if predicted[chosen] >= predicted[0] * (1 - MARGIN):
         chosen = 0
     best = min(times)
     return {
@@ -292,13 +295,14 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 def report(arguments: argparse.Namespace) -> None:
     from liger_hw.autotune import model
+    from liger_hw.autotune.static import MARGIN
 
     data = Data(arguments.file)
     rows = []
     for launch in data.launches:
         predicted = data.predicted(launch, model.RATES, data.pace.latency)
         names = {name: launch[name] for name in ("op", "variant", "workload", "key", "sizes")}
-        found = outcome(launch["us"], predicted, MARGIN)
+        found = outcome(launch["us"], predicted)
         times = {"chosen_us": launch["us"][found["chosen"]], "best_us": min(launch["us"]), "heuristic_us": launch["us"][0]}
         rows.append({**names, **found, **times, "predicted_us": round(predicted[found["chosen"]], 2)})
     facts = {name: data.raw[name] for name in ("device", "copy_gbs", "torch", "triton", "date")}
@@ -321,7 +325,7 @@ def leave_out(data: Data, steps: int) -> dict[str, Any]:
     for op in sorted({launch["op"] for launch in data.launches}):
         rates, latency = fit(data, [launch for launch in data.launches if launch["op"] != op], steps)
         mine = [launch for launch in data.launches if launch["op"] == op]
-        found = [outcome(launch["us"], data.predicted(launch, rates, latency), MARGIN) for launch in mine]
+        found = [outcome(launch["us"], data.predicted(launch, rates, latency)) for launch in mine]
         rows += found
         print(f"without {op}:", json.dumps(summary(found)["regret"]), flush=True)
     print("leave one op out", json.dumps(summary(rows)))
@@ -332,7 +336,7 @@ def fitted(arguments: argparse.Namespace) -> None:
     data = Data(arguments.file)
     rates, latency = fit(data, data.launches, arguments.steps)
     print(f"latency {latency:.0f}\n{rates}")
-    print(json.dumps(summary([outcome(x["us"], data.predicted(x, rates, latency), MARGIN) for x in data.launches])))
+    print(json.dumps(summary([outcome(x["us"], data.predicted(x, rates, latency)) for x in data.launches])))
 
 
 def main() -> None:

@@ -42,6 +42,8 @@ class Result:
     seconds: float = 0.0
     note: str = ""
     error: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """What a choice without the device rests on: certificates, and why candidates were dropped."""
 
     @property
     def floor_share(self) -> float:

@@ -3,6 +3,7 @@
     liger-hw autotune --device cuda                                      every op at its own workloads
     liger-hw autotune --device cuda --model mistral-7b --seq 2048,4096   the shapes of a model
     liger-hw autotune --device cuda --from-misses                        what earlier runs found no entry for
+    liger-hw autotune --device gfx942                                    for a device that is not here, by compiling
 
 Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
 Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
@@ -17,7 +18,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from . import UsageError
+from . import UsageError, _static
 from ._values import dtype_name, positive, shape, table
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _seconds(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
-    what.add_argument("--device", help="cuda, rocm, xpu, or one device such as cuda:0 (default: the accelerator here)")
+    what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, or an architecture (default: the GPU here)")
     what.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
     what.add_argument(
         "--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id"
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for"
     )
+    what.add_argument("--first", action="store_true", help="only the first of each op's own workloads")
     what.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -100,6 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.dry_run:
         return _dry_run(arguments)
+    if target := _static.absent(arguments.device):
+        jobs, problems = _jobs(arguments, target, None)
+        screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
+        return _static.run(arguments, target, jobs, problems, screen)
     from ..autotune import remote
 
     device = _device(arguments.device)
@@ -159,8 +165,7 @@ def _device(name: str | None) -> str:
             return f"{one.device_type}:0"
     raise UsageError(
         f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
-        "The tuner measures on the device; choosing without it is not available yet. "
-        f"`--dry-run --device {name}` shows what would be tried"
+        "Name an architecture, as in --device gfx942, to choose for one that is not here"
     )
 
 
@@ -187,6 +192,8 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
         return found, problems
     wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, arguments.shapes)
+    if arguments.first:
+        wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
     if not wanted:
         counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
         raise UsageError(
@@ -367,7 +374,8 @@ class _Progress:
         elif not result.heuristic_us:
             what = result.note
         else:
-            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} (noise {result.noise:.1%})"
+            sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
+            what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure})"
             what += (
                 f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
             )

@@ -1,0 +1,91 @@
+"""`liger-hw autotune --device gfx942` on a machine that has none: candidates are compiled and modelled, not measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import UsageError
+from ._values import table
+
+if TYPE_CHECKING:
+    from ..backends import Target
+    from .autotune import _Progress
+
+
+def absent(name: str | None) -> "Target | None":
+    """The Target of an architecture that is named, known and not in this machine."""
+    import torch
+
+    from ..backends import backends, known_target, target_of
+
+    try:
+        target = known_target(name or "")
+    except ValueError:
+        return None
+    for one in backends():
+        if one.device_type != "cpu" and getattr(torch, one.device_type).device_count():
+            if target_of(torch.device(one.device_type, 0)).arch == target.arch:
+                return None
+    return None if target.vendor == "cpu" else target
+
+
+def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], problems: list[str], screen: "_Progress") -> int:
+    """Choose for every job, store the choices, print them. `screen` shows what is done."""
+    from ..autotune import store
+    from ..autotune.compile import Workers
+    from ..autotune.static import MARGIN, StaticTuner
+    from ..backends import backend
+
+    if backend(target.vendor).triton_target(target) is None:
+        raise UsageError(
+            f"autotune: {target.arch} is not in this machine and the stock Triton has no compiler for it, so nothing can be "
+            f"measured or compiled here; run `liger-hw autotune --device {target.vendor}` on a machine that has one"
+        )
+    folder = store.home(target)
+    screen.line(f"{target.arch} is not in this machine: candidates are compiled for {target.name} and ranked by a model.")
+    screen.line(f"Kept is what should beat the heuristic by {MARGIN:.0%}; nothing is measured (provenance `static`).")
+    screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+    for problem in problems:
+        screen.line(f"not planned: {problem}")
+    results: list[Any] = []
+
+    def done(result: Any) -> None:
+        results.append(result)
+        screen.finished(result)
+
+    count = arguments.workers or os.cpu_count() or 1
+    with Workers(count, timeout=120.0) as workers:
+        tuner = StaticTuner(
+            target, workers, candidates=arguments.candidates, save=lambda name, entry: store.save(target, name, entry)
+        )
+        try:
+            tuner.run(jobs, done)
+        except KeyboardInterrupt:
+            screen.line("interrupted; what was compiled is kept by Triton, the same command goes on from there")
+            return 130
+    failed = [r for r in results if r.error]
+    screen.line(f"done after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed")
+    if arguments.json:
+        facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": MARGIN}
+        print(json.dumps({"kind": "static", **facts, "results": [r.to_json() for r in results], "problems": problems}, indent=1))
+    else:
+        print(_text(results))
+        if any(r.stored for r in results):
+            print(f"to share them: liger-hw cache export --device {target.arch} -o {target.arch}.json", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _text(results: list[Any]) -> str:
+    rows = [("kernel", "sizes", "key", "heuristic us", "choice us", "gain", "tried", "dropped", "")]
+    for r in results:
+        head = (r.job.name, "x".join(map(str, r.job.sizes)), str(r.job.key))
+        if r.error:
+            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
+            continue
+        times = (f"{r.heuristic_us:.1f}", f"{r.winner_us:.1f}", f"{r.gain:.1%}" if r.gain else "")
+        rows.append((*head, *times, str(r.tried), str(r.failed), r.note))
+    return table(rows) + "\nTimes are the model's, not measured."
