@@ -11,6 +11,7 @@ from ..backends import LaunchConfig, Target
 from ..registry import Key, Op, Tunable
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
+_ITEMSIZES = (*DTYPES.items(), (2, "float16"))
 
 
 def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
@@ -69,6 +70,27 @@ def shortlist(
     chances.shuffle(rest)
     chosen.update(dict.fromkeys(rest[: most - len(chosen)]))
     return list(chosen)
+
+
+def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
+    """Other problem sizes that have `key`, each at about 5/8 or 3/4 of its own where that keeps the key; None without any.
+
+    Sizes of 256 and more stay multiples of 64, as a model's are.
+    """
+    itemsize = next(size for size, name in _ITEMSIZES if name == dtype)
+    found = tuple(sizes)
+    for place, size in enumerate(sizes):
+        for share in (0.625, 0.75, 0.875):
+            smaller = int(size * share) // 64 * 64 if size >= 256 else round(size * share)
+            tried = (*found[:place], max(1, smaller), *found[place + 1 :])
+            try:
+                same = tunable.key(*tried, itemsize) == key
+            except (ValueError, ArithmeticError):
+                same = False
+            if same and tried != found:
+                found = tried
+                break
+    return None if found == tuple(sizes) else found
 
 
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:

@@ -46,7 +46,7 @@ class FakeMeasurer:
         self.opened += 1
         self.alive = True
         self.ids.clear()
-        self.context = context
+        self.context, self.sizes = context, sizes
         return {"baseline": self.baseline.to_json(), "bytes": 4_000_000, "copies": 4}
 
     def prepare(self, config):

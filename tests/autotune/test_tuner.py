@@ -73,6 +73,28 @@ def test_a_gain_under_one_percent_is_not_stored():
     assert not result.stored and not kept
 
 
+def test_a_winner_must_win_at_other_sizes_of_its_key_too():
+    """The best at (8192, 4096) loses at the other sizes, the second best does not and is stored."""
+    second = min((c for c in SPACE if c not in (BEST, START)), key=cost)
+
+    def at_both(config):
+        return 2 * cost(START) if config == BEST and measurer.sizes != [8192, 4096] else cost(config)
+
+    measurer = FakeMeasurer(START, at_both)
+    (result,), kept, _ = tune(measurer=measurer)
+    stored = kept["rms_norm", "bwd", KEY]
+    assert result.stored and cost(stored.config) == cost(second) and result.note == ""
+    also = stored.provenance["also"]
+    assert BWD.key(*also["sizes"], 2) == KEY and also["sizes"] != [8192, 4096] and also["gain"] > also["noise"]
+
+    def only_here(config):
+        return 10.0 if config == START and measurer.sizes != [8192, 4096] else cost(config)
+
+    measurer = FakeMeasurer(START, only_here)
+    (result,), kept, _ = tune(measurer=measurer)
+    assert not result.stored and not kept and "same key" in result.note and measurer.sizes == [8192, 4096]
+
+
 def test_where_the_heuristic_wins_an_older_entry_goes():
     kept = Kept({("rms_norm", "bwd", KEY): "old"})
     (result,), kept, _ = tune(lambda config: 10.0 if config == START else 20.0, kept=kept)
@@ -117,7 +139,7 @@ def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
     assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
     failed = [line for line in journal.read() if line["stage"] == "failed"]
     assert [LaunchConfig.from_json(line["config"]) for line in failed] == [deadly]
-    assert measurer.opened == (1 if how == "error in prepare" else 2 if "prepare" in how else measurer.opened)
+    assert measurer.opened == (2 if how == "error in prepare" else 3 if "prepare" in how else measurer.opened)
 
 
 def test_a_worker_that_always_dies_ends_the_job_not_the_run():
@@ -178,12 +200,13 @@ def test_winners_are_the_context_of_the_ops_other_kernels():
 
     class Watching(FakeMeasurer):
         def open(self, op, sizes, dtype, variant, key, context):
-            seen.append(context)
+            seen.append((variant, context))
             self.baseline = tunable(f"rms_norm.{variant}").heuristic(H200, tuple(key))
             return super().open(op, sizes, dtype, variant, key, context)
 
     tune(jobs=(JOB, dw), measurer=Watching(START, cost))
-    assert seen[0] == [] and seen[1] == [["bwd", list(KEY), BEST.to_json()]]
+    assert seen[0] == ("bwd", [])
+    assert [context for variant, context in seen if variant == "dw"][0] == [["bwd", list(KEY), BEST.to_json()]]
 
 
 def test_the_budget_is_kept_and_time_short_means_less_is_tried():
@@ -246,7 +269,7 @@ def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):
     changed = tmp_path / "k.jsonl"
     changed.write_text("".join(json.dumps({**line, "kernel_hash": "other"}) + "\n" for line in lines))
     _, _, measurer = tune(past=Past(Journal(changed), FACTS["triton"]))
-    assert measurer.opened == 1
+    assert measurer.opened == 2  # here, and the winner at other sizes of its key
 
 
 def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path, caplog):

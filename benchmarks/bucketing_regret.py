@@ -1,0 +1,168 @@
+"""Regret of bucketed keys: at shapes between the tuned ones, what the stored tables answer against the best found.
+
+python benchmarks/bucketing_regret.py [FILE.json] [--device cuda] [--budget SECONDS] [--candidates 12] [--shapes 30]
+
+For each tunable that an op launches at a shape: the resolved configuration, the heuristic and a shortlist of the space
+(what the table knows at other keys of the tunable among it) are compiled by worker processes, checked, captured and
+timed interleaved and L2-cold, as the tuner does. The best few and the resolved one are timed again, the best of those
+and the resolved one once more: regret = resolved / best - 1, at least 0. A shape's regret is that of its kernels' sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import torch
+
+from liger_hw import registry
+from liger_hw.autotune import measure, space, store
+from liger_hw.autotune.clock import Clock
+from liger_hw.autotune.remote import CompilePool
+from liger_hw.backends import target_of
+
+SHAPES = [
+    *(("rms_norm", s) for s in ((700, 3072), (1500, 3584), (3000, 5120), (6000, 3072), (12000, 2560), (50000, 3072))),
+    *(("fused_add_rms_norm", s) for s in ((700, 3584), (1500, 4096), (3000, 3072), (6000, 5120), (12000, 2560))),
+    *(("swiglu", s) for s in ((700, 11008), (1500, 6144), (3000, 13824), (6000, 9728), (12000, 18944), (50000, 5632))),
+    *(("rope", (1, *s)) for s in ((700, 32, 8, 128), (1500, 28, 4, 128), (3000, 40, 8, 128), (6000, 24, 8, 128))),
+    *(("rope", (3, *s)) for s in ((4096, 40, 8, 128), (5000, 16, 4, 96))),
+    *(("cross_entropy", s) for s in ((700, 32000), (1500, 100352), (3000, 32000), (3000, 202048), (6000, 50257))),
+    *(("layer_norm", s) for s in ((1500, 5120), (12000, 3072))),
+]
+
+
+def candidates(tunable, target, key, tables, resolved, most):
+    """The resolved configuration, the heuristic, and as many more as `most` allows."""
+    everything, _ = space.legal(tunable, target, key)
+    known = [e.config for _, table in tables for (op, v, _), e in table.items() if f"{op}.{v}" == tunable.name]
+    scores = {config: 1.0 + 0.01 * place for place, config in enumerate(dict.fromkeys(known))}
+    chosen = space.shortlist(everything, everything[0], most, scores, f"{tunable.name}{key}")
+    return list(dict.fromkeys((resolved, everything[0], *chosen)))
+
+
+def medians(stage, arms, rounds):
+    return [statistics.median(samples) for samples in stage.time(arms, rounds)]
+
+
+def regret_of(stage, arms, resolved):
+    """(microseconds of the resolved configuration, of the best, the best) after three rounds of elimination."""
+    for rounds, kept in ((4, 5), (15, 1), (25, 0)):
+        times = medians(stage, arms, rounds)
+        ranked = sorted(zip(times, range(len(arms))))
+        if not kept or len(arms) == 1:
+            break
+        best = [arms[place] for _, place in ranked[:kept]]
+        arms = [*best, *(arm for arm in arms if arm.config == resolved and arm not in best)]
+    mine = next(t for t, arm in zip(times, arms) if arm.config == resolved)
+    return mine, min(mine, ranked[0][0]), arms[ranked[0][1]].config
+
+
+def measured_at(op, sizes, clock, target, tables, arguments, pool):
+    """One row for each tunable of the op at this shape."""
+    bench = measure.Bench(op, sizes, torch.bfloat16, clock)
+    named = {tunable.variant: tunable for tunable in op.tunables}
+    todo = []
+    for variant, key in bench.tunables():
+        registry.set_tables(target, tables)
+        answer = registry._choose(named[variant], target, key)
+        registry.set_tables(target, [])
+        configs = candidates(named[variant], target, key, tables, answer.config, arguments.candidates)
+        todo.append((named[variant], key, answer, configs))
+        for config in configs:
+            recipe = f"{named[variant].name} {sizes} {config.to_text()}"
+            pool.submit(recipe, [op.name, list(sizes), "bfloat16", variant, config.to_json()])
+    for tunable, key, answer, configs in todo:
+        stage = bench.stage(tunable.variant, key)
+        arms, refused = [], 0
+        for config in configs:
+            pool.wait(f"{tunable.name} {sizes} {config.to_text()}")
+            try:
+                arms.append(stage.prepare(config))
+            except (measure.Rejected, torch.OutOfMemoryError):
+                refused += 1
+        if all(arm.config != answer.config for arm in arms):
+            raise RuntimeError(f"{tunable.name} at {sizes}: the resolved {answer.config.to_text()} cannot be timed")
+        mine, best_us, best = regret_of(stage, arms, answer.config)
+        yield {
+            "op": op.name,
+            "variant": tunable.variant,
+            "sizes": list(sizes),
+            "key": list(key),
+            "layer": answer.layer,
+            "tuned_at": answer.provenance.get("sizes"),
+            "resolved": answer.config.to_json(),
+            "best": best.to_json(),
+            "resolved_us": round(mine, 3),
+            "best_us": round(best_us, 3),
+            "regret": round(mine / best_us - 1, 5),
+            "candidates": len(arms),
+            "refused": refused,
+        }
+
+
+def summary(regrets):
+    ordered = sorted(regrets)
+    if not ordered:
+        return {"count": 0}
+    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return {"count": len(ordered), "median": statistics.median(ordered), "p90": p90, "worst": ordered[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--budget", type=float, default=300.0)
+    parser.add_argument("--candidates", type=int, default=12)
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only so many, the ops in turn")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    rows, problems = [], []
+    with Clock(torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")) as clock:
+        target = target_of(clock.device)
+        tables = store.layers(target)
+        workers = 0 if clock.on_cpu else max(2, (os.cpu_count() or 2) - 2)
+        pool = CompilePool({**target.to_json(), "warp_sizes": list(target.warp_sizes)}, workers)
+        turns = [(sum(name == before for before, _ in SHAPES[:n]), n) for n, (name, _) in enumerate(SHAPES)]
+        for _, number in sorted(turns)[: arguments.shapes]:
+            name, sizes = SHAPES[number]
+            if time.monotonic() - began > arguments.budget:
+                problems.append(f"{name} {sizes}: the budget was spent")
+                continue
+            sizes = tuple(min(size, 32) for size in sizes) if clock.on_cpu else sizes
+            try:
+                for row in measured_at(registry.get_op(name), sizes, clock, target, tables, arguments, pool):
+                    rows.append(row)
+                    print(f"{row['regret']:7.2%}  {row['layer']:<15} {name}.{row['variant']} {sizes}", flush=True)
+            except Exception as error:
+                problems.append(f"{name} {sizes}: {type(error).__name__}: {error}")
+        pool.close()
+    shapes = {(row["op"], tuple(row["sizes"])) for row in rows}
+    sums = {s: [r for r in rows if (r["op"], tuple(r["sizes"])) == s] for s in shapes}
+    per_shape = [sum(r["resolved_us"] for r in these) / sum(r["best_us"] for r in these) - 1 for these in sums.values()]
+    tuned = [r["regret"] for r in rows if r["layer"] not in ("heuristic", "safe")]
+    found = {
+        "what": "regret of bucketed keys at shapes between the tuned ones: resolved time / best measured time - 1",
+        "device": target.name,
+        "torch": torch.__version__,
+        "triton": store.triton_version(),
+        "date": store.today(),
+        "seconds": round(time.monotonic() - began, 1),
+        "per_shape": summary(per_shape),
+        "per_kernel": summary([r["regret"] for r in rows]),
+        "per_kernel_tuned_entry": summary(tuned),
+        "rows": rows,
+        "problems": problems,
+    }
+    print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
+    if arguments.file:
+        with open(arguments.file, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
