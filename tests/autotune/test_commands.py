@@ -65,7 +65,7 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--device", "gfx942"), "is not in this machine"),
+        (("--device", "rocm"), "is not in this machine"),
         (("--device", "cuda:7"), "is not in this machine"),
         (("--device", "nonsense"), "is not in this machine"),
         (("--device", "cpu"), "nothing to tune"),
