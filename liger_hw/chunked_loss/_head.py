@@ -37,6 +37,7 @@ from ..kernels._linear_head import (
 )
 from ..kernels._log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
 from ..kernels._op import cdiv, define, first_order, is_interpreted
+from ..registry import next_power_of_2
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
@@ -138,7 +139,8 @@ class _Rows:
             logp, _, lse = log_probs_reference(logits, self.target[rows], self.bias, **self._options())
             self.out.logp[rows], self.out.lse[rows] = logp, lse
             if self.out.logit_sum is not None:
-                self.out.logit_sum[rows] = logits.to(logp.dtype).sum(1) + (0 if self.bias is None else self.bias.sum())
+                bias_sum = 0.0 if self.bias is None else self.bias.to(logp.dtype).sum()
+                self.out.logit_sum[rows] = logits.to(logp.dtype).sum(1) + bias_sum
         else:
             row_log_probs(logits, self.target, self.out, bias=self.bias, row_start=start, **self._options())
         if self.second is not None:
@@ -161,11 +163,19 @@ class _Rows:
             row_log_prob_gradients(
                 logits, self.target, saved, self.coef, bias=self.bias, row_start=start, **self._options()
             )
-        if second_coef is not None:  # coef holds both; the part of a second target that is another one moves there
-            moved = torch.where(self.other[rows], second_coef, 0.0) / self.spec.temperature
-            target = self.target[rows].masked_fill(self.target[rows] == self.spec.ignore_index, 0).long()
-            logits.scatter_add_(1, target[:, None], -moved[:, None].to(logits.dtype))
-            logits.scatter_add_(1, self.second[rows][:, None], moved[:, None].to(logits.dtype))
+        if (
+            second_coef is not None
+        ):  # coef holds both; where the second target is another token, part of it belongs there
+            first = self.target[rows].masked_fill(~self.other[rows], 0).long()
+            coef = self.coef[rows]
+            self._put(logits, rows, first, coef - second_coef - coef * self.out.logp[rows].exp())
+            self._put(logits, rows, self.second[rows], second_coef - coef * self.second_logp[rows].exp())
+
+    def _put(self, logits: torch.Tensor, rows: slice, columns: torch.Tensor, slopes: torch.Tensor) -> None:
+        """Write the slope of one column of each row whose second target is another token."""
+        at = columns[:, None]
+        slopes = (slopes / self.spec.temperature).to(logits.dtype)[:, None]
+        logits.scatter_(1, at, torch.where(self.other[rows, None], slopes, logits.gather(1, at)))
 
     def _write_plain(self, logits, rows) -> None:
         scores = logits.to(self.coef.dtype)
@@ -285,40 +295,54 @@ class _ChunkedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, scale, *extras):
-        wanted = ctx.needs_input_grad[:3]
         tensors = x, weight, bias, target, second, list(extras)
-        *outputs, dx, dweight, dbias = chunked_loss(*tensors, *spec, scale, *wanted)
-        ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), wanted) if w))
-        ctx.wanted, ctx.scale, ctx.shape, ctx.n_extras = wanted, scale, x.shape, len(extras)
-        ctx.mark_non_differentiable(*outputs[1:])
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        outputs = chunked_loss(*tensors, *spec, scale, *ctx.needs_input_grad[:3])
+        return save_gradients(ctx, outputs, x, scale)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, *_not_differentiable):
-        nothing = (None,) * (7 + ctx.n_extras)
-        if grad_loss is None:
-            return nothing
-        if ctx.scale != 1.0:
-            grad_loss = grad_loss / ctx.scale
-        grads = iter(scale_gradients(ctx.saved_tensors, grad_loss, absent(grad_loss)))
-        dx, dweight, dbias = (next(grads) if w else None for w in ctx.wanted)
-        return None if dx is None else dx.view(ctx.shape), dweight, dbias, *nothing[3:]
+        return saved_gradients(ctx, grad_loss)
+
+
+def save_gradients(
+    ctx: Any, outputs: Sequence[torch.Tensor], x: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """The end of a forward whose operator gave (loss, *metrics, dx, dweight, dbias): saves these, returns those."""
+    ctx.wanted, ctx.scale, ctx.shape = ctx.needs_input_grad[:3], scale, x.shape
+    *outputs, dx, dweight, dbias = outputs
+    ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), ctx.wanted) if w))
+    ctx.mark_non_differentiable(*outputs[1:])
+    ctx.set_materialize_grads(False)
+    return tuple(outputs)
+
+
+def saved_gradients(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """A whole backward: the saved gradients times the incoming one, None for every other input."""
+    nothing = (None,) * len(ctx.needs_input_grad)
+    if grad_loss is None:
+        return nothing
+    if ctx.scale != 1.0:
+        grad_loss = grad_loss / ctx.scale
+    grads = iter(scale_gradients(ctx.saved_tensors, grad_loss, absent(grad_loss)))
+    dx, dweight, dbias = (next(grads) if w else None for w in ctx.wanted)
+    return None if dx is None else dx.view(ctx.shape), dweight, dbias, *nothing[3:]
+
+
+def gradient_scale(dtype: torch.dtype, shares: int) -> float:
+    """What the slopes of a loss that is a mean over `shares` are carried times, to be divided by with the incoming gradient.
+
+    In fp16, where 1 / shares times a probability underflows, a power of two near `shares`; else 1.
+    """
+    return float(next_power_of_2(shares)) if dtype is torch.float16 else 1.0
 
 
 def run_loss(x, weight, bias, target, spec: Spec, extras=(), second=None) -> tuple[torch.Tensor, ...]:
-    """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared.
-
-    In fp16 a gradient of size 1 / tokens underflows: there the loss's slopes are carried times the number of groups, and
-    divided by it with the incoming gradient.
-    """
+    """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
         wanted = (False, False, False)
         return tuple(chunked_loss(x, weight, bias, target, second, list(extras), *spec, 1.0, *wanted)[:-3])
-    scale = 1.0
-    if x.dtype is torch.float16:
-        scale = float(max(target.shape[0] * (target.shape[1] if spec.group == TOKEN else 1), 1))
+    scale = gradient_scale(x.dtype, target.numel() if spec.group == TOKEN else target.shape[0])
     return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec, scale, *extras)
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import torch
 
 from ..kernels._cross_entropy_reference import absent
-from ..kernels._cross_entropy_scale import scale_gradients
 from ..kernels._distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ..kernels._log_prob_rows import vocab_key
 from ..kernels._op import check, define, first_order, is_interpreted
 from ..kernels.fused_linear_jsd import FWD
 from ._checks import checked_head, checked_target
-from ._head import check_in_range
+from ._head import check_in_range, gradient_scale, save_gradients, saved_gradients
 
 
 class _Rows:
@@ -32,7 +31,6 @@ class _Rows:
         counted = (target != options.ignore_index).sum()
         self.share = torch.where(counted == 0, 0.0, 1.0 / counted.to(wide)).to(wide).reshape(1)
         self.plain = x.device.type == "cpu" and not is_interpreted()
-        self.late = x.dtype is torch.float16 and not self.plain
         self.soft = torch.empty(x.shape[0], dtype=wide, device=x.device)
         self.hard = torch.empty_like(self.soft) if with_hard else None
         if not self.plain:
@@ -47,7 +45,6 @@ class _Rows:
                 student_bias=self.bias,
                 teacher_bias=self.teacher_bias,
                 row_start=start,
-                late=self.late,
             )
             return
         rows, options = slice(start, start + logits.shape[0]), self.options
@@ -67,10 +64,10 @@ class _Rows:
 @torch.no_grad()
 def _run(
     x, weight, bias, teacher, teacher_weight, teacher_bias, target, kind, beta, temperature, ignore_index, soft_scale,
-    soft_weight, hard_weight, with_hard, *wanted,
+    soft_weight, hard_weight, with_hard, scale, *wanted,
 ):  # fmt: skip
     check_in_range(target, weight.shape[0], ignore_index)
-    weights = soft_weight * soft_scale, hard_weight
+    weights = scale * soft_weight * soft_scale, scale * hard_weight  # of the gradient
     options = Distillation(kind, beta, 0.0, temperature, ignore_index, *weights)
     target, gradients = target.contiguous(), any(wanted)
     rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
@@ -82,8 +79,7 @@ def _run(
     soft = rows.soft.sum() * soft_scale
     hard = rows.hard.sum() if with_hard else torch.zeros_like(soft)
     loss = soft_weight * soft + hard_weight * hard
-    late = rows.share if rows.late and gradients else absent(rows.share)
-    return loss, soft, hard, *head_gradients(grads, x, bias), late
+    return loss, soft, hard, *head_gradients(grads, x, bias)
 
 
 def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call):
@@ -91,15 +87,14 @@ def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call)
     shapes = (x, weight, weight[:, 0] if bias is None else bias)
     wanted = call[-3:]
     grads = [t.new_empty(t.shape) if w else absent(x) for t, w in zip(shapes, wanted)]
-    late = x.dtype is torch.float16 and any(wanted) and (x.device.type != "cpu" or is_interpreted())
-    return (*(x.new_empty((), dtype=wide) for _ in range(3)), *grads, x.new_empty(1 if late else 0, dtype=wide))
+    return (*(x.new_empty((), dtype=wide) for _ in range(3)), *grads)
 
 
 chunked_distillation = define(
     "chunked_distillation(Tensor x, Tensor weight, Tensor? bias, Tensor teacher, Tensor teacher_weight, "
     "Tensor? teacher_bias, Tensor target, int kind, float beta, float temperature, int ignore_index, float soft_scale, "
-    "float soft_weight, float hard_weight, bool with_hard, bool dx, bool dweight, bool dbias) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float soft_weight, float hard_weight, bool with_hard, float scale, bool dx, bool dweight, bool dbias) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_run,
     reference=_run,
     fake=_fake,
@@ -110,25 +105,13 @@ class _DistillationFunction(torch.autograd.Function):
     """Autograd for both losses: saves the finished gradients of the student; the teacher has none."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, *rest):
-        ctx.wanted = ctx.needs_input_grad[:3]
-        *outputs, dx, dweight, dbias, late = chunked_distillation(x, weight, bias, *rest, *ctx.wanted)
-        ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), ctx.wanted) if w), late)
-        ctx.mark_non_differentiable(*outputs[1:])
-        ctx.set_materialize_grads(False)
-        ctx.n_rest = len(rest)
-        return tuple(outputs)
+    def forward(ctx, x, *rest):
+        return save_gradients(ctx, chunked_distillation(x, *rest, *ctx.needs_input_grad[:3]), x, rest[-1])
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, *_not_differentiable):
-        if grad_loss is None:
-            return (None,) * (3 + ctx.n_rest)
-        *saved, late = ctx.saved_tensors
-        if late.numel():
-            grad_loss = grad_loss * late[0]
-        grads = iter(scale_gradients(tuple(saved), grad_loss, absent(grad_loss)))
-        return *(next(grads) if w else None for w in ctx.wanted), *(None,) * ctx.n_rest
+        return saved_gradients(ctx, grad_loss)
 
 
 def distillation_loss(
@@ -160,7 +143,7 @@ def distillation_loss(
     numbers = float(beta), float(temperature), ignore_index, float(soft_scale)
     call = (
         *(x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, kind, *numbers),
-        *(float(weight_soft_loss), float(weight_hard_loss), with_hard),
+        *(float(weight_soft_loss), float(weight_hard_loss), with_hard, gradient_scale(x.dtype, x.shape[0])),
     )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         outputs = _DistillationFunction.apply(*call)

@@ -80,10 +80,15 @@ def get_gamma_weights(
         log_w = log_w + importance_sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
     log_w = log_w.clamp(lowest, 20.0)
     good = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)) >= 0
-    k = torch.where(good, k_pos, k_neg)
-    rate = torch.where(good, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4))
+    k = _either(good, k_pos, k_neg, log_w)
+    rate = _either(good, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4), log_w)
     phi = torch.exp(rate + k * log_w - rate * log_w.exp())
-    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(log_w.dtype)
+    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tensor) -> torch.Tensor:
+    """torch.where of two numbers, in the dtype of `like` (which torch.where would round to fp32)."""
+    return torch.full(condition.shape, other, dtype=like.dtype, device=like.device).masked_fill_(condition, one)
 
 
 class Policy(NamedTuple):
@@ -122,7 +127,9 @@ class Policy(NamedTuple):
         if self.kind == "cispo":
             losses = -clipped * advantages * logp
         elif self.kind == "sapo":
-            losses = -sapo_loss_fn(ratio, torch.where(advantages > 0, self.sapo_pos, self.sapo_neg)) * advantages
+            losses = (
+                -sapo_loss_fn(ratio, _either(advantages > 0, self.sapo_pos, self.sapo_neg, advantages)) * advantages
+            )
         elif self.kind == "vespo":
             rates = self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg
             losses = -get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages * logp

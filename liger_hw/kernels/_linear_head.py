@@ -111,21 +111,23 @@ def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
 class HeadGradients:
     """The gradients of one head, filled chunk by chunk; an unwanted one is None.
 
-    dx [n_rows, hidden]; dweight [vocab, hidden], in fp32 when `wide`; dbias [vocab], always summed in fp32.
-    some: not every row of x will come, and some chunk may have none: what never comes has a gradient of zero.
+    dx [n_rows, hidden]; dweight [vocab, hidden], in fp32 when `wide`; dbias [vocab], always summed in fp32 (fp64).
+    coming: how many rows of x will come, where not all will; the others have a gradient of zero.
     """
 
     def __init__(
-        self, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], wide: bool, some: bool = False
+        self, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], wide: bool, coming: int | None = None
     ) -> None:
         self.dtype, device = weight.dtype, x.device
         vocab = weight.shape[0]
         summed = torch.float32 if wide else weight.dtype
-        empty = torch.empty if x.shape[0] and not some else torch.zeros
-        self.dx = empty(x.shape, dtype=x.dtype, device=device) if wanted[0] else None
-        self.dweight = empty(weight.shape, dtype=summed, device=device) if wanted[1] else None
-        self.dbias = torch.zeros(vocab, dtype=torch.float32, device=device) if wanted[2] else None
-        self._first = not some
+        coming = x.shape[0] if coming is None else coming
+        rows = torch.empty if coming == x.shape[0] else torch.zeros
+        self.dx = rows(x.shape, dtype=x.dtype, device=device) if wanted[0] else None
+        self.dweight = (torch.empty if coming else torch.zeros)(weight.shape, dtype=summed, device=device) if wanted[1] else None
+        wide_bias = torch.promote_types(weight.dtype, torch.float32)
+        self.dbias = torch.zeros(vocab, dtype=wide_bias, device=device) if wanted[2] else None
+        self._first = True
 
     def add(self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor) -> None:
         """Take in the gradient of the logits of x, which holds the rows `rows` (a slice, or indices) of all."""
@@ -137,7 +139,7 @@ class HeadGradients:
         if self.dweight is not None:
             _add_product(self.dweight, dlogits.t(), x, self._first)
         if self.dbias is not None:
-            self.dbias += dlogits.sum(0, dtype=torch.float32)
+            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
         self._first = False
 
 

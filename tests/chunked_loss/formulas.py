@@ -15,7 +15,13 @@ IGNORED = -100
 
 
 def head(x, weight, bias=None):
-    return F.linear(x, weight, bias)
+    """Logits: rounded to the head's dtype as a linear layer's are, then at least fp32; the bias is added there.
+
+    Its gradient, like that of the logits, is rounded to the head's dtype for each token (hence the expand).
+    """
+    logits = F.linear(x, weight)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide) if bias is None else logits.to(wide) + bias.expand_as(logits).to(wide)
 
 
 def token_logps(logits, target):
@@ -86,7 +92,11 @@ def dpo(x, weight, target, bias=None, ref=None, *, beta=0.1, alpha=1.0, compute_
 
     def pair_loss(chosen, rejected, ref_chosen, ref_rejected):
         c, r = chosen - ref_chosen, rejected - ref_rejected
-        return PAIR_LOSSES[loss_type](c, r, options), (beta * c, beta * r)
+        rewards = beta * c, beta * r
+        if loss_type == "ipo" and not average_log_prob:  # over tokens, as its authors told TRL's
+            lengths = (target != IGNORED).sum(-1)
+            c, r = c / lengths[: len(c)], r / lengths[len(c) :]
+        return PAIR_LOSSES[loss_type](c, r, options), rewards
 
     nll_weight = alpha if compute_nll_loss else None
     return paired(x, weight, target, bias, pair_loss, average=average_log_prob, nll_weight=nll_weight, ref=ref)
@@ -133,6 +143,10 @@ def kto(x, weight, target, labels, bias=None, ref=None, kl=None, *, beta=0.1, av
     return losses.mean(), tuple(sums)
 
 
+def pick(condition, one, other, dtype):
+    return torch.where(condition, *(torch.tensor(n, dtype=dtype, device=condition.device) for n in (one, other)))
+
+
 def vespo_weights(log_ratio, mask, advantages, vllm, o):
     """Gamma weights of a sequence: exp(lambda + k log w - lambda w), w = pi / pi_sampler of the whole sequence."""
     log_w = (log_ratio.clamp(-20, 20) * mask).sum(-1, keepdim=True)
@@ -140,8 +154,8 @@ def vespo_weights(log_ratio, mask, advantages, vllm, o):
         log_w = log_w + vllm.log().clamp(math.log(1e-8), 20).sum(-1, keepdim=True)
     log_w = log_w.clamp(math.log(1e-8), 20)
     up = advantages >= 0
-    k = torch.where(up, o["vespo_k_pos"], o["vespo_k_neg"])
-    lam = torch.where(up, o["vespo_lambda_pos"], o["vespo_lambda_neg"]).clamp_min(1e-4)
+    k = pick(up, o["vespo_k_pos"], o["vespo_k_neg"], log_w.dtype)
+    lam = pick(up, o["vespo_lambda_pos"], o["vespo_lambda_neg"], log_w.dtype).clamp_min(1e-4)
     return torch.exp(lam + k * log_w - lam * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -163,7 +177,7 @@ def grpo_from_logps(logps, mask, advantages, ref_logps=None, old_logps=None, vll
         losses = -raw.clamp_max(o["epsilon_high"]).detach() * advantages * logps
         clipped = (raw > o["epsilon_high"]) & (advantages > 0)
     elif kind == "sapo":
-        t = torch.where(advantages > 0, o["sapo_temperature_pos"], o["sapo_temperature_neg"])
+        t = pick(advantages > 0, o["sapo_temperature_pos"], o["sapo_temperature_neg"], mask.dtype)
         losses = -4 / t * torch.sigmoid(t * (raw - 1)) * advantages
     elif kind == "vespo":
         losses = -vespo_weights(log_ratio, mask, advantages, vllm, o).detach() * advantages * logps
@@ -211,3 +225,27 @@ def grpo(x, weight, ids, mask, advantages, bias=None, ref=None, *, temperature=1
         ref_logps = token_logps(head(*ref) / temperature, ids)
     options = {**GRPO_DEFAULTS, **options}
     return grpo_from_logps(logps, mask, advantages, ref_logps, old_logps, vllm_is_ratio, num_items, **options)
+
+
+def jsd(student, teacher, beta):
+    """Generalised JSD of each row, from logits."""
+    x, y = student.log_softmax(-1), teacher.log_softmax(-1)
+    if beta == 0:
+        return (y.exp() * (y - x)).sum(-1)
+    if beta == 1:
+        return (x.exp() * (x - y)).sum(-1)
+    middle = torch.logaddexp(y + math.log(beta), x + math.log(1 - beta))
+    return beta * (y.exp() * (y - middle)).sum(-1) + (1 - beta) * (x.exp() * (x - middle)).sum(-1)
+
+
+def distillation(x, weight, teacher, teacher_weight, labels, bias=None, teacher_bias=None, *, kind="jsd", beta=0.5,
+                 weight_hard_loss=0.5, weight_soft_loss=0.5, temperature=1.0):  # fmt: skip
+    s, t = head(x, weight, bias), head(teacher, teacher_weight, teacher_bias)
+    rows = jsd(s / temperature, t / temperature, beta)
+    if kind == "cosine":
+        rows = beta * (1 - F.cosine_similarity(s, t, dim=-1))
+    counted = (labels != IGNORED).to(rows.dtype)
+    n = counted.sum().clamp_min(1)
+    soft = (rows * counted).sum() / n
+    hard = -token_logps(s, labels).sum() / n
+    return weight_soft_loss * soft + weight_hard_loss * hard, soft, hard

@@ -1,0 +1,105 @@
+"""Losses, metrics and gradients of every chunked loss against its formula in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES, FEW, KERNEL_CASES, VOCAB
+from harness import changed, check, output_grads, run, tensors
+
+from liger_hw.chunked_loss import _head
+from liger_hw.kernels._linear_head import Chunks
+
+SIZES = (4, 6, VOCAB)
+
+
+def _verified(name, sizes, dtype, lane, generator, seed):
+    """The loss's incoming gradient is random in fp32. In 16 bits it is 2: the formula rounds slopes times that, we round the
+    slopes, and of numbers this small two draws of rounding errors differ by more than their largest."""
+    op, sample = CASES[name](sizes, dtype, lane.device, generator)
+    loss = torch.zeros((), device=lane.device, requires_grad=True)
+    given = output_grads([loss], seed) if dtype is torch.float32 else [torch.full_like(loss, 2.0)]
+    check(op, sample, run(op.function, sample, grads=given))
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", CASES)
+def test_every_option(lane, dtype, name, generator, seed):
+    _verified(name, SIZES, dtype, lane, generator, seed)
+
+
+@pytest.mark.lanes("interpret")
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_the_kernels(lane, dtype, name, generator, seed):
+    _verified(name, (2, 4, VOCAB), dtype, lane, generator, seed)
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (2, 9, 50), (6, 3, 128)], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_sizes(lane, name, sizes, generator, seed):
+    _verified(name, sizes, torch.float32, lane, generator, seed)
+
+
+def _in_chunks(monkeypatch, rows, wide=False):
+    """Chunks of `rows` rows, whatever a group is: a group that does not fit is swept twice."""
+
+    def plan(n_rows, *_args, **_options):
+        return Chunks.of([(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)], wide)
+
+    monkeypatch.setattr(_head, "plan_groups", plan)
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("rows", [5, 12], ids=["groups_split", "groups_whole"])
+@pytest.mark.parametrize("name", [n for n in KERNEL_CASES if not n.startswith("distillation")])
+def test_chunks_change_nothing(lane, name, rows, generator, seed, monkeypatch):
+    """Pairs are 12 rows here and sequences 6: in chunks of 5 every group is split, in chunks of 12 several are swept."""
+    _in_chunks(monkeypatch, rows)
+    _verified(name, (6, 6, VOCAB), torch.float32, lane, generator, seed)
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("rows", [5, 12])
+def test_chunks_summed_in_fp32(lane, rows, generator, seed, monkeypatch):
+    _in_chunks(monkeypatch, rows, wide=True)
+    _verified(FEW[0], (6, 6, VOCAB), torch.bfloat16, lane, generator, seed)
+
+
+@pytest.mark.lanes("cpu")
+@pytest.mark.parametrize("name", CASES)
+def test_fp64(lane, name, generator):
+    """On the CPU fp64 goes through unrounded: the gradients are those of the formula to 13 digits."""
+    op, sample = CASES[name](SIZES, torch.float64, lane.device, generator)
+    inputs = [t for t in tensors(sample.args) if t.requires_grad]
+    found, expected = op.function(*sample.args, **sample.kwargs), op.reference(*sample.args, **sample.kwargs)
+    for a, b in zip(tensors(found), tensors(expected)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    pairs = zip(torch.autograd.grad(tensors(found)[0], inputs), torch.autograd.grad(tensors(expected)[0], inputs))
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", FEW)
+def test_all_ignored(lane, name, generator, seed):
+    """Means over nothing are nan and sums zero, as in the formulas, and zero gradients where the loss is finite."""
+    op, sample = CASES[name]((2, 3, VOCAB), torch.float32, lane.device, generator)
+    floats = [t for t in tensors(sample.args) if t.is_floating_point()]
+
+    def ignored(t):
+        return t.clone() if t.is_floating_point() or t.dim() < 2 and t.dtype is torch.bool else torch.full_like(t, -100)
+
+    if name.startswith("grpo"):
+
+        def ignored(t):
+            return torch.zeros_like(t) if t.dtype is torch.bool else t.clone()
+
+    sample = changed(sample, ignored)
+    found, expected = (tensors(f(*sample.args, **sample.kwargs)) for f in (op.function, op.reference))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    inputs = [t for t in tensors(sample.args) if t.requires_grad]
+    for grad in torch.autograd.grad(found[0], inputs):
+        assert not grad.any() or found[0].isnan()
+    assert floats
