@@ -73,21 +73,21 @@ def shortlist(
 
 
 def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
-    """Other problem sizes that have `key`, each at about 5/8 or 3/4 of its own where that keeps the key; None without any.
+    """Other problem sizes that have `key`; None without any.
 
-    Sizes of 256 and more stay multiples of 64, as a model's are.
+    Sizes from 1024 on become about 5/8, 3/4 or 7/8 of what they are, whichever first keeps the key, in multiples of 64;
+    smaller ones (batches, heads, head widths) stay, since models agree on them.
     """
     itemsize = next(size for size, name in _ITEMSIZES if name == dtype)
     found = tuple(sizes)
     for place, size in enumerate(sizes):
-        for share in (0.625, 0.75, 0.875):
-            smaller = int(size * share) // 64 * 64 if size >= 256 else round(size * share)
-            tried = (*found[:place], max(1, smaller), *found[place + 1 :])
+        for share in (0.625, 0.75, 0.875) if size >= 1024 else ():
+            tried = (*found[:place], int(size * share) // 64 * 64, *found[place + 1 :])
             try:
                 same = tunable.key(*tried, itemsize) == key
             except (ValueError, ArithmeticError):
                 same = False
-            if same and tried != found:
+            if same:
                 found = tried
                 break
     return None if found == tuple(sizes) else found
