@@ -79,8 +79,8 @@ class Certificate:
     def illegal(self) -> str:
         if self.resources is None:
             return ""
-        target = self.launch.target
-        return backend(target.vendor).illegal(target, self.launch.config, self.resources.shared) or ""
+        target, rules = self.launch.target, backend(self.launch.target.vendor)
+        return rules.illegal(target, self.launch.config) or rules.illegal_resources(target, self.resources) or ""
 
     @property
     def ok(self) -> bool:

@@ -219,6 +219,8 @@ class Backend:
             return f"ctas_per_mp={config.ctas_per_mp!r} is outside 0..32"
         if config.hint not in HINTS:
             return f"hint={config.hint!r} is not one of {', '.join(HINTS)}"
+        if reason := self.illegal_load(*self.load_hint(config.hint)):
+            return reason
         for name, value in config.blocks.items():
             if type(value) is not int or value < 1 or value & (value - 1):
                 return f"{name}={value!r} is not a power of two"
@@ -228,6 +230,25 @@ class Backend:
         if shared is not None and shared > target.shared_memory:
             return f"{shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
         return self.illegal_here(target, config)
+
+    def illegal_load(self, cache_modifier: str, eviction_policy: str) -> str | None:
+        """Why a load must not carry these two hints, or None.
+
+        PTX ISA, "Data Movement and Conversion Instructions: ld": a cache operator (.ca, .cg, ...) and an eviction
+        priority (.L1::evict_*) exclude each other; PTXAS refuses both. Held to on every vendor, so that kernels port.
+        """
+        if cache_modifier and eviction_policy:
+            return f"cache modifier {cache_modifier!r} with eviction policy {eviction_policy!r}: a load takes one of them"
+        return None
+
+    def illegal_resources(self, target: Target, resources: Resources) -> str | None:
+        """Why a compiled kernel cannot be launched on `target`, or None: not one block of it fits a multiprocessor."""
+        if resources.shared > target.shared_memory:
+            return f"{resources.shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
+        needed = resources.registers * resources.threads
+        if needed > target.registers:
+            return f"{resources.threads} threads of {resources.registers} registers need {needed}; {target.arch} has {target.registers}"
+        return None
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
         """This vendor's own rules; called after the shared ones passed."""

@@ -1,7 +1,7 @@
 """NVIDIA GPUs.
 
-Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, registers
-and shared memory a multiprocessor); shared memory a block is read from the device.
+Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, 255 registers
+a thread, registers and shared memory a multiprocessor); shared memory a block is read from the device.
 """
 
 from __future__ import annotations

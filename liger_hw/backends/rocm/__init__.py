@@ -103,15 +103,22 @@ class RocmBackend(Backend):
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
+        # LLVM AMDGPU user guide, "amdgpu-waves-per-eu": an integer; a fraction aborts the process inside LLVM. A SIMD of
+        # CDNA holds 8 wavefronts (ROCm Compute Profiler, "Compute unit"), one of RDNA 16 (RDNA 3 ISA, "Wave states").
+        most = 8 if target.warp_size == 64 else 16
         waves = config.vendor.get("waves_per_eu")
-        if waves is not None and (type(waves) is not int or not 0 <= waves <= 16):
-            return f"waves_per_eu={waves!r} is not an integer in 0..16 (0.5 aborts the process inside LLVM)"
+        if waves is not None and (type(waves) is not int or not 0 <= waves <= most):
+            return f"waves_per_eu={waves!r} is not an integer in 0..{most} ({target.arch} holds {most} waves a SIMD)"
+        # Matrix instructions of 16x16 or 32x32 on CDNA (CDNA 3 ISA, "MFMA"), 16x16 only on RDNA (RDNA 3 ISA, "WMMA").
+        sizes = (0, 16, 32) if target.warp_size == 64 else (0, 16)
         matrix = config.vendor.get("matrix_instr_nonkdim")
-        if matrix is not None and matrix not in (0, 16, 32):
-            return f"matrix_instr_nonkdim={matrix!r} is not one of 0, 16, 32"
+        if matrix is not None and (type(matrix) is not int or matrix not in sizes):
+            return f"matrix_instr_nonkdim={matrix!r} is not one of {', '.join(map(str, sizes))} on {target.arch}"
+        # Triton's AMD backend overwrites kpack with 1 on gfx950 (HIPOptions): 2 would name a kernel that is not launched.
+        packs = (1,) if target.arch == "gfx950" else (1, 2)
         kpack = config.vendor.get("kpack")
-        if kpack is not None and kpack not in (1, 2):
-            return f"kpack={kpack!r} is not 1 or 2"
+        if kpack is not None and (type(kpack) is not int or kpack not in packs):
+            return f"kpack={kpack!r} is not {' or '.join(map(str, packs))} on {target.arch}"
         return None
 
     def load_hint(self, hint: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ PCI device ids: Linux, include/drm/intel/pciids.h. They tell the architecture wh
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -30,6 +31,10 @@ _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
 _SUB_GROUP = 32
 _THREADS_AN_ENGINE = 8
 _WORK_GROUP = 1024
+_LARGE_GRF_SUB_GROUPS = 32
+"""Most sub-groups of a work-group in the large register mode: 8 vector engines of 4 threads."""
+_SMALL_GRF_TILE = 16
+"""Elements a work-item up to which the small register mode holds a tile."""
 _REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
 
 
@@ -108,12 +113,28 @@ class XpuBackend(Backend):
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        mode = config.vendor.get("grf_mode", "default")
-        if str(mode) not in GRF_MODES:
+        mode = str(config.vendor.get("grf_mode", "default"))
+        if mode not in GRF_MODES:
             return f"grf_mode={mode!r} is not one of {', '.join(GRF_MODES)}"
-        if str(mode) in ("256", "512") and config.num_warps > 32:
-            return f"grf_mode={mode} needs num_warps <= 32, got {config.num_warps}"
+        if mode == "512" and target.arch in _ARCHS:
+            return f"grf_mode=512 is not in {target.arch}: a hardware thread has at most 256 registers there"
+        if mode in ("256", "512") and config.num_warps > _LARGE_GRF_SUB_GROUPS:
+            return f"grf_mode={mode} needs num_warps <= {_LARGE_GRF_SUB_GROUPS}, got {config.num_warps}"
         return None
+
+    def lower(self, config: LaunchConfig) -> dict[str, Any]:
+        """With the large register file for tiles that would not fit the small one, where the configuration does not say.
+
+        oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for each of
+        8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a work-item; a
+        row kernel keeps two to three fp32 tiles and its addresses.
+        """
+        options = super().lower(config)
+        tile = math.prod(config.blocks.values())
+        crowded = tile > _SMALL_GRF_TILE * config.num_warps * _SUB_GROUP
+        if "grf_mode" not in options and crowded and config.num_warps <= _LARGE_GRF_SUB_GROUPS:
+            options["grf_mode"] = "256"
+        return options
 
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]

@@ -1,0 +1,137 @@
+"""What each vendor's rules refuse, with the reason, and what they let pass. The documents are cited in the backends."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liger_hw import registry
+from liger_hw.backends import VENDORS, LaunchConfig, backend, known_target
+from liger_hw.backends.base import HINTS, Resources
+
+KIB = 1024
+
+
+def _refusal(arch: str, config: LaunchConfig, shared: int | None = None, warp_size: int | None = None) -> str | None:
+    target = known_target(arch)
+    if warp_size:
+        target = replace(target, warp_size=warp_size)
+    return backend(target.vendor).illegal(target, config, shared)
+
+
+def _config(warps: int = 4, stages: int = 1, ctas: int = 0, **vendor) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": 1024}, warps, stages, ctas, "none", vendor)
+
+
+BAD = [
+    ("sm90", _config(64), {}, "64 warps of 32 are 2048 threads; sm90 takes 1024"),
+    ("gfx942", _config(32), {}, "32 warps of 64 are 2048 threads; gfx942 takes 1024"),
+    ("gfx1100", _config(64), {}, "64 warps of 32 are 2048 threads"),
+    ("pvc", _config(64), {}, "64 warps of 32 are 2048 threads"),
+    ("sm90", _config(3), {}, "not a power of two"),
+    ("sm90", _config(stages=0), {}, "outside 1..8"),
+    ("sm90", _config(ctas=64), {}, "outside 0..32"),
+    ("gfx942", _config(), {"shared": 96 * KIB}, "98304 bytes of shared memory; gfx942 has 65536"),
+    ("gfx90a", _config(), {"shared": 64 * KIB + 1}, "gfx90a has 65536"),
+    ("gfx1201", _config(), {"shared": 128 * KIB}, "gfx1201 has 65536"),
+    ("gfx950", _config(), {"shared": 161 * KIB}, "gfx950 has 163840"),
+    ("sm86", _config(), {"shared": 100 * KIB}, "sm86 has 101376"),
+    ("sm120", _config(), {"shared": 227 * KIB}, "sm120 has 101376"),
+    ("sm90", _config(), {"shared": 228 * KIB}, "sm90 has 232448"),
+    ("acm", _config(), {"shared": 128 * KIB}, "acm has 65536"),
+    ("sm90", _config(num_ctas=2), {}, "does not compile on a row reduction"),
+    ("sm90", _config(maxnreg=100), {}, "multiple of 8"),
+    ("sm90", _config(maxnreg=264), {}, "multiple of 8 in 16..255"),
+    ("sm90", _config(waves_per_eu=2), {}, "'waves_per_eu' is unknown to cuda"),
+    ("sm90", _config(grf_mode="256"), {}, "'grf_mode' is unknown to cuda"),
+    ("gfx942", _config(maxnreg=128), {}, "'maxnreg' is unknown to rocm"),
+    ("gfx942", _config(num_ctas=2), {}, "'num_ctas' is unknown to rocm"),
+    ("gfx942", _config(grf_mode="256"), {}, "'grf_mode' is unknown to rocm"),
+    ("gfx942", _config(waves_per_eu=0.5), {}, "0.5 is not an integer"),
+    ("gfx942", _config(waves_per_eu=10), {}, "0..8"),
+    ("gfx1100", _config(waves_per_eu=17), {}, "0..16"),
+    ("gfx942", _config(matrix_instr_nonkdim=8), {}, "not one of 0, 16, 32"),
+    ("gfx1100", _config(matrix_instr_nonkdim=32), {}, "not one of 0, 16 on gfx1100"),
+    ("gfx942", _config(kpack=3), {}, "not 1 or 2"),
+    ("gfx950", _config(kpack=2), {}, "not 1 on gfx950"),
+    ("pvc", _config(64, grf_mode="256"), {"warp_size": 16}, "needs num_warps <= 32, got 64"),
+    ("pvc", _config(grf_mode="512"), {}, "at most 256"),
+    ("bmg", _config(grf_mode="large"), {}, "not one of default"),
+    ("lnl", _config(waves_per_eu=2), {}, "'waves_per_eu' is unknown to xpu"),
+]
+GOOD = [
+    ("sm90", _config(32), {"shared": 227 * KIB}),
+    ("sm80", _config(maxnreg=128), {"shared": 163 * KIB}),
+    ("sm90", _config(num_ctas=1), {}),
+    ("gfx942", _config(16, waves_per_eu=4, matrix_instr_nonkdim=16, kpack=2), {"shared": 64 * KIB}),
+    ("gfx950", _config(16, kpack=1, matrix_instr_nonkdim=32), {"shared": 96 * KIB}),
+    ("gfx1100", _config(32, waves_per_eu=16, matrix_instr_nonkdim=16), {"shared": 64 * KIB}),
+    ("pvc", _config(32, grf_mode="256"), {"shared": 128 * KIB}),
+    ("pvc", _config(64, grf_mode="128"), {"warp_size": 16}),
+    ("acm", _config(16, grf_mode="auto"), {"shared": 64 * KIB}),
+]
+
+
+@pytest.mark.parametrize(("arch", "config", "more", "reason"), BAD)
+def test_refused_with_the_reason(arch, config, more, reason):
+    assert reason in (_refusal(arch, config, **more) or "it passed")
+
+
+@pytest.mark.parametrize(("arch", "config", "more"), GOOD)
+def test_passes(arch, config, more):
+    assert _refusal(arch, config, **more) is None
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_cache_modifier_with_an_eviction_policy(vendor):
+    rules = backend(vendor)
+    assert "takes one of them" in rules.illegal_load(".cg", "evict_first")
+    assert rules.illegal_load(".cg", "") is None and rules.illegal_load("", "evict_first") is None
+    assert all(rules.illegal_load(*rules.load_hint(hint)) is None for hint in HINTS)
+
+
+def test_no_kernel_writes_both_on_one_access():
+    """Only the plan's pair may stand together: it is never both."""
+    wrong = []
+    for path in sorted((Path(registry.__file__).parent / "kernels").glob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            hints = {k.arg: ast.unparse(k.value) for k in call.keywords if k.arg in ("cache_modifier", "eviction_policy")}
+            if len(hints) == 2 and hints != {"cache_modifier": "LOAD_CACHE", "eviction_policy": "LOAD_EVICT"}:
+                wrong.append(f"{path.name}:{call.lineno}: {hints}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_was_compiled_must_fit_a_multiprocessor():
+    """A block that asks for more registers than there are does not launch, however well it compiled."""
+    sm90, gfx942 = known_target("sm90"), known_target("gfx942")
+    greedy = Resources(registers=128, spills=0, scratch=0, shared=0, threads=1024, occupancy=0.0)
+    assert "131072; sm90 has 65536" in backend("cuda").illegal_resources(sm90, greedy)
+    assert backend("rocm").illegal_resources(gfx942, greedy) is None, "a compute unit has twice the registers"
+    assert "98304 bytes" in backend("rocm").illegal_resources(gfx942, replace(greedy, shared=96 * KIB))
+
+
+def test_every_heuristic_and_safe_configuration_is_legal(op):
+    """On every architecture, at every workload, for every kernel."""
+    import torch
+
+    for vendor in VENDORS:
+        for arch in backend(vendor).known_archs():
+            target = known_target(arch)
+            for tunable in op.tunables:
+                for sizes in op.workloads.values():
+                    for dtype in (torch.bfloat16, torch.float32):
+                        key = tunable.key(*sizes, dtype.itemsize)
+                        for config in (tunable.heuristic(target, key), tunable.safe(target, key)):
+                            assert tunable.illegal(target, key, config) is None, f"{arch} {tunable.name} {key}"
+
+
+def test_the_large_register_file_is_taken_for_large_tiles():
+    """Intel's rule: 64 values a work-item in the small mode; a tile of more than 16 elements a work-item takes the large."""
+    xpu = backend("xpu")
+    few, many = LaunchConfig({"BLOCK_SIZE": 4096}, 8), LaunchConfig({"BLOCK_SIZE": 8192, "ROWS": 1}, 8)
+    assert "grf_mode" not in xpu.lower(few) and xpu.lower(many)["grf_mode"] == "256"
+    assert xpu.lower(replace(many, vendor={"grf_mode": "128"}))["grf_mode"] == "128"
+    assert "grf_mode" not in xpu.lower(replace(many, num_warps=64, blocks={"BLOCK_SIZE": 65536}))
