@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import registry
+from ..counted_rows import CountedRows
 from ..registry import Op, Sample, Tunable, next_power_of_2
+from ._compaction import remaining_rows, spread
 from ._cross_entropy_reference import (
     REDUCTIONS,
     CrossEntropyOutput,
@@ -71,6 +73,7 @@ def fused_linear_cross_entropy_reference(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
+    compact: bool | CountedRows = False,
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch: a linear layer, then cross_entropy's reference, in fp32 (fp64 for fp64)."""
     options = Options(
@@ -85,7 +88,7 @@ def _logits(input, weight, bias):
     if bias is None:
         return logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) + bias.to(wide)
+    return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -116,17 +119,19 @@ _NAME = "liger_fused_linear_cross_entropy"
 
 
 @torch.no_grad()
-def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const, extra, wanted, row_grads=None):
+def _chunked(x, weight, target, bias, ce_weight, order, options, wide, chunk_mem_const, extra, wanted, row_grads=None):
     """(rows' results, stats, gradients of x, weight and bias): forward's work, and backward's for reduction="none"."""
+    if order is not None:
+        target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
-    (n_rows, hidden), vocab, gradients = x.shape, weight.shape[0], any(wanted)
+    n_rows, hidden, vocab, gradients = target.shape[0], x.shape[1], weight.shape[0], any(wanted)
     size = x.dtype.itemsize
     chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, scale=chunk_mem_const)
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
-    grads = HeadGradients(x, weight, wanted, chunks.wide) if gradients else None
+    grads = HeadGradients(x, weight, wanted, chunks.wide, n_rows) if gradients else None
     plan = FWD.plan(x.device, _key(n_rows, hidden, vocab, size))
-    for start, logits, _ in sweep(chunks, x, weight, grads):
+    for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
             *(plan, logits, target, ce_weight, stats, options, rows, logits if gradients else None),
             bias=bias,
@@ -137,18 +142,19 @@ def _chunked(x, weight, target, bias, ce_weight, options, wide, chunk_mem_const,
     return rows, stats, head_gradients(grads, x, bias)
 
 
-def _fwd(x, weight, target, bias, ce_weight, *call):
+def _fwd(x, weight, target, bias, ce_weight, order, *call):
     options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = tuple(wanted[:3]), tuple(wanted[3:])
-    rows, stats, grads = _chunked(x, weight, target, bias, ce_weight, options, wide, const, extra, wanted)
+    rows, stats, grads = _chunked(x, weight, target, bias, ce_weight, order, options, wide, const, extra, wanted)
+    rows = spread(rows, order, x.shape[0])
     late = any(wanted) and divides_late(x.dtype, options)
     return *launch_sum(rows, stats, options, torch.float32), *grads, stats if late else absent(stats)
 
 
-def _bwd(grad_output, x, weight, target, bias, ce_weight, *call):
+def _bwd(grad_output, x, weight, target, bias, ce_weight, order, *call):
     options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
-    extra = (False, False, False)
-    return _chunked(x, weight, target, bias, ce_weight, options, wide, const, extra, tuple(wanted), grad_output)[2]
+    inputs = x, weight, target, bias, ce_weight, order
+    return _chunked(*inputs, options, wide, const, (False, False, False), tuple(wanted), grad_output)[2]
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -159,18 +165,18 @@ def _no_grads(x):
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
-    """What autograd gives through `_logits`: the gradient of the logits is rounded to their dtype before the products."""
+    """What autograd gives through `_logits`: the gradient of the logits is rounded to their dtype before it is summed."""
     wide = reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
     dlogits = wide.to(x.dtype)
     return (
         dlogits @ weight if wanted[0] else absent(x),
         dlogits.t() @ x if wanted[1] else absent(x),
-        wide.sum(0).to(bias.dtype) if wanted[2] else absent(x),
+        dlogits.sum(0, dtype=wide.dtype).to(bias.dtype) if wanted[2] else absent(x),
     )
 
 
 @torch.no_grad()
-def _fwd_reference(x, weight, target, bias, ce_weight, *call):
+def _fwd_reference(x, weight, target, bias, ce_weight, order, *call):
     options, (_, _, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = wanted[:3], wanted[3:]
     check_targets(_NAME, target, weight.shape[0], options.ignore_index)
@@ -181,7 +187,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, *call):
 
 
 @torch.no_grad()
-def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, *call):
+def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, *call):
     return _reference_grads(x, weight, target, bias, ce_weight, Options(*call[:6]), call[8:], grad_output)
 
 
@@ -190,7 +196,7 @@ def _fake_grads(x, weight, bias, wanted):
     return tuple(like.new_empty(shape) if w else absent(x) for (shape, like), w in zip(shapes, wanted))
 
 
-def _fwd_fake(x, weight, target, bias, ce_weight, *call):
+def _fwd_fake(x, weight, target, bias, ce_weight, order, *call):
     options, (_, _, *wanted) = Options(*call[:6]), call[6:]
     extra, wanted = wanted[:3], wanted[3:]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -200,12 +206,12 @@ def _fwd_fake(x, weight, target, bias, ce_weight, *call):
     return *outputs, *_fake_grads(x, weight, bias, wanted), stats
 
 
-def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, *call):
+def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, *call):
     return _fake_grads(x, weight, bias, call[8:])
 
 
 _CALL = (
-    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, int ignore_index, "
+    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order, int ignore_index, "
     "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool token_scaling, bool wide, "
     "int chunk_mem_const, "
 )
@@ -247,8 +253,9 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         return_token_accuracy=False,
         return_predicted_tokens=False,
         chunk_mem_const=1,
+        order=None,
     ):
-        tensors = _input, weight, target, bias, ce_weight
+        tensors = _input, weight, target, bias, ce_weight, order
         options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
         call = _call(*options, accum_dtype, chunk_mem_const)
         wanted = *ctx.needs_input_grad[:2], ctx.needs_input_grad[3]
@@ -266,14 +273,14 @@ class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
-            return (None,) * 16
+            return (None,) * 17
         if ctx.per_row:
             grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, *ctx.call, *ctx.wanted)
         else:
             *grads, stats = ctx.saved_tensors
             grads = scale_wanted(grads, ctx.wanted, grad_output, stats)
         dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
-        return dx, dweight, None, dbias, *(None,) * 12
+        return dx, dweight, None, dbias, *(None,) * 13
 
 
 def scale_wanted(grads, wanted, grad_output, stats):
@@ -310,6 +317,7 @@ def liger_fused_linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
+    compact: bool | CountedRows = False,
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of input @ weight^T + bias with class indices, without materialising the logits.
 
@@ -317,6 +325,8 @@ def liger_fused_linear_cross_entropy(
     or any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32
     sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
     use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
+    compact leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True
+    to count now, which waits for the device. The results are the same.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """
@@ -338,16 +348,17 @@ def liger_fused_linear_cross_entropy(
     if type(chunk_mem_const) is not int or chunk_mem_const < 1:
         check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
     check_arguments(_NAME, input, target, weight.shape[0], ce_weight, ignore_index, label_smoothing, reduction, softcap)
+    order = remaining_rows(_NAME, target, ignore_index, compact)
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
         options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
-        more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
+        more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const, order
         outputs = LigerFusedLinearCrossEntropyFunction.apply(input, weight, target, bias, ce_weight, *options, *more)
     else:
         options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
         call = _call(*options, accum_dtype, chunk_mem_const)
         wanted = *extra, False, False, False
-        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, *call, *wanted)[:4]
+        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, order, *call, *wanted)[:4]
     return pack(*outputs, extra)
 
 
