@@ -2,6 +2,7 @@
 
     python benchmarks/static_regret.py collect OUT.json --seconds 140      on the GPU: candidates measured, with certificates
     python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices against them
+    python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler, from TTIR alone
     python benchmarks/static_regret.py fit OUT.json                        the model's constants from them
 
 `collect` takes every op at up to three workloads and, for each kernel it launches there, the heuristic, what ships for
@@ -314,9 +315,7 @@ def report(arguments: argparse.Namespace) -> None:
         result |= leave_out(data, arguments.steps)
     result["by_launch"] = rows
     if arguments.output:
-        with open(arguments.output, "w") as file:
-            file.write(json.dumps({k: v for k, v in result.items() if k != "by_launch"})[:-1] + ', "by_launch": [\n')
-            file.write(",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
+        write_report(arguments.output, result)
 
 
 def leave_out(data: Data, steps: int) -> dict[str, Any]:
@@ -330,6 +329,45 @@ def leave_out(data: Data, steps: int) -> dict[str, Any]:
         print(f"without {op}:", json.dumps(summary(found)["regret"]), flush=True)
     print("leave one op out", json.dumps(summary(rows)))
     return {"leave_one_op_out": summary(rows), "fit_steps": steps}
+
+
+def modelled(arguments: argparse.Namespace) -> None:
+    """The same judgement where kernels go no further than TTIR, as they do for targets without a compiler."""
+    from liger_hw.autotune import model, static
+    from liger_hw.autotune.jobs import Job
+    from liger_hw.backends import LaunchConfig, backend
+
+    data = Data(arguments.file)
+    backend(data.target.vendor).triton_target = lambda target: None
+    rows, compiled = [], {}
+    for launch in data.launches:
+        job = Job(launch["op"], launch["variant"], tuple(launch["key"]), tuple(launch["sizes"]), "bfloat16")
+        configs = [LaunchConfig.from_json(config) for config in launch["configs"]]
+        try:
+            traced = static.decided_by(job.name, [static.launches_of(job, data.target, config) for config in configs])
+            predicted = []
+            for launches in traced:
+                for one in launches:
+                    if one.same() not in compiled:
+                        compiled[one.same()] = static.compile_here(one)
+                predicted.append(model.time_of(replace(compiled[one.same()], launch=one) for one in launches))
+        except Exception as error:  # the kernel has changed since it was measured
+            print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
+            continue
+        rows.append(outcome(launch["us"], predicted))
+    print(json.dumps(summary(rows)))
+    if arguments.output:
+        with open(arguments.output) as file:
+            found = json.load(file)
+        found["modelled"] = summary(rows)
+        write_report(arguments.output, found)
+
+
+def write_report(path: str, result: dict[str, Any]) -> None:
+    rows = result["by_launch"]
+    with open(path, "w") as file:
+        file.write(json.dumps({k: v for k, v in result.items() if k != "by_launch"})[:-1] + ', "by_launch": [\n')
+        file.write(",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
 
 
 def fitted(arguments: argparse.Namespace) -> None:
@@ -353,6 +391,10 @@ def main() -> None:
     two.add_argument("-o", "--output")
     two.add_argument("--steps", type=int, default=0, help="of each fit without one op; 0 leaves that out (default)")
     two.set_defaults(run=report)
+    four = commands.add_parser("modelled")
+    four.add_argument("file")
+    four.add_argument("-o", "--output", help="a report to add this to")
+    four.set_defaults(run=modelled)
     three = commands.add_parser("fit")
     three.add_argument("file")
     three.add_argument("--steps", type=int, default=600)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..backends.base import Resources
+from . import ttir
 from .accesses import Access, accesses
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Certificate:
     """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run.
 
     accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be told
+    level: how far it was compiled: `binary`, or `ttir` where the Triton at hand has no compiler for the target and
+    `resources` are counted, not a compiler's
     """
 
     launch: Launch
@@ -74,6 +77,7 @@ class Certificate:
     seconds: float = 0.0
     accesses: tuple[Access, ...] = ()
     unread: str = ""
+    level: str = "binary"
 
     @property
     def illegal(self) -> str:
@@ -96,6 +100,7 @@ class Certificate:
             "config": launch.config.to_json(),
             "kernel": launch.kernel.split(":")[1],
             "grid": list(launch.grid),
+            "level": self.level,
             "error": self.error,
             "illegal": self.illegal,
             "seconds": round(self.seconds, 3),
@@ -242,17 +247,21 @@ def certify(launches: Iterable[Launch], workers: "Workers") -> Iterator[Certific
         groups.setdefault(launch.same(), []).append(launch)
     known = list(groups.values())
     for index, answer in workers.run([_job(group[0]) for group in known]):
-        resources = Resources.from_json(answer["resources"]) if "resources" in answer else None
-        moved = tuple(Access(*access) for access in answer.get("accesses", ()))
         for launch in known[index]:
-            yield Certificate(launch, resources, answer.get("error", ""), answer["seconds"], moved, answer.get("unread", ""))
+            yield certificate_from(launch, answer)
+
+
+def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
+    """The Certificate of a worker's answer (or of `Certificate.to_json`)."""
+    resources = Resources.from_json(answer["resources"]) if answer.get("resources") else None
+    moved = tuple(Access(*access) for access in answer.get("accesses", ()))
+    said = answer.get("error", ""), answer["seconds"], moved, answer.get("unread", ""), answer.get("level", "binary")
+    return Certificate(launch, resources, *said)
 
 
 def _job(launch: Launch) -> dict[str, Any]:
-    if backend(launch.target.vendor).triton_target(launch.target) is None:
-        raise ValueError(f"the stock Triton has no compiler for {launch.target.arch} ({launch.target.vendor})")
     target = {**launch.target.to_json(), "warp_sizes": list(launch.target.warp_sizes)}
-    return {"target": target, "kernel": launch.kernel, "args": launch.args, "options": dict(launch.options)}
+    return {"target": target, "kernel": launch.kernel, "args": launch.args, "options": dict(launch.options), "config": launch.config.to_json()}
 
 
 class Workers:
@@ -359,23 +368,38 @@ def _serve() -> None:
 
 def _compile(job: Mapping[str, Any]) -> dict[str, Any]:
     """Compile one job: `resources`, and `accesses` or why those cannot be told (`unread`)."""
-    from triton.runtime import driver
-
     target = Target(**{**job["target"], "warp_sizes": tuple(job["target"]["warp_sizes"])})
     vendor = backend(target.vendor)
-    driver.set_active(_device(vendor.triton_target(target)))
     module, name = job["kernel"].split(":")
     kernel = getattr(importlib.import_module(module), name)
     args = [_Pointer(*arg[1:]) if isinstance(arg, list) else arg for arg in job["args"]]
-    compiled = kernel.warmup(*args, grid=(1,), **job["options"])
-    answer: dict[str, Any] = {"resources": vendor.resources(target, compiled).to_json()}
     kept = [i for i, p in enumerate(kernel.params) if not p.is_constexpr and args[i] is not None]
     kept = [i for i in kept if args[i] != 1 or kernel.params[i].do_not_specialize]
+    compiled, answer = _built(target, vendor, kernel, args, job["options"]), {}
+    found: list[Access] = []
     try:
-        answer["accesses"] = [access.to_json() for access in accesses(compiled.asm["ttir"], kept)]
+        found = accesses(compiled.asm["ttir"], kept)
+        answer["accesses"] = [access.to_json() for access in found]
     except ValueError as error:
         answer["unread"] = str(error)
-    return answer
+    if set(compiled.asm) == {"ttir"}:
+        config = LaunchConfig.from_json(job["config"])
+        resources, answer["level"] = ttir.estimate(compiled.asm["ttir"], found, target, config, job["options"]), "ttir"
+    else:
+        resources, answer["level"] = vendor.resources(target, compiled), "binary"
+    return {"resources": resources.to_json(), **answer}
+
+
+def _built(target: Target, vendor: Any, kernel: Any, args: list[Any], options: Mapping[str, Any]) -> Any:
+    """The kernel as far as the Triton at hand can build it: a binary, or its TTIR where it has no compiler."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    goal = vendor.triton_target(target)
+    if goal is None:
+        return ttir.lower(kernel, args, options, _device(GPUTarget("cuda", 80, 32), "front half only"))
+    driver.set_active(_device(goal))
+    return kernel.warmup(*args, grid=(1,), **options)
 
 
 class _Pointer:
@@ -399,9 +423,9 @@ class _device:
 
     _numbers: dict[str, int] = {}
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, purpose: str = "") -> None:
         self.target = target
-        self.number = self._numbers.setdefault(str(target), len(self._numbers))
+        self.number = self._numbers.setdefault(f"{target}{purpose}", len(self._numbers))
 
     def get_current_target(self) -> Any:
         return self.target

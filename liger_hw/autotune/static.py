@@ -1,5 +1,8 @@
 """Choosing without the device: every candidate is compiled for it, and the model ranks what the compiler made.
 
+Where the stock Triton has no compiler for the target, candidates go as far as TTIR and are ranked by what can be counted
+there; entries then say `modelled` instead of `static`.
+
 For each job (one tunable at one key): a shortlist of the space, the heuristic first, is traced and compiled in worker
 processes; candidates that do not compile, may not be launched or spill more than the heuristic go; the rest are ranked by
 `model.time_of`; the neighbours of the two best are compiled and ranked too. The winner is kept when it is predicted to
@@ -17,11 +20,9 @@ from typing import Any, Callable, Iterable, Mapping
 
 from .. import registry
 from ..backends import LaunchConfig, Target
-from ..backends.base import Resources
 from ..registry import Entry
 from . import compile as aot
 from . import model, plan, space, store
-from .accesses import Access
 from .compile import Certificate, Launch, Workers
 from .jobs import Job, Result
 
@@ -96,7 +97,7 @@ class StaticTuner:
         own = next(c.resources for c in certificates if c.launch.tunable == job.name)
         result.note = "chosen by the model"
         result.provenance = {
-            "kind": "static",
+            "kind": "static" if all(c.level == "binary" for c in certificates) else "modelled",
             "predicted_us": result.winner_us,
             "heuristic_us": result.heuristic_us,
             "gain": result.gain,
@@ -196,10 +197,8 @@ def compile_here(launch: Launch) -> Certificate:
     try:
         answer = aot._compile(json.loads(json.dumps(aot._job(launch))))
     except Exception as error:
-        return Certificate(launch, None, f"{type(error).__name__}: {error}".strip()[:500], time.monotonic() - began)
-    moved = tuple(Access(*access) for access in answer.get("accesses", ()))
-    resources = Resources.from_json(answer["resources"])
-    return Certificate(launch, resources, "", time.monotonic() - began, moved, answer.get("unread", ""))
+        answer = {"error": f"{type(error).__name__}: {error}".strip()[:500]}
+    return aot.certificate_from(launch, {**answer, "seconds": time.monotonic() - began})
 
 
 def from_record(record: Mapping[str, Any], target: Target) -> Certificate:
@@ -207,6 +206,4 @@ def from_record(record: Mapping[str, Any], target: Target) -> Certificate:
     config = LaunchConfig.from_json(record["config"])
     head = target, record["tunable"], tuple(record["key"]), record["layer"], config
     launch = Launch(*head, f"{record['tunable']}:{record['kernel']}", (), (), tuple(record["grid"]), tuple(record["sizes"]))
-    resources = Resources.from_json(record["resources"]) if record["resources"] else None
-    moved = tuple(Access(*access) for access in record["accesses"])
-    return Certificate(launch, resources, record["error"], record["seconds"], moved, record.get("unread", ""))
+    return aot.certificate_from(launch, record)

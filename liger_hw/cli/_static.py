@@ -8,7 +8,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError
 from ._values import table
 
 if TYPE_CHECKING:
@@ -40,14 +39,11 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     from ..autotune.static import MARGIN, StaticTuner
     from ..backends import backend
 
-    if backend(target.vendor).triton_target(target) is None:
-        raise UsageError(
-            f"autotune: {target.arch} is not in this machine and the stock Triton has no compiler for it, so nothing can be "
-            f"measured or compiled here; run `liger-hw autotune --device {target.vendor}` on a machine that has one"
-        )
     folder = store.home(target)
-    screen.line(f"{target.arch} is not in this machine: candidates are compiled for {target.name} and ranked by a model.")
-    screen.line(f"Kept is what should beat the heuristic by {MARGIN:.0%}; nothing is measured (provenance `static`).")
+    compiles = backend(target.vendor).triton_target(target) is not None
+    how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
+    screen.line(f"{target.arch} is not in this machine: candidates are {how} and ranked by a model, not measured.")
+    screen.line(f"Kept is what should beat the heuristic by {MARGIN:.0%}, as `{'static' if compiles else 'modelled'}`.")
     screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
         screen.line(f"not planned: {problem}")

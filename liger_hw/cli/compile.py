@@ -3,7 +3,8 @@
     liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
     liger-hw compile --target all --json > certificates.json            the whole matrix, as evidence
 
-Needs no GPU. One line for each distinct kernel; --json prints what made them and every launch's certificate. Ends with 1
+Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
+resources that are counted. One line for each distinct kernel; --json prints what made them and every launch's certificate. Ends with 1
 when a kernel does not compile or may not be launched on the target.
 """
 
@@ -74,17 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _targets(names: str) -> list[Any]:
     from ..backends import VENDORS, backend, known_target
 
-    compilable = [
-        arch
-        for vendor in VENDORS
-        for arch in backend(vendor).known_archs()
-        if backend(vendor).triton_target(known_target(arch)) is not None
-    ]
-    chosen = compilable if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    known = [arch for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
+    chosen = known if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
     targets = [known_target(name) for name in chosen]
-    for target in targets:
-        if target.arch not in compilable:
-            raise ValueError(f"the stock Triton has no compiler for {target.arch}; it has {', '.join(compilable)}")
+    if wrong := [target.arch for target in targets if target.vendor == "cpu"]:
+        raise ValueError(f"{wrong[0]} compiles nothing; architectures: {', '.join(known)}")
     return targets
 
 
@@ -142,7 +137,7 @@ def _text(certificates: list[Any], case_of: dict) -> str:
             problems.append(str(c))
             continue
         widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
-        state = "ILLEGAL" if c.illegal else ""
+        state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
         rows.append((*head, str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths, state))
         problems += [str(c)] if c.illegal else []
     rows[1:] = sorted(rows[1:])

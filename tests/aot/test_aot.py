@@ -207,6 +207,28 @@ def test_launches_alike_are_compiled_once(workers):
     assert len({(c.launch.same(), c.seconds) for c in certificates}) == len({launch.same() for launch in launches})
 
 
-def test_no_compiler_for_a_target(workers):
-    with pytest.raises(ValueError, match="no compiler for pvc"):
-        list(aot.certify(aot.trace("rms_norm", (8, 1024), torch.bfloat16, known_target("pvc")), workers))
+@pytest.mark.parametrize("arch", backend("xpu").known_archs())
+def test_intel_down_to_ttir(op, arch, workers, record_property):
+    """The stock Triton has no compiler for it: every kernel, with the configurations of each Intel architecture, is
+    specialised, type-checked and simplified; launches are legal and no tile outgrows the register file."""
+    launches = [launch for _, launch in matrix.launches(op, known_target(arch), "quick")]
+    certificates = list(aot.certify(launches, workers))
+    assert len(certificates) == len(launches) > 0
+    wrong = Counter(str(c) for c in certificates if not c.ok)
+    assert not wrong, _listed("are wrong", wrong)
+    assert all(c.level == "ttir" and c.accesses for c in certificates), "every tensor's loads and stores can be told"
+    record_property("kernels", len({launch.same() for launch in launches}))
+
+
+def test_what_ttir_says_is_near_what_a_compiler_makes(workers, monkeypatch):
+    """Counted from TTIR and read from the binary, for a target that has a compiler."""
+    (exact,) = aot.certify(_first("sm90")[:1], workers)
+    monkeypatch.setattr(backend("cuda"), "triton_target", lambda target: None)
+    from liger_hw.autotune.static import compile_here
+
+    counted = compile_here(_first("sm90")[0])
+    assert counted.level == "ttir" and exact.level == "binary" and counted.accesses == exact.accesses
+    a, b = counted.resources, exact.resources
+    assert a.threads == b.threads and a.loads[128] == b.loads[128] and a.stores[128] == b.stores[128]
+    assert 0.5 < sum(a.instructions.values()) / sum(b.instructions.values()) < 2
+    assert 0.5 < a.registers / b.registers < 3

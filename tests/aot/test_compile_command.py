@@ -30,6 +30,12 @@ def test_evidence(capsys):
         assert c["resources"]["registers"] > 0 and c["resources"]["threads"] <= 1024
 
 
+def test_a_target_without_a_compiler(capsys):
+    assert main(["compile", "--target", "bmg", "--ops", "softmax", "--depth", "quick", "--workers", "1", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)["certificates"]
+    assert records and {c["level"] for c in records} == {"ttir"}
+
+
 def test_depths():
     """Deeper compiles more, and nothing less."""
     from liger_hw import registry
@@ -48,7 +54,7 @@ def test_depths():
     ("argv", "complaint"),
     [
         (["--target", "gfx9000"], "unknown architecture 'gfx9000'"),
-        (["--target", "pvc"], "no compiler for pvc"),
+        (["--target", "cpu"], "cpu compiles nothing"),
         (["--target", "sm90", "--ops", "rms_nrom"], "did you mean rms_norm"),
     ],
 )

@@ -13,7 +13,7 @@ import math
 import re
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Target
+from ..base import Backend, LaunchConfig, Pace, Target
 
 KIB, MIB = 1024, 1024 * 1024
 GRF_MODES = ("default", "128", "256", "512", "auto")
@@ -28,6 +28,8 @@ _ARCHS = {
 _FAMILIES = {"pvc": "xe-hpc", "acm": "xe", "bmg": "xe2", "lnl": "xe2"}
 _NAMES = (("Max", "pvc"), ("A770", "acm"), ("A750", "acm"), ("B580", "bmg"), ("B570", "bmg"), ("B60", "bmg"), ("B50", "bmg"))
 _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
+_CLOCKS = {"pvc": 1.6, "acm": 2.4, "bmg": 2.85, "lnl": 2.05}
+"""GHz, the data sheets' highest graphics clocks."""
 _SUB_GROUP = 32
 _THREADS_AN_ENGINE = 8
 _WORK_GROUP = 1024
@@ -135,6 +137,11 @@ class XpuBackend(Backend):
         if "grf_mode" not in options and crowded and config.num_warps <= _LARGE_GRF_SUB_GROUPS:
             options["grf_mode"] = "256"
         return options
+
+    def pace(self, target: Target) -> Pace:
+        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series): four sub-groups of 32 issue
+        one instruction a cycle together ("Intel Xe GPU Architecture"). The latency is assumed."""
+        return Pace(_CLOCKS.get(target.arch, 2.0), 4.0, 700.0, virtual=True)
 
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]
