@@ -147,7 +147,16 @@ class PatchReport:
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
+        shared = sorted(_launched() - set(sources))
+        if shared:  # by the kernels above, or by other code of this process
+            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in shared))
         return "\n".join([f"{self.family}: {self.target}", *lines])
+
+
+def _launched() -> set[str]:
+    from .. import registry
+
+    return {plan.tunable.op for plan in registry.plans()}
 
 
 def config_source(kernel: str) -> str:

@@ -1,0 +1,140 @@
+"""Tiny models of any family, made from its configuration class: random weights, a few layers, narrow, in fp32.
+
+`tiny_config` gives the sizes that every family shares small values, by the names that families give them, and leaves
+everything else (activations, norms, multipliers, layer patterns) as the family's defaults have it; `_OWN` states what
+a few families need beside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, LAYERS, VOCAB, POSITIONS, EXPERTS = 64, 4, 2, 16, 96, 4, 128, 128, 4
+
+_SIZES = (
+    (VOCAB, "vocab_size text_vocab_size vocab_size_per_layer_input audio_vocab_size"),
+    (HIDDEN, "hidden_size d_model n_embd dim embed_dim hidden_dim word_embed_proj_dim embedding_size "
+    "dim_model lru_width attention_hidden_size cross_attention_hidden_size"),
+    (WIDE, "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size "
+    "shared_intermediate_size intermediate_size_mlp dense_intermediate_size ff_dim ffn_intermediate_size"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth num_decoder_layers "
+    "num_encoder_layers"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"),
+    (KV_HEADS, "num_key_value_heads num_kv_heads n_head_kv kv_n_heads swa_num_key_value_heads"),
+    (HEAD_DIM, "head_dim kv_channels attention_head_dim d_kv global_head_dim attn_head_dim swa_head_dim"),
+    (POSITIONS, "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx seq_length context_length"),
+    (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts"),
+    (2, "num_experts_per_tok moe_k moe_topk num_selected_experts top_k_experts moe_top_k num_experts_per_token"),
+    (32, "moe_intermediate_size expert_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size "
+    "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank expert_ffn_hidden_size index_head_dim"),
+    (1, "n_group topk_group n_groups mamba_n_groups first_k_dense_replace n_shared_experts num_shared_experts"),
+)
+_VALUES = {name: value for value, names in _SIZES for name in names.split()} | {
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_head_dim": 32,
+    "patch_size": 4,
+    "image_size": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 8,
+    "is_decoder": True,
+    "use_cache": False,
+    "rotary_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "emb_dim": HIDDEN,
+    "n_words": VOCAB,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "layerdrop")
+
+
+def tiny_config(config_class: type, **own: Any) -> Any:
+    """A small configuration of the class; `own` goes before what this module would choose, nested by sub-configuration.
+
+    Raises whatever the class raises for sizes that do not fit it.
+    """
+    given = {**_OWN.get(config_class.__name__, {}), **own}
+    try:
+        default = config_class()
+    except Exception:  # a class that cannot be made without its sizes is made with them
+        default = None
+    known = _field_names(config_class, default)
+    values = {name: value for name, value in _VALUES.items() if name in known}
+    values |= {n: 0.0 for n in known if n.endswith(_DROPOUTS) and isinstance(getattr(default, n, 0.0), float)}
+    if "kv_lora_rank" in known:  # multi-head latent attention has as many keys as heads
+        values["num_key_value_heads"] = HEADS
+    for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
+        inner = given.pop(name, {})
+        current = getattr(default, name, None)
+        kind = type(current) if hasattr(type(current), "sub_configs") else sub_class
+        if isinstance(inner, dict) and hasattr(kind, "to_dict") and (current is not None or inner):
+            values[name] = tiny_config(kind, **inner)
+    config = config_class(**{**values, **given})
+    config.use_cache = False
+    return config
+
+
+def _field_names(config_class: type, default: Any) -> set[str]:
+    names = set(vars(default)) if default is not None else set()
+    for cls in config_class.__mro__:
+        if "__init__" in vars(cls):
+            names |= set(inspect.signature(cls.__init__).parameters)
+        names |= set(getattr(cls, "__annotations__", ()))
+        names |= set(getattr(cls, "attribute_map", None) or ())
+    mapped = set((getattr(config_class, "attribute_map", None) or {}).keys())
+    return names - {"self", "kwargs"} - mapped
+
+
+_OWN: dict[str, dict[str, Any]] = {
+    "BailingHybridConfig": {"n_group": 1, "num_experts": EXPERTS, "layer_group_size": 2},
+    "CohereCompassTextConfig": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "DbrxConfig": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": KV_HEADS, "clip_qkv": 8.0}},
+    "Dots3NoteConfig": {"index_n_heads": 2},
+    "Dots3NoteTextConfig": {"index_n_heads": 2},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
+    "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "Gemma4UnifiedAssistantConfig": {"text_config": {"num_kv_shared_layers": 0}},
+    "GitConfig": {"vision_config": {"image_size": 4}},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
+    "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4},
+    "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16, "n_mamba_heads": 8},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}
+"""Configuration class -> values it needs beside or instead."""
+
+
+def tiny_model(cls: type, seed: int = 0, **own: Any) -> Any:
+    """A model of `cls` in training mode, weights drawn from `seed` and large enough that logits differ clearly."""
+    import torch
+
+    config = tiny_config(cls.config_class, **own)
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = cls(config).float().train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    finally:
+        torch.set_rng_state(state)
+    return model
