@@ -6,13 +6,28 @@ from ._triton import tl, triton
 
 
 @triton.jit
-def _tile_of_group(tile, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+def _tile_of_group(tile, channels, spatial, EVEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
     """(channels of the tile, their mask, offsets inside the group, mask): neighbours in memory come one after another."""
     tiles = tl.cdiv(spatial, BLOCK_SIZE)
     own = (tile // tiles) * CHANNELS + tl.arange(0, CHANNELS)
     place = (tile % tiles) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = (own < channels)[:, None] & (place < spatial)[None, :]
-    return own, own < channels, own[:, None] * spatial + place[None, :], mask
+    offsets = own.to(tl.int64)[:, None] * spatial + place[None, :]
+    if EVEN:  # every tile lies inside its group: constants, which the compiler drops
+        own_mask, mask = tl.full([CHANNELS], 1, tl.int1), tl.full([CHANNELS, BLOCK_SIZE], 1, tl.int1)
+    else:
+        own_mask = own < channels
+        mask = own_mask[:, None] & (place < spatial)[None, :]
+    return own, own_mask, offsets, mask
+
+
+@triton.jit
+def _share_of(split, share, parts, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """(first tile, number of tiles) of a split: whole runs of channels, or one of `parts` parts of a run."""
+    s_tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    span = tl.where(parts == 1, share, s_tiles)
+    first = (split // parts) * span + (split % parts) * share
+    end = tl.minimum((split // parts + 1) * span, tl.cdiv(channels, CHANNELS) * s_tiles)
+    return first, tl.minimum(share, end - first)
 
 
 @triton.jit
@@ -21,15 +36,37 @@ def _total(x):
 
 
 @triton.jit
+def _mean_and_m2_of_splits(Stats_ptr, row, splits):
+    """Mean and summed squared deviation of a group from (count, mean, m2) of the programs that shared it."""
+    lanes = tl.arange(0, 64)
+    count = tl.zeros([64], dtype=tl.float32)
+    total = tl.zeros([64], dtype=tl.float32)
+    for start in range(0, splits, 64):
+        stats = Stats_ptr + (row * splits + start + lanes) * 3
+        n = tl.load(stats, mask=start + lanes < splits, other=0.0)
+        count += n
+        total += n * tl.load(stats + 1, mask=start + lanes < splits, other=0.0)
+    mean = tl.sum(total, axis=0) / tl.sum(count, axis=0)
+    m2 = tl.zeros([64], dtype=tl.float32)
+    for start in range(0, splits, 64):
+        stats = Stats_ptr + (row * splits + start + lanes) * 3
+        n = tl.load(stats, mask=start + lanes < splits, other=0.0)
+        apart = tl.load(stats + 1, mask=start + lanes < splits, other=0.0) - mean
+        m2 += n * apart * apart + tl.load(stats + 2, mask=start + lanes < splits, other=0.0)
+    return mean, tl.sum(m2, axis=0)
+
+
+@triton.jit
 def _sums_of_splits(Sums_ptr, row, splits):
     """The two sums of a group, added over the programs that shared it."""
-    first = 0.0
-    second = 0.0
-    for split in range(splits):
-        sums = Sums_ptr + (row * splits + split) * 2
-        first += tl.load(sums)
-        second += tl.load(sums + 1)
-    return first, second
+    lanes = tl.arange(0, 64)
+    first = tl.zeros([64], dtype=tl.float32)
+    second = tl.zeros([64], dtype=tl.float32)
+    for start in range(0, splits, 64):
+        sums = Sums_ptr + (row * splits + start + lanes) * 2
+        first += tl.load(sums, mask=start + lanes < splits, other=0.0)
+        second += tl.load(sums + 1, mask=start + lanes < splits, other=0.0)
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
 @triton.jit
@@ -42,22 +79,23 @@ def _shift_and_store(h, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "share", "splits", "first_size"])
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "share", "parts"])
 def _group_norm_fwd_kernel(
     X_ptr,
     W_ptr,
     B_ptr,
     Y_ptr,
     STATS_ptr,
-    Sums_ptr,
+    Shared_ptr,
     n_rows,
     n_groups,
     channels,
     spatial,
     splits,
     share,
-    first_size,
+    parts,
     eps,
+    EVEN: tl.constexpr,
     WHOLE_GROUP: tl.constexpr,
     SUM: tl.constexpr,
     APPLY: tl.constexpr,
@@ -67,25 +105,27 @@ def _group_norm_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """Program (p, s) takes `share` tiles, the s-th, of the groups p, p + programs, ...: SUM measures them, APPLY writes y.
+    """Program (p, s) takes the s-th share of the groups p, p + programs, ...: SUM measures them, APPLY writes y.
 
-    When a launch does only one of the two, Sums_ptr [n_rows, splits, 2] passes the splits' sums from one to the other.
-    first_size: how many values the first tile of a group has; their mean anchors the sums against cancellation.
+    When a launch does only one of the two, Shared_ptr [n_rows, splits, 3] passes the splits' count, mean and m2 from one
+    to the other, and the second takes the groups last first: those are still in cache.
+    Every lane of a tile sums what lies apart from the first value it met, which keeps cancellation away as long as that
+    value belongs to the group, and costs no reduction before the sums.
     """
-    split = tl.program_id(1)
-    first = split * share
-    count = tl.minimum(share, tl.cdiv(channels, CHANNELS) * tl.cdiv(spatial, BLOCK_SIZE) - first)
-    size = channels * spatial
+    first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
+    size = channels.to(tl.float32) * spatial
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
-    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
-        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * size
+    for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
+        row = turn if SUM else n_rows - 1 - turn
+        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * channels * spatial
         from_channel = (row % n_groups) * channels
-        own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, BLOCK_SIZE, CHANNELS)
-        x_ptrs = X_ptr + start + offsets
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        anchor = _total(x) / first_size
+        if WHOLE_GROUP or SUM:
+            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            x_ptrs = X_ptr + start + offsets
+            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            x = x.to(tl.float32)
         if WHOLE_GROUP:
-            mean = anchor
+            mean = _total(x) / size
             centred = tl.where(mask, x - mean, 0.0)
             rstd = tl.rsqrt(_total(centred * centred) / size + eps)
             _shift_and_store(centred * rstd, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
@@ -93,55 +133,69 @@ def _group_norm_fwd_kernel(
             if SUM:
                 lane_sum = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 lane_squares = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                seen = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    own, own_mask, offsets, mask = _tile_of_group(first + tile, channels, spatial, BLOCK_SIZE, CHANNELS)
-                    x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-                    apart = tl.where(mask, x - anchor, 0.0)
+                    own, own_mask, offsets, mask = _tile_of_group(
+                        first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
+                    )
+                    apart = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32) - x
+                    if not EVEN:
+                        apart = tl.where(mask, apart, 0.0)
+                        seen += mask.to(tl.float32)
                     lane_sum += apart
                     lane_squares += apart * apart
-                total, squares = _total(lane_sum), _total(lane_squares)
+                if EVEN:
+                    seen += count
+                off = lane_sum / tl.maximum(seen, 1.0)
+                n = _total(seen)
+                mean = _total(seen * (x + off)) / n
+                apart = x + off - mean
+                m2 = _total(lane_squares - lane_sum * off + seen * apart * apart)
                 if not APPLY:
-                    sums = Sums_ptr + (row * splits + split) * 2
-                    tl.store(sums, total)
-                    tl.store(sums + 1, squares)
+                    shared = Shared_ptr + (row * splits + tl.program_id(1)) * 3
+                    tl.store(shared, n)
+                    tl.store(shared + 1, mean)
+                    tl.store(shared + 2, m2)
             else:
-                total, squares = _sums_of_splits(Sums_ptr, row, splits)
+                mean, m2 = _mean_and_m2_of_splits(Shared_ptr, row, splits)
             if APPLY:
-                off = total / size
-                mean = anchor + off
-                rstd = tl.rsqrt(squares / size - off * off + eps)
+                rstd = tl.rsqrt(m2 / size + eps)
                 for tile in tl.range(0, count, num_stages=STAGES):
                     at = first + count - 1 - tile  # backwards: what was read last is nearest
-                    own, own_mask, offsets, mask = _tile_of_group(at, channels, spatial, BLOCK_SIZE, CHANNELS)
-                    x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-                    h = (x - mean) * rstd
+                    own, own_mask, offsets, mask = _tile_of_group(at, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+                    h = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+                    h = (h - mean) * rstd
                     _shift_and_store(h, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
         if APPLY:
-            tl.store(STATS_ptr + row, mean, mask=split == 0)
-            tl.store(STATS_ptr + n_rows + row, rstd, mask=split == 0)
+            tl.store(STATS_ptr + row, mean, mask=tl.program_id(1) == 0)
+            tl.store(STATS_ptr + n_rows + row, rstd, mask=tl.program_id(1) == 0)
 
 
 @triton.jit
-def _load_tile(DY_ptrs, X_ptrs, W_ptr, mean, rstd, channel, channel_mask, mask):
-    """(dy, w, h) of a tile in fp32; w is 1 where there is none."""
-    x = tl.load(X_ptrs, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(DY_ptrs, mask=mask, other=0.0).to(tl.float32)
-    w = tl.where(channel_mask, 1.0, 0.0)
-    if W_ptr is not None:
-        w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
-    return dy, w, (x - mean) * rstd
+def _channel_sums(totals, dots, rstd, W_ptr, Line_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
+    """Shares of the sums of m and m * h, one a channel, from those of dy and dy * (x - mean) in each lane.
 
-
-@triton.jit
-def _sum_tile(dy, h, w, Line_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
-    """This tile's share of the sums of m and m * h, channel by channel; those of dy * h and dy go to Line_ptr, if any."""
-    total = tl.sum(dy, axis=1)
-    dot = tl.sum(dy * h, axis=1)
+    Those of dy * h and dy go to Line_ptr, if any.
+    """
+    total = tl.sum(totals, axis=1)
+    dot = tl.sum(dots, axis=1) * rstd
     if Line_ptr is not None:
         tl.store(Line_ptr + channel, dot, mask=channel_mask)
         if HAS_BIAS:
             tl.store(Line_ptr + width + channel, total, mask=channel_mask)
-    return w * total, w * dot
+    if W_ptr is not None:
+        w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
+        total, dot = w * total, w * dot
+    return total, dot
+
+
+@triton.jit
+def _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, channel_mask):
+    """apart: x - mean; total, dot: sums of m and m * h over the group."""
+    m = dy
+    if W_ptr is not None:
+        m = dy * tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    return rstd * (m - total / size - apart * (rstd * dot / size))
 
 
 @triton.jit
@@ -152,7 +206,7 @@ def _line_of_partial(Partial_ptr, line, width, HAS_BIAS: tl.constexpr):
     return lines
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "share", "splits"])
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "share", "parts"])
 def _group_norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -160,14 +214,16 @@ def _group_norm_bwd_kernel(
     STATS_ptr,
     DX_ptr,
     Partial_ptr,
-    Sums_ptr,
+    Shared_ptr,
     n_rows,
     n_groups,
     channels,
     spatial,
     splits,
     share,
+    parts,
     HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
     WHOLE_GROUP: tl.constexpr,
     SUM: tl.constexpr,
     APPLY: tl.constexpr,
@@ -175,61 +231,70 @@ def _group_norm_bwd_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs, splits, SUM, APPLY and Sums_ptr as in the forward.
+    """Programs, shares, SUM and APPLY as in the forward; Shared_ptr [n_rows, splits, 2] holds sums of m and m * h.
 
-    Partial_ptr [batch * tiles of spatial, num_channels], twice as wide if HAS_BIAS: each tile's sums of dy * h, then of dy;
-    None when nobody wants them.
+    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None when nobody
+    wants them.
     """
-    split = tl.program_id(1)
-    s_tiles = tl.cdiv(spatial, BLOCK_SIZE)
-    first = split * share
-    count = tl.minimum(share, tl.cdiv(channels, CHANNELS) * s_tiles - first)
-    size = channels * spatial
+    first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
+    run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
+    size = channels.to(tl.float32) * spatial
     width = n_groups * channels
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
-    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
-        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * size
+    for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
+        row = turn if SUM else n_rows - 1 - turn
+        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * channels * spatial
         from_channel = (row % n_groups) * channels
-        line = (row // n_groups) * s_tiles
+        line_ptr = _line_of_partial(
+            Partial_ptr, (row // n_groups) * parts + tl.program_id(1) % parts, width, HAS_BIAS
+        )
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         if WHOLE_GROUP:
-            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, BLOCK_SIZE, CHANNELS)
-            at = start + offsets
-            channel = from_channel + own
-            dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
-            line_ptr = _line_of_partial(Partial_ptr, line, width, HAS_BIAS)
-            totals, dots = _sum_tile(dy, h, w, line_ptr, width, channel, own_mask, HAS_BIAS)
-            dx = rstd * (dy * w[:, None] - tl.sum(totals, axis=0) / size - h * (tl.sum(dots, axis=0) / size))
+            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            at, channel = start + offsets, from_channel + own
+            apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
+            dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            total, dot = _channel_sums(dy, dy * apart, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS)
+            total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
+            dx = _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, own_mask)
             tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             if SUM:
-                totals = tl.zeros([CHANNELS], dtype=tl.float32)
-                dots = tl.zeros([CHANNELS], dtype=tl.float32)
+                total = tl.zeros([CHANNELS], dtype=tl.float32)
+                dot = tl.zeros([CHANNELS], dtype=tl.float32)
+                lane_total = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                lane_dot = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    own, own_mask, offsets, mask = _tile_of_group(first + tile, channels, spatial, BLOCK_SIZE, CHANNELS)
-                    at = start + offsets
-                    channel = from_channel + own
-                    dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
-                    line_ptr = _line_of_partial(Partial_ptr, line + (first + tile) % s_tiles, width, HAS_BIAS)
-                    of_m, of_mh = _sum_tile(dy, h, w, line_ptr, width, channel, own_mask, HAS_BIAS)
-                    totals += of_m
-                    dots += of_mh
-                total, dot = tl.sum(totals, axis=0), tl.sum(dots, axis=0)
+                    own, own_mask, offsets, mask = _tile_of_group(
+                        first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
+                    )
+                    at, channel = start + offsets, from_channel + own
+                    apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                    lane_total += dy
+                    lane_dot += dy * apart
+                    if tile % run == run - 1:  # the last tile of these channels
+                        of_m, of_mh = _channel_sums(
+                            lane_total, lane_dot, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS
+                        )
+                        total += of_m
+                        dot += of_mh
+                        lane_total = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                        lane_dot = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
                 if not APPLY:
-                    sums = Sums_ptr + (row * splits + split) * 2
-                    tl.store(sums, total)
-                    tl.store(sums + 1, dot)
+                    shared = Shared_ptr + (row * splits + tl.program_id(1)) * 2
+                    tl.store(shared, total)
+                    tl.store(shared + 1, dot)
             else:
-                total, dot = _sums_of_splits(Sums_ptr, row, splits)
+                total, dot = _sums_of_splits(Shared_ptr, row, splits)
             if APPLY:
-                total = total / size
-                dot = dot / size
                 for tile in tl.range(0, count, num_stages=STAGES):
                     back = first + count - 1 - tile  # backwards: what was read last is nearest
-                    own, own_mask, offsets, mask = _tile_of_group(back, channels, spatial, BLOCK_SIZE, CHANNELS)
-                    at = start + offsets
-                    channel = from_channel + own
-                    dy, w, h = _load_tile(DY_ptr + at, X_ptr + at, W_ptr, mean, rstd, channel, own_mask, mask)
-                    dx = rstd * (dy * w[:, None] - total - h * dot)
+                    own, own_mask, offsets, mask = _tile_of_group(back, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+                    at, channel = start + offsets, from_channel + own
+                    apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                    dx = _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, own_mask)
                     tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)

@@ -1,11 +1,13 @@
 """Sum of per-program partial results: [n_partials, n_cols] fp32 -> [n_cols] in any dtype, in one kernel.
 
-A persistent backward leaves one fp32 row of weight gradient per program. Summing and casting them with torch takes two
-launches; this takes one. The order of the sum is fixed, so results are reproducible bit for bit.
+A persistent backward leaves one fp32 row of parameter gradients per program. Summing and casting them with torch takes
+two launches; this takes one, and none where a single program did all the work: its row is the result. The order of the
+sum is fixed, so results are reproducible bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Callable
 
 import torch
@@ -84,9 +86,27 @@ def column_sum_tunable(
     )
 
 
+def param_parts(needed: bool, *parameters: torch.Tensor | None) -> int:
+    """How many rows of parameter gradients a backward makes: one for each parameter there is, none if none is needed."""
+    return sum(parameter is not None for parameter in parameters) if needed else 0
+
+
+def params_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype:
+    """One dtype for the gradients of all parameters, which come out of one sum; x's where there are no parameters."""
+    dtypes = [parameter.dtype for parameter in parameters if parameter is not None]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else x.dtype
+
+
+def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Where `programs` programs leave a row of `n_cols` sums each: fp32, or already `dtype` when there is but one."""
+    return x.new_empty((programs, n_cols), dtype=dtype if programs == 1 else torch.float32)
+
+
 def column_sum(tunable: Tunable, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """partial [n_partials, n_cols] fp32 -> [n_cols] of `dtype`, summed over the partials."""
+    """partial [n_partials, n_cols], from `partial_sums`, -> [n_cols] of `dtype`, summed over the partials."""
     n_partials, n_cols = partial.shape
+    if n_partials == 1:
+        return partial.view(n_cols).to(dtype)
     out = partial.new_empty(n_cols, dtype=dtype)
     plan = tunable.plan(partial.device, (next_power_of_2(n_cols),))
     grid = (cdiv(n_cols, plan.config.blocks["BLOCK_N"]),)

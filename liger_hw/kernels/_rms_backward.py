@@ -13,7 +13,7 @@ import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
+from ._reduce import column_sum, column_sum_tunable, partial_sums
 from ._triton import tl, triton
 
 
@@ -71,7 +71,7 @@ def _rms_norm_bwd_kernel(
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw stays in registers.
 
     DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. DS_ptr: a gradient to add to dx, or None.
-    DW_partial_ptr: one fp32 row a program, or None when dw is not wanted.
+    DW_partial_ptr: one row a program, or None when dw is not wanted.
     """
     pid = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -112,7 +112,8 @@ def _rms_norm_bwd_kernel(
             )
         tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
     if DW_partial_ptr is not None:
-        tl.store(DW_partial_ptr + pid.to(tl.int64) * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+        dw_ptrs = DW_partial_ptr + pid.to(tl.int64) * n_cols + cols
+        tl.store(dw_ptrs, tl.sum(dw, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=col_mask)
 
 
 WIDEST_TILE = 16384
@@ -120,19 +121,36 @@ WIDEST_TILE = 16384
 DIMS = ("n_rows", "n_cols")
 
 
+def few_rows(target: Target, rows_bucket: int, rows: int) -> int:
+    """`rows` a program, or fewer (a power of two) where that would leave multiprocessors without a program."""
+    return max(1, min(rows, 1 << max(0, rows_bucket - target.multiprocessors.bit_length())))
+
+
+def row_warps(target: Target, rows_bucket: int, elements: int) -> int:
+    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread, or one where rows are too few to fill
+    the device and only latency counts; beyond 8 warps rather more loads than more threads."""
+    if 1 << rows_bucket <= target.multiprocessors:
+        return target.warps(elements, 8, 16)
+    return target.warps(elements, 16 if elements < 8192 else 32, 16 if elements <= 16384 else 32)
+
+
 def bwd_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
     """Tiles of 4096 elements with two more in flight, on a grid of 8192 elements a multiprocessor.
+
+    Where every program has but one tile there is nothing to keep in flight.
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
 
     On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20).
     """
     block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
-    rows = max(1, min(32, 4096 // block))
+    rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
-    stages = 3 if 2 * streams * tile * key[2] <= target.shared_memory else 1
     ctas = max(1, min(4, 8192 // tile))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16, 16), stages, ctas)
+    fits = 2 * streams * tile * key[2] <= target.shared_memory
+    stages = 3 if fits and 1 << key[1] > rows * ctas * target.multiprocessors else 1
+    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 16
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
 
 
 def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
@@ -231,7 +249,7 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
         args = (dy, x, w, rstd, dot, dy_stride, x_stride, n_cols, offset)
         launch(bwd_dot.plan(x.device, key), _rms_norm_bwd_dot_kernel, (n_rows,), args)
     programs = max(1, min(plan.programs // col_tiles, n_tiles))
-    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_dw else None
+    partial = partial_sums(x, programs, n_cols, w.dtype) if needs_dw else None
     strides = (dy_stride, x_stride, ds_stride)
     args = (dy, x, w, rstd, dot, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
     launch(plan, _rms_norm_bwd_kernel, (programs, col_tiles), args, (casting,))

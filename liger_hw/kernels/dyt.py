@@ -16,8 +16,8 @@ import torch
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
-from ._rms_backward import DIMS, safe, tiles_rows, tiles_rows_persistently
+from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from ._rms_backward import DIMS, few_rows, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -34,16 +34,26 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 
 
 @triton.jit
-def _tanh_and_slope(x):
-    """(tanh(x), 1 - tanh(x)^2) in fp32, both to a few units of the last place, from exp alone."""
-    decay = tl.exp(-2.0 * tl.abs(x))
-    share = 1.0 / (1.0 + decay)
-    far = (1.0 - decay) * share
+def _tanh_and_slope(x, FULL: tl.constexpr):
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone: to a few units of fp32's last place with FULL, else to 2e-6,
+    far below half precision's rounding. Arithmetic, not memory, would bound the kernel otherwise: u is in [1, 2], so that
+    1 / u is a square of rsqrt, half the instructions of a division; the sign is or-ed in.
+    """
+    decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
+    u = 1.0 + decay
     s = x * x
-    series = -0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854))
-    near = x + x * s * series  # where 1 - decay would cancel
-    t = tl.where(s < 0.0625, near, tl.where(x < 0.0, -far, far))
-    return t, 4.0 * decay * share * share
+    if FULL:
+        share = 1.0 / u
+        series = s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
+        close = s < 0.0625
+    else:
+        root = tl.rsqrt(u)
+        share = root * root
+        series = s * (-0.3333333333 + s * 0.1333333333)
+        close = s < 0.01
+    far = ((1.0 - decay) * share).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    t = tl.where(close, x + x * series, far.to(tl.float32, bitcast=True))  # close to 0, 1 - decay would cancel
+    return t, decay * share * share
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -69,7 +79,7 @@ def _dyt_fwd_kernel(
     x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
     gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-    t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x)
+    t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
     if Beta_ptr is not None:
         y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -106,7 +116,7 @@ def _dyt_bwd_kernel(
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     col_mask = cols < n_cols
     alpha = tl.load(Alpha_ptr).to(tl.float32)
-    gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # 4: d is a quarter of its slope
     if Partial_ptr is not None:
         dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -119,7 +129,7 @@ def _dyt_bwd_kernel(
         x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
         dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         dy = dy.to(tl.float32)
-        t, slope = _tanh_and_slope(alpha * x)
+        t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
         d = dy * slope
         if Partial_ptr is not None:
             dalpha += d * x
@@ -130,29 +140,34 @@ def _dyt_bwd_kernel(
         tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
     if Partial_ptr is not None:
         partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
-        tl.store(partial_ptrs, tl.sum(dgamma, axis=0), mask=col_mask)
+        tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
         if HAS_BETA:
-            tl.store(partial_ptrs + n_cols, tl.sum(dbeta, axis=0), mask=col_mask)
+            tl.store(partial_ptrs + n_cols, tl.sum(dbeta, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
         share = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
-        tl.store(Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1), share)
+        alpha_ptr = Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1)
+        tl.store(alpha_ptr, share.to(Alpha_partial_ptr.dtype.element_ty))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Four rows of 1024 columns: gamma and beta are read from cache once for all four."""
-    block = min(key[0], 1024)
-    rows = max(1, min(32, 4096 // block))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+    """16 rows of 256 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and few columns are masked."""
+    block = min(key[0], 256)
+    rows = few_rows(target, key[1], 4096 // block)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 32, 8))
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """The forward's tile with two more in flight, two programs a multiprocessor."""
-    blocks = _fwd_heuristic(target, key).blocks
-    tile = blocks["BLOCK_SIZE"] * blocks["ROWS"]
-    stages = 3 if 2 * 2 * 2 * tile * key[2] <= target.shared_memory else 1
-    return LaunchConfig(blocks, target.warps(tile, 16, 16), stages, 2)
+    """Half the forward's tile with two more in flight, four programs a multiprocessor."""
+    if 1 << key[1] <= target.multiprocessors:  # too few rows to keep anything in flight: one tile a program, at once
+        block = min(key[0], 1024)
+        return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8), 1, 4)
+    block = min(key[0], 256)
+    rows = few_rows(target, key[1], 2048 // block)
+    tile = block * rows
+    stages = 3 if 4 * 2 * 2 * tile * key[2] <= target.shared_memory else 2
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16, 16), stages, 4)
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -221,7 +236,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     dy, x, gamma = row_major(dy), row_major(x), dense(gamma)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
-    parts, dtype = _parts(beta, needs_params), _params_dtype(gamma, beta)
+    parts, dtype = param_parts(needs_params, gamma, beta), params_dtype(x, gamma, beta)
     if not n_rows or not needs_params:
         params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
     if not n_rows:
@@ -232,8 +247,8 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     programs = max(1, min(plan.programs // col_tiles, n_tiles))
     partial = alpha_partial = None
     if parts:
-        partial = x.new_empty((programs, parts * n_cols), dtype=torch.float32)
-        alpha_partial = x.new_empty((programs * col_tiles, 1), dtype=torch.float32)
+        partial = partial_sums(x, programs, parts * n_cols, dtype)
+        alpha_partial = partial_sums(x, programs * col_tiles, 1, alpha.dtype)
     strides = rows_of(dy)[2], x_stride
     args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
     launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2,))
@@ -241,16 +256,6 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         params = column_sum(DW, partial, dtype)
         dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)
     return dx, params, dalpha
-
-
-def _parts(beta: torch.Tensor | None, needs_params: bool) -> int:
-    """How many rows of parameter gradients the backward makes: none, dgamma, or dgamma and dbeta."""
-    return 0 if not needs_params else 1 if beta is None else 2
-
-
-def _params_dtype(gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.dtype:
-    """One dtype for dgamma and dbeta, which come out of one sum."""
-    return gamma.dtype if beta is None or beta.dtype is gamma.dtype else torch.promote_types(gamma.dtype, beta.dtype)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -270,7 +275,7 @@ def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
         grads = [g * t] if beta is None else [g * t, g]
         params = torch.cat([grad.reshape(-1, x.shape[-1]).sum(0) for grad in grads])
         dalpha = (d * x.to(wide)).sum().to(alpha.dtype).view(alpha.shape)
-    return (scale * d).to(x.dtype).contiguous(), params.to(_params_dtype(gamma, beta)), dalpha
+    return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
 
 
 def _fwd_fake(x, alpha, gamma, beta):
@@ -278,8 +283,8 @@ def _fwd_fake(x, alpha, gamma, beta):
 
 
 def _bwd_fake(dy, x, alpha, gamma, beta, needs_params):
-    size = _parts(beta, needs_params) * x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(gamma, beta)), torch.empty_like(alpha)
+    size = param_parts(needs_params, gamma, beta) * x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, gamma, beta)), torch.empty_like(alpha)
 
 
 dyt_fwd = define(

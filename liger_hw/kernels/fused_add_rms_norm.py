@@ -21,6 +21,7 @@ from ..registry import Op, Sample, Tunable, row_key
 from . import rms_norm
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._rms_backward import DIMS, backward_tunables, rms_backward, safe, tiles_rows
+from ._row_tiles import _after
 from ._triton import tl, triton
 from .rms_norm import CASTING_MODES, LigerRMSNorm, fwd_heuristic, fwd_space, rms_norm_reference
 
@@ -89,6 +90,8 @@ def _fused_add_rms_norm_fwd_kernel(
         tl.store(s_ptrs, s_raw, mask=mask)
         s = s_raw.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n_cols + eps)
+        if BLOCK_SIZE > 16384:
+            s_raw = _after(s_raw, rstd[:, None])
         _normalise_and_store(s_raw, rstd, W_ptr, y_ptrs, cols, n_cols, mask, offset, CASTING)
     else:
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -113,7 +116,7 @@ def _fused_add_rms_norm_fwd_kernel(
 FWD = Tunable(
     "fused_add_rms_norm",
     "fwd",
-    kernels=(_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store),
+    kernels=(_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store, _after),
     key=row_key,
     dims=DIMS,
     heuristic=fwd_heuristic,

@@ -18,25 +18,27 @@ LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._group_norm_kernels import (
+    _channel_sums,
+    _dx,
     _group_norm_bwd_kernel,
     _group_norm_fwd_kernel,
     _line_of_partial,
-    _load_tile,
+    _mean_and_m2_of_splits,
+    _share_of,
     _shift_and_store,
-    _sum_tile,
     _sums_of_splits,
     _tile_of_group,
     _total,
 )
-from ._op import check, check_tensors, define, dense, first_order, launch
-from ._reduce import column_sum, column_sum_tunable
-from .layer_norm import _params_dtype, _parts
+from ._op import cdiv, check, check_tensors, define, dense, first_order, launch
+from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -130,9 +132,9 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
     )
 
 
-FWD = _tunable("fwd", (_group_norm_fwd_kernel, _tile_of_group, _total, _shift_and_store, _sums_of_splits), 1)
-_BWD_KERNELS = (_group_norm_bwd_kernel, _tile_of_group, _load_tile, _sum_tile, _line_of_partial, _sums_of_splits)
-BWD = _tunable("bwd", _BWD_KERNELS, 2)
+_SHARED = (_tile_of_group, _share_of)
+FWD = _tunable("fwd", (_group_norm_fwd_kernel, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits), 1)
+BWD = _tunable("bwd", (_group_norm_bwd_kernel, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -143,63 +145,70 @@ def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
     return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
 
 
-def _split(plan, n_rows: int, channels: int, spatial: int) -> tuple[int, int, int, int]:
-    """(programs over groups, splits of a group, tiles of a split, tiles of a group)."""
+class _Shares(NamedTuple):
+    """How groups are spread over programs; see `_share_of` in the kernels."""
+
+    programs: int  # over groups
+    splits: int  # of a group
+    share: int  # tiles of a split
+    parts: int  # splits of a run of channels
+    flags: tuple[bool, bool]  # EVEN, WHOLE_GROUP
+
+
+def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
     blocks = plan.config.blocks
-    n_tiles = -(-channels // blocks["CHANNELS"]) * -(-spatial // blocks["BLOCK_SIZE"])
+    c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
+    n_tiles = c_tiles * s_tiles
+    flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
     if 2 * n_rows > plan.programs or n_tiles == 1:
-        return min(n_rows, plan.programs), 1, n_tiles, n_tiles
-    share = -(-n_tiles * n_rows // plan.programs)
-    return n_rows, -(-n_tiles // share), share, n_tiles
+        return _Shares(min(n_rows, plan.programs), 1, n_tiles, 1, flags)
+    share = cdiv(n_tiles * n_rows, plan.programs)
+    if share >= s_tiles:
+        runs = cdiv(share, s_tiles)
+        return _Shares(n_rows, cdiv(c_tiles, runs), runs * s_tiles, 1, flags)
+    parts = cdiv(s_tiles, share)
+    return _Shares(n_rows, c_tiles * parts, share, parts, flags)
 
 
-def _launch_both(
-    plan, kernel, tensors: tuple, numbers: tuple, splits: tuple[int, int, int, int], last: tuple, flags: tuple
-):
-    """One launch that sums and applies, or with several splits one of each. tensors: without Sums_ptr, which comes last."""
-    programs, n_splits, share, n_tiles = splits
-    args = (*numbers, n_splits, share, *last)
-    if n_splits == 1:
-        launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, n_tiles == 1, True, True))
+def _launch_both(plan, kernel, tensors: tuple, numbers: tuple, shares: _Shares, flags: tuple, values: int, *last):
+    """One launch that sums and applies, or with several splits one of each, with `values` numbers a split between them."""
+    programs, splits, share, parts, (even, whole) = shares
+    args = (*numbers, splits, share, parts, *last)
+    if splits == 1:
+        launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, even, whole, True, True))
         return
-    sums = torch.empty((programs, n_splits, 2), dtype=torch.float32, device=tensors[0].device)
+    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=tensors[0].device)
     for phase in ((True, False), (False, True)):
-        launch(plan, kernel, (programs, n_splits), (*tensors, sums, *args), (*flags, False, *phase))
+        launch(plan, kernel, (programs, splits), (*tensors, shared, *args), (*flags, even, whole, *phase))
 
 
 def _fwd(x, w, b, num_groups, eps):
     x, w, b = x.contiguous(), dense(w), dense(b)
     batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n_rows = batch * num_groups
+    y = torch.empty_like(x)
+    n_rows, channels = batch * num_groups, num_channels // num_groups
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if x.numel():
-        channels = num_channels // num_groups
         plan = FWD.plan(x.device, _key(*sizes, x.itemsize))
-        splits = _split(plan, n_rows, channels, spatial)
-        blocks = plan.config.blocks
-        first_size = min(channels, blocks["CHANNELS"]) * min(spatial, blocks["BLOCK_SIZE"])
+        shares = _shares(plan, n_rows, channels, spatial)
         numbers = n_rows, num_groups, channels, spatial
-        _launch_both(plan, _group_norm_fwd_kernel, (x, w, b, y, stats), numbers, splits, (first_size, eps), ())
+        _launch_both(plan, _group_norm_fwd_kernel, (x, w, b, y, stats), numbers, shares, (), 3, eps)
     return y, stats
 
 
 def _bwd(dy, x, w, b, stats, num_groups, needs_params):
     dy, x, w = dy.contiguous(), x.contiguous(), dense(w)
     batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    parts, dtype = _parts(w, b, needs_params), _params_dtype(x, w, b)
+    dx = torch.empty_like(x)
+    parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
     if not x.numel():
         return dx, x.new_zeros(parts * num_channels, dtype=dtype)
     n_rows, channels = batch * num_groups, num_channels // num_groups
     plan = BWD.plan(x.device, _key(*sizes, x.itemsize))
-    splits = _split(plan, n_rows, channels, spatial)
-    partial = None
-    if parts:
-        lines = batch * -(-spatial // plan.config.blocks["BLOCK_SIZE"])
-        partial = x.new_empty((lines, parts * num_channels), dtype=torch.float32)
+    shares = _shares(plan, n_rows, channels, spatial)
+    partial = partial_sums(x, batch * shares.parts, parts * num_channels, dtype) if parts else None
     numbers = n_rows, num_groups, channels, spatial
-    _launch_both(plan, _group_norm_bwd_kernel, (dy, x, w, stats, dx, partial), numbers, splits, (), (parts == 2,))
+    _launch_both(plan, _group_norm_bwd_kernel, (dy, x, w, stats, dx, partial), numbers, shares, (parts == 2,), 2)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 
@@ -226,9 +235,9 @@ def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
     h, g = (_grouped(x, num_groups, wide) - mean) * rstd, _grouped(dy, num_groups, wide)
     m = g if w is None else g * w.to(wide).view(num_groups, -1).repeat(x.shape[0], 1)[..., None]
     dx = rstd * (m - m.mean((1, 2), keepdim=True) - h * (m * h).mean((1, 2), keepdim=True))
-    grads = [t.sum(2).view(x.shape[:2]).sum(0) for t in (g * h, g)][: _parts(w, b, needs_params)]
+    grads = [t.sum(2).view(x.shape[:2]).sum(0) for t in (g * h, g)][: param_parts(needs_params, w, b)]
     params = torch.cat(grads) if grads else x.new_empty(0)
-    return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(_params_dtype(x, w, b))
+    return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
 def _fwd_fake(x, w, b, num_groups, eps):
@@ -237,8 +246,8 @@ def _fwd_fake(x, w, b, num_groups, eps):
 
 
 def _bwd_fake(dy, x, w, b, stats, num_groups, needs_params):
-    size = _parts(w, b, needs_params) * x.shape[1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(x, w, b))
+    size = param_parts(needs_params, w, b) * x.shape[1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, w, b))
 
 
 group_norm_fwd = define(

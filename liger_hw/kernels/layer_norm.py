@@ -21,7 +21,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
+from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
     bwd_heuristic,
@@ -33,6 +33,7 @@ from ._rms_backward import (
     tiles_rows,
     tiles_rows_persistently,
 )
+from ._row_tiles import _after
 from ._triton import tl, triton
 from .rms_norm import fwd_heuristic, fwd_space
 
@@ -90,10 +91,14 @@ def _layer_norm_fwd_kernel(
     y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
     if WHOLE_ROW:
         mask = row_mask & (cols < n_cols)[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        mean = tl.sum(x, axis=1) / n_cols
-        centred = tl.where(mask, x - mean[:, None], 0.0)
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        mean = tl.sum(x.to(tl.float32), axis=1) / n_cols
+        if BLOCK_SIZE > 4096:
+            x = _after(x, mean[:, None])
+        centred = tl.where(mask, x.to(tl.float32) - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / n_cols + eps)
+        if BLOCK_SIZE > 4096:
+            centred = _after(x, rstd[:, None]).to(tl.float32) - mean[:, None]
         _scale_shift_and_store(centred * rstd[:, None], W_ptr, B_ptr, y_ptrs, cols, n_cols, mask)
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -104,7 +109,7 @@ def _layer_norm_fwd_kernel(
             mask = row_mask & (start + cols < n_cols)[None, :]
             x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
             step = tl.where(mask, x - lane_mean, 0.0)
-            lane_mean += step / (tile + 1)
+            lane_mean += step * (1.0 / (tile + 1.0))
             lane_m2 += step * (x - lane_mean)
         seen = ((n_cols - cols + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
         mean = tl.sum(lane_mean * seen, axis=1) / n_cols
@@ -214,9 +219,9 @@ def _layer_norm_bwd_kernel(
         tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
     if Partial_ptr is not None:
         partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS) + cols
-        tl.store(partial_ptrs, tl.sum(dw, axis=0), mask=col_mask)
+        tl.store(partial_ptrs, tl.sum(dw, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
         if HAS_BIAS:
-            tl.store(partial_ptrs + n_cols, tl.sum(db, axis=0), mask=col_mask)
+            tl.store(partial_ptrs + n_cols, tl.sum(db, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchC
 FWD = Tunable(
     "layer_norm",
     "fwd",
-    kernels=(_layer_norm_fwd_kernel, _scale_shift_and_store),
+    kernels=(_layer_norm_fwd_kernel, _scale_shift_and_store, _after),
     key=row_key,
     dims=DIMS,
     heuristic=fwd_heuristic,
@@ -290,9 +295,9 @@ def _bwd(dy, x, w, b, stats, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
-    parts = _parts(w, b, needs_params)
+    parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
     if not n_rows:
-        return dx, x.new_zeros(parts * n_cols, dtype=_params_dtype(x, w, b))
+        return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     dy_stride = rows_of(dy)[2]
     key = row_key(n_rows, n_cols, x.itemsize)
     plan = BWD.plan(x.device, key)
@@ -304,23 +309,10 @@ def _bwd(dy, x, w, b, stats, needs_params):
         args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
         launch(BWD_MEANS.plan(x.device, key), _layer_norm_bwd_means_kernel, (n_rows,), args)
     programs = max(1, min(plan.programs // col_tiles, n_tiles))
-    partial = x.new_empty((programs, parts * n_cols), dtype=torch.float32) if parts else None
+    partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
     launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2,))
-    dtype = _params_dtype(x, w, b)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
-
-
-def _parts(w: torch.Tensor | None, b: torch.Tensor | None, needs_params: bool) -> int:
-    """How many parameter gradients the backward makes: none, dw, or dw and db."""
-    return (w is not None) + (b is not None) if needs_params else 0
-
-
-def _params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for both parameter gradients, which come out of one sum."""
-    if w is None:
-        return x.dtype
-    return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -342,9 +334,9 @@ def _bwd_reference(dy, x, w, b, stats, needs_params):
     m = g if w is None else g * w.to(wide)
     dx = rstd * (m - m.mean(-1, keepdim=True) - h * (m * h).mean(-1, keepdim=True))
     rows = (math.prod(x.shape[:-1]), x.shape[-1])
-    grads = [(g * h).reshape(rows).sum(0), g.reshape(rows).sum(0)][: _parts(w, b, needs_params)]
+    grads = [(g * h).reshape(rows).sum(0), g.reshape(rows).sum(0)][: param_parts(needs_params, w, b)]
     params = torch.cat(grads) if grads else x.new_empty(0)
-    return dx.to(x.dtype).contiguous(), params.to(_params_dtype(x, w, b))
+    return dx.to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
 def _fwd_fake(x, w, b, eps):
@@ -353,8 +345,8 @@ def _fwd_fake(x, w, b, eps):
 
 
 def _bwd_fake(dy, x, w, b, stats, needs_params):
-    size = _parts(w, b, needs_params) * x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=_params_dtype(x, w, b))
+    size = param_parts(needs_params, w, b) * x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, w, b))
 
 
 layer_norm_fwd = define(

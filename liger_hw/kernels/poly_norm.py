@@ -19,7 +19,7 @@ import torch
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
-from ._reduce import column_sum, column_sum_tunable
+from ._reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows, tiles_rows_persistently
 from ._triton import tl, triton
 from .rms_norm import fwd_heuristic, fwd_space
@@ -204,10 +204,10 @@ def _poly_norm_bwd_kernel(
                 dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
                 tl.store(dx_ptrs + start, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
     line = Partial_ptr + tl.program_id(0) * 4
-    tl.store(line, tl.sum(tl.sum(dw3, axis=1), axis=0))
-    tl.store(line + 1, tl.sum(tl.sum(dw2, axis=1), axis=0))
-    tl.store(line + 2, tl.sum(tl.sum(dw1, axis=1), axis=0))
-    tl.store(line + 3, tl.sum(tl.sum(db, axis=1), axis=0))
+    tl.store(line, tl.sum(tl.sum(dw3, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 1, tl.sum(tl.sum(dw2, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 2, tl.sum(tl.sum(dw1, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 3, tl.sum(tl.sum(db, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -258,22 +258,17 @@ def _bwd(dy, x, w, b, rstd):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
-    dtype = _params_dtype(w, b)
+    dtype = params_dtype(x, w, b)
     if not n_rows:
         return dx, x.new_zeros(4, dtype=dtype)
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     n_tiles = -(-n_rows // blocks["ROWS"])
     programs = min(plan.programs, n_tiles)
-    partial = x.new_empty((programs, 4), dtype=torch.float32)
+    partial = partial_sums(x, programs, 4, dtype)
     args = (dy, x, w, rstd, dx, partial, rows_of(dy)[2], x_stride, n_rows, n_cols, n_tiles)
     launch(plan, _poly_norm_bwd_kernel, (programs,), args, (blocks["BLOCK_SIZE"] >= n_cols,))
     return dx, column_sum(DW, partial, dtype)
-
-
-def _params_dtype(w: torch.Tensor, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for dw and db, which come out of one sum."""
-    return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -294,7 +289,7 @@ def _bwd_reference(dy, x, w, b, rstd):
         normed = v**power * r
         dx = dx + power * v ** (power - 1) * weight * r * (g - normed * (g * normed).mean(-1, keepdim=True))
         params.append((g * normed).sum())
-    return dx.to(x.dtype).contiguous(), torch.stack([*params, g.sum()]).to(_params_dtype(w, b))
+    return dx.to(x.dtype).contiguous(), torch.stack([*params, g.sum()]).to(params_dtype(x, w, b))
 
 
 def _fwd_fake(x, w, b, eps):
@@ -303,7 +298,7 @@ def _fwd_fake(x, w, b, eps):
 
 
 def _bwd_fake(dy, x, w, b, rstd):
-    return x.new_empty(x.shape), x.new_empty(4, dtype=_params_dtype(w, b))
+    return x.new_empty(x.shape), x.new_empty(4, dtype=params_dtype(x, w, b))
 
 
 poly_norm_fwd = define(

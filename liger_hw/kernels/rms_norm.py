@@ -21,7 +21,8 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
-from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, rms_backward, safe, tiles_rows
+from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, few_rows, rms_backward, row_warps, safe, tiles_rows
+from ._row_tiles import _after
 from ._triton import tl, triton
 
 LLAMA, GEMMA, NONE = 0, 1, 2
@@ -93,6 +94,8 @@ def _rms_norm_fwd_kernel(
         x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         x = x_raw.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+        if BLOCK_SIZE > 16384:
+            x_raw = _after(x_raw, rstd[:, None])
         _normalise_and_store(x_raw, rstd, W_ptr, y_ptrs, cols, n_cols, mask, offset, CASTING)
     else:
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -114,10 +117,10 @@ def _rms_norm_fwd_kernel(
 
 
 def fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows, 16 elements a thread, at least 2048 elements a program; wide rows in tiles."""
-    block = min(key[0], WIDEST_TILE)
-    rows = max(1, min(16, 2048 // block))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+    """Whole rows, at least 2048 elements a program where there are rows enough; rows too wide to hold in tiles."""
+    block = min(key[0], 4 * WIDEST_TILE) if key[2] <= 2 and key[0] <= 4 * WIDEST_TILE else min(key[0], WIDEST_TILE)
+    rows = few_rows(target, key[1], max(1, min(16, 2048 // block)))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, row_warps(target, key[1], block * rows))
 
 
 def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -135,7 +138,7 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 FWD = Tunable(
     "rms_norm",
     "fwd",
-    kernels=(_rms_norm_fwd_kernel, _normalise_and_store),
+    kernels=(_rms_norm_fwd_kernel, _normalise_and_store, _after),
     key=row_key,
     dims=DIMS,
     heuristic=fwd_heuristic,

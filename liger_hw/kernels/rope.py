@@ -27,7 +27,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import check, check_tensors, define, first_order, launch
-from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
+from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -86,14 +86,19 @@ def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int
 
 
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """About 5000 elements of q and k a program, 128 bytes a thread: then even few heads of k fill 16-byte loads."""
-    q_heads, k_heads, width, _, itemsize = key
+    """About 5000 elements of q and k a program, 128 bytes a thread: then even few heads of k fill 16-byte loads.
+
+    A handful of tokens is spread over the multiprocessors by heads.
+    """
+    q_heads, k_heads, width, tokens_bucket, itemsize = key
     block_h = q_heads
+    while block_h > 1 and q_heads // block_h << tokens_bucket < target.multiprocessors // 2:
+        block_h //= 2
     while block_h > 1 and block_h * (q_heads + k_heads) * width > 6144 * q_heads:
         block_h //= 2
     elements = max(1, block_h * (q_heads + k_heads) // q_heads) * width
     block_t = 1
-    while block_t < 8 and 2 * block_t * elements <= 6144:
+    while block_t < 8 and 2 * block_t * elements <= 6144 and 2 * block_t * target.multiprocessors <= 1 << tokens_bucket:
         block_t *= 2
     warps = target.warps(block_t * elements, 128 // itemsize, 8)
     return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
@@ -124,7 +129,7 @@ def _tunable(variant: str) -> Tunable:
     return Tunable(
         "rope",
         variant,
-        kernels=(_rope_kernel, _rotate, _offsets, _load),
+        kernels=(_rope_kernel, _rotate, _offsets, _load, _angles),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,

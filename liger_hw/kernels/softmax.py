@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, empty_like, first_order, launch, row_major, rows_of
-from ._rms_backward import DIMS, safe, tiles_rows
+from ..registry import Op, Sample
+from ._op import check, check_tensors, first_order
+from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -26,6 +26,13 @@ def softmax_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _exp(x, anchor):
+    """exp(x - anchor) in two instructions. That the anchor is scaled and rounded on its own moves every value of a row by
+    the same factor, which the sum takes out again."""
+    return tl.exp2(x * 1.4426950408889634 - anchor * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -51,35 +58,43 @@ def _softmax_fwd_kernel(
             mask = (rows < n_rows) & (cols < n_cols)[None, :]
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
             x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            x = x.to(tl.float32)
-            e = tl.exp(x - tl.max(x, axis=1)[:, None])
-            y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+            top = tl.max(x.to(tl.float32), axis=1)[:, None]
+            if BLOCK_SIZE > 16384 and x.dtype != tl.float32:  # the exponentials are computed twice
+                x = _after(x, top)
+                scale = 1.0 / tl.sum(_exp(x.to(tl.float32), top), axis=1)[:, None]
+                y = _exp(_after(x, scale).to(tl.float32), top) * scale
+            else:
+                e = _exp(x.to(tl.float32), top)
+                y = e * (1.0 / tl.sum(e, axis=1))[:, None]
             tl.store(Y_ptr + rows * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
     else:
+        FEW: tl.constexpr = 128 // X_ptr.dtype.element_ty.primitive_bitwidth  # neighbours that a thread loads at once
+        LANES: tl.constexpr = BLOCK_SIZE // FEW
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
             y_ptrs = Y_ptr + rows * n_cols + cols[None, :]
-            top = tl.full([ROWS, 1], -float("inf"), dtype=tl.float32)
-            total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            highest = tl.full([ROWS, LANES], -float("inf"), dtype=tl.float32)  # a maximum and a sum of its own a lane:
+            total = tl.zeros([ROWS, LANES], dtype=tl.float32)  # no thread waits for another until the row is read
             for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
                 start = col_tile * BLOCK_SIZE
                 mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
                 x = tl.load(x_ptrs + start, mask=mask, other=-float("inf")).to(tl.float32)
-                higher = tl.maximum(top, tl.max(x, axis=1)[:, None])
+                x = tl.reshape(x, [ROWS, LANES, FEW])
+                higher = tl.maximum(highest, tl.max(x, axis=2))
                 anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
-                total = total * tl.exp(top - anchor) + tl.exp(x - anchor)
-                top = higher
+                total = total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, :, None]), axis=2)
+                highest = higher
+            top = tl.max(highest, axis=1)[:, None]
             anchor = tl.where(top == -float("inf"), 0.0, top)
-            scale = (1.0 / tl.sum(total, axis=1))[:, None]
-            dead = top == -float("inf")
+            scale = 1.0 / tl.sum(total * _exp(highest, anchor), axis=1)[:, None]
+            scale = tl.where(top == -float("inf"), float("nan"), scale)
             for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
                 start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
                 mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
                 x = tl.load(x_ptrs + start, mask=mask, other=-float("inf")).to(tl.float32)
-                y = tl.where(dead, float("nan"), tl.exp(x - anchor) * scale)
-                tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=mask)
+                tl.store(y_ptrs + start, (_exp(x, anchor) * scale).to(Y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -109,10 +124,7 @@ def _softmax_bwd_kernel(
             y = tl.load(Y_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-            # A one that hangs on the sum: it keeps the narrow y and dy alive across it instead of their fp32 copies,
-            # which do not fit the registers at 32768 columns (64 a thread; 96 bytes spilled on sm90).
-            one = tl.where(shift == shift, 1.0, 0.0).to(y.dtype)
-            dx = (y * one).to(tl.float32) * ((dy * one).to(tl.float32) - shift)
+            dx = _after(y, shift).to(tl.float32) * (_after(dy, shift).to(tl.float32) - shift)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -135,126 +147,17 @@ def _softmax_bwd_kernel(
                 tl.store(DX_ptr + dense + start, (y * (dy - shift)).to(DX_ptr.dtype.element_ty), mask=mask)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-_WIDEST_TILE = 32768
-"""Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
-
-
-def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows: one program a row while several fit a multiprocessor, above that one that has its next row in flight.
-
-    Rows whose fp32 copies would spill go in tiles of 8192, on a grid so small that the second sweep finds them in L2.
-    """
-    n_cols, _, itemsize = key
-    if n_cols <= 16384:
-        rows = max(1, min(16, 2048 // n_cols))
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, target.warps(n_cols * rows, 16, 16))
-    row_bytes = tensors * n_cols * itemsize
-    if n_cols <= _WIDEST_TILE and tensors * itemsize <= 4:
-        stages, ctas, per_thread = (2, 1, 32 * tensors) if row_bytes <= target.shared_memory else (1, 0, 32)
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, per_thread), stages, ctas)
-    ctas = max(1, min(4, target.l2 // (2 * target.multiprocessors * row_bytes)))
-    return LaunchConfig({"BLOCK_SIZE": 8192, "ROWS": 1}, target.warps(8192, 16, 16), 2, ctas)
-
-
-def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
-    n_cols, _, itemsize = key
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
-        for block in sorted({n_cols} | ({4096, 8192, 16384} if n_cols > 16384 else set()))
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages, ctas in ((1, 0), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4))
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192)
-        and block <= _WIDEST_TILE
-        and 4 <= rows * block // (warps * target.warp_size) <= 64
-        and tensors * (stages - 1) * rows * block * itemsize * max(1, ctas) <= target.shared_memory
-    ]
-
-
-def row_tunable(op: str, variant: str, kernel, tensors: int) -> Tunable:
-    """`tensors`: how many the kernel reads. Shared with sparsemax."""
-    return Tunable(
-        op,
-        variant,
-        kernels=(kernel,),
-        key=row_key,
-        dims=DIMS,
-        heuristic=lambda target, key: _heuristic(target, key, tensors),
-        safe=safe,
-        space=lambda target, key: _space(target, key, tensors),
-        valid=tiles_rows,
-    )
-
-
-FWD = row_tunable("softmax", "fwd", _softmax_fwd_kernel, 1)
-BWD = row_tunable("softmax", "bwd", _softmax_bwd_kernel, 2)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
-def launch_row_tiles(tunable: Tunable, kernel, tensors: tuple, stride: int, n_rows: int, n_cols: int) -> None:
-    """Launch over row tiles, on the plan's persistent grid if it has one. Shared with sparsemax."""
-    plan = tunable.plan(tensors[0].device, row_key(n_rows, n_cols, tensors[0].itemsize))
-    blocks = plan.config.blocks
-    n_tiles = -(-n_rows // blocks["ROWS"])
-    programs = min(plan.programs or n_tiles, n_tiles)
-    launch(plan, kernel, (programs,), (*tensors, stride, n_rows, n_cols, n_tiles), (blocks["BLOCK_SIZE"] >= n_cols,))
-
-
-def _fwd(x):
-    x = row_major(x)
-    n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, x.dtype)
-    if n_rows:
-        launch_row_tiles(FWD, _softmax_fwd_kernel, (x, y), stride, n_rows, n_cols)
-    return y
-
-
-def _bwd(dy, y):
-    dy, y = row_major(dy), y.contiguous()
-    n_rows, n_cols, _ = rows_of(y)
-    dx = empty_like(y, y.dtype)
-    if n_rows:
-        launch_row_tiles(BWD, _softmax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
-    return dx
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
-def _fwd_reference(x):
-    return softmax_reference(x).contiguous()
+# -- tunables and operators ------------------------------------------------------------------------------------------
 
 
 def _bwd_reference(dy, y):
     wide = torch.promote_types(y.dtype, torch.float32)
     p, g = y.to(wide), dy.to(wide)
-    return (p * (g - (p * g).sum(-1, keepdim=True))).to(y.dtype).contiguous()
+    return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-def _fwd_fake(x):
-    return x.new_empty(x.shape)
-
-
-def _bwd_fake(dy, y):
-    return y.new_empty(y.shape)
-
-
-softmax_fwd = define(
-    "softmax_fwd(Tensor x) -> Tensor",
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
-)
-softmax_bwd = define(
-    "softmax_bwd(Tensor dy, Tensor y) -> Tensor",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
-)
+FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _after), (_softmax_bwd_kernel, _after))
+softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
 
 
 class LigerSoftmaxFunction(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 Shapes: x of any shape, one dimension of which (`dim`) is projected -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in
 fp32, y rounded once to x's dtype. Saved for backward: y.
+A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
 Backward, over the support (y > 0):  dx = dy - mean of dy over the support; outside it dx = 0.
 
 tau is found without a sort, exactly, by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and
@@ -19,9 +20,9 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, define, empty_like, first_order, row_major, rows_of
+from ._op import check, check_tensors, first_order
+from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
-from .softmax import launch_row_tiles, row_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -35,12 +36,31 @@ def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     ranked = z.sort(-1, descending=True).values
     sums = ranked.cumsum(-1)
     place = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    size = (1 + place * ranked > sums).sum(-1, keepdim=True)
+    size = (1 + place * ranked > sums).sum(-1, keepdim=True).clamp_min(1)  # 0 in a row that holds a NaN or an infinity
     tau = (sums.gather(-1, size - 1) - 1) / size
     return (z - tau).relu().to(input.dtype).movedim(-1, dim)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of both, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _row_max(x):
+    """[rows, 1]: the largest value of each row, or NaN where the row holds a NaN or nothing finite on top of it."""
+    top = tl.reduce(x, 1, _larger)[:, None]
+    return tl.where(tl.abs(top) < float("inf"), top, float("nan"))
+
+
+@triton.jit
+def _above(z, tau):
+    """max(z - tau, 0), NaN where tau is."""
+    return tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -73,21 +93,21 @@ def _sparsemax_fwd_kernel(
             mask = row_mask & (cols < n_cols)[None, :]
             x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             z = x.to(tl.float32)
-            z = tl.where(row_mask, z - tl.max(z, axis=1)[:, None], 0.0)  # rows past the end: something finite
+            z = tl.where(row_mask, z - _row_max(z), 0.0)  # rows past the end: something finite
             while shrinking:
                 inside = z > tau
                 support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
                 tau = (tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0) / support
                 shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
                 count = support
-            tl.store(y_ptrs, tl.maximum(z - tau, 0.0).to(Y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptrs, _above(z, tau).to(Y_ptr.dtype.element_ty), mask=mask)
         else:
             highest = tl.full([ROWS, BLOCK_SIZE], -float("inf"), dtype=tl.float32)
             for col_tile in range(col_tiles):
                 mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
                 x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                highest = tl.maximum(highest, x)
-            top = tl.where(row_mask, tl.max(highest, axis=1)[:, None], 0.0)
+                highest = _larger(highest, x)
+            top = tl.where(row_mask, _row_max(highest), 0.0)
             while shrinking:
                 above = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
                 members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -104,7 +124,7 @@ def _sparsemax_fwd_kernel(
             for col_tile in range(col_tiles):
                 mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
                 x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                y = tl.maximum(x - top - tau, 0.0)
+                y = _above(x - top, tau)
                 tl.store(y_ptrs + col_tile * BLOCK_SIZE, y.to(Y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -137,8 +157,7 @@ def _sparsemax_bwd_kernel(
             inside = y > 0.0
             total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
             mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
-            one = tl.where(mean == mean, 1.0, 0.0).to(dy.dtype)  # keeps dy narrow across the sum, as in softmax
-            dx = tl.where(inside, (dy * one).to(tl.float32) - mean, 0.0)
+            dx = tl.where(inside, _after(dy, mean).to(tl.float32) - mean, 0.0)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -165,67 +184,20 @@ def _sparsemax_bwd_kernel(
                 )
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-# Those of softmax, whose streams are the same.
-
-FWD = row_tunable("sparsemax", "fwd", _sparsemax_fwd_kernel, 1)
-BWD = row_tunable("sparsemax", "bwd", _sparsemax_bwd_kernel, 2)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
-def _fwd(x):
-    x = row_major(x)
-    n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, x.dtype)
-    if n_rows:
-        launch_row_tiles(FWD, _sparsemax_fwd_kernel, (x, y), stride, n_rows, n_cols)
-    return y
-
-
-def _bwd(dy, y):
-    dy, y = row_major(dy), y.contiguous()
-    n_rows, n_cols, _ = rows_of(y)
-    dx = empty_like(y, y.dtype)
-    if n_rows:
-        launch_row_tiles(BWD, _sparsemax_bwd_kernel, (dy, y, dx), rows_of(dy)[2], n_rows, n_cols)
-    return dx
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
-def _fwd_reference(x):
-    return sparsemax_reference(x).contiguous()
+# -- tunables and operators ------------------------------------------------------------------------------------------
 
 
 def _bwd_reference(dy, y):
     inside = y > 0
     g = torch.where(inside, dy.to(torch.promote_types(y.dtype, torch.float32)), 0.0)
     mean = g.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp_min(1)
-    return torch.where(inside, g - mean, 0.0).to(y.dtype).contiguous()
+    return torch.where(inside, g - mean, 0.0)
 
 
-def _fwd_fake(x):
-    return x.new_empty(x.shape)
-
-
-def _bwd_fake(dy, y):
-    return y.new_empty(y.shape)
-
-
-sparsemax_fwd = define(
-    "sparsemax_fwd(Tensor x) -> Tensor",
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
+FWD, BWD = row_tunables(
+    "sparsemax", (_sparsemax_fwd_kernel, _larger, _row_max, _above), (_sparsemax_bwd_kernel, _after)
 )
-sparsemax_bwd = define(
-    "sparsemax_bwd(Tensor dy, Tensor y) -> Tensor",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
-)
+sparsemax_fwd, sparsemax_bwd = row_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
 
 
 class LigerSparsemaxFunction(torch.autograd.Function):
