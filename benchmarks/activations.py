@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="measured steps an arm and round")
     parser.add_argument("--budgets", type=int, nargs="*", default=[60, 75, 90, 105], help="GiB for the planner")
+    parser.add_argument("--no-window", action="store_true", help="no sliding window: plain causal (flash) attention")
     parser.add_argument("--libraries", nargs="*", default=["check", "liger", "liger_hw", "hf", "liger"])
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
@@ -120,6 +121,8 @@ def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", 0)
     with e2e._patched("hf" if library == "hf" else library, plan.shape.family):
         model = e2e.build(plan, device)
+        if options.no_window:
+            model.config.sliding_window = None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         torch.manual_seed(1)
         ids = torch.randint(plan.shape.vocab, (8, plan.batch, plan.seq), device=device)
@@ -189,8 +192,8 @@ def _predicted(options: argparse.Namespace, plan: e2e.Plan, note: dict[str, Any]
         return {}
     from dataclasses import replace
 
-    from liger_hw.recompute.planner import Planner
     from liger_hw.autotune import models
+    from liger_hw.recompute.planner import Planner
 
     known = {"mistral": "mistral-7b", "llama3": "llama-3-8b", "qwen3": "qwen3-8b", "gemma2": "gemma-2-2b"}
     shape = replace(models.find(known[options.model]), layers=plan.layers)

@@ -16,7 +16,8 @@ from typing import Any, Callable, Mapping
 class Model:
     """What decides the sizes of a decoder's kernels, and what its layers keep for backward.
 
-    tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores
+    tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
+    window: of attention that slides, 0 for none
     """
 
     name: str
@@ -34,6 +35,7 @@ class Model:
     sandwich: bool = False
     softcap: bool = False
     experts: int = 0
+    window: int = 0
 
 
 KNOWN = {
@@ -147,5 +149,6 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
         sandwich=kind.startswith(("gemma2", "gemma3")),
         softcap=bool(config.get("attn_logit_softcapping")),
+        window=field("sliding_window", default=0) if config.get("use_sliding_window", True) else 0,
         experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0),
     )

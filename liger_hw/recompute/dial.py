@@ -17,7 +17,7 @@ import torch
 
 from ..transformers.report import Patch
 from . import recipes
-from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
+from .levels import FIT, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
@@ -239,8 +239,6 @@ def class_patch(cls: type, setting: Any) -> Patch:
     @functools.wraps(original)
     def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = types.MethodType(original, self)
-        if setting in LEVELS:
-            return run_at(setting, forward, args, kwargs)
         if self not in places:
             places[self] = place(self)
         index, config, choice = places[self]

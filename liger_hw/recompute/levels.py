@@ -4,6 +4,9 @@ keep    nothing is recomputed: as torch has it
 cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py): about 1% of the time
 mlp     the gate and up projections are recomputed too
 full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
+
+Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so what it would recompute is needed before
+anything is freed, and the peak is the same.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
     In a mapping a negative index counts from the end and what is not named is kept. Raises `ValueError`.
     """
     if isinstance(setting, str):
-        return (check_level(setting),) * layers
+        last = "cheap" if check_level(setting) in ("mlp", "full") else setting
+        return (setting,) * (layers - 1) + (last,)
     if isinstance(setting, Mapping):
         found = ["keep"] * layers
         for index, level in setting.items():

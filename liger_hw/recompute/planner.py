@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Sequence
 
-from .levels import LEVELS, in_words
+from .levels import LEVELS, in_words, level_of_each
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FLOPS_PER_BYTE = 160
 """bf16 GEMM rate over memory bandwidth, both as reached: 690 TFLOP/s and 4.25 TB/s on an H200; A100 about 155, MI300X 140."""
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.75, 0.6
-"""Rate of flash attention as a share of the GEMM rate."""
+ATTENTION, ATTENTION_MASKED = (0.75, 0.6), (0.2, 0.22)
+"""Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
@@ -117,25 +117,33 @@ class Planner:
 
         normed = unit * m.hidden * (5 if autocast else 2)  # under autocast q, k, v, gate and up each save their copy
         rotated = unit * (q + kv) if m.qk_norm else 0
-        keep = stream * 2 * m.hidden + unit * (2 * q + 2 * kv)  # residuals; q, k, v and attention's output
-        keep += normed + 3 * unit * wide + rotated  # rotated: what the norms of q and k took
+        residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
+        keep = residuals + normed + 3 * unit * wide + rotated  # rotated: what the norms of q and k took
+        if m.softcap:  # eager: k and v for every head, scores as tanh, softmax in fp32 and its cast
+            keep += unit * 4 * q + 8 * self.batch * m.heads * self.seq**2
+        elif self.masked:  # memory-efficient attention: k and v for every head, its output in two layouts
+            keep += unit * 5 * q
+        else:
+            keep += unit * (2 * q + 2 * kv)  # q, k, v and the output
         keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
-        keep += unit * 2 * m.hidden if m.sandwich else 0
-        keep += (
-            8 * self.batch * m.heads * self.seq**2 if m.softcap else 0
-        )  # eager scores: tanh, softmax in fp32, its cast
         keep += linear * given.compute_bytes if autocast else 0  # autocast's copies of the weights
         cheap = keep - normed - unit * wide - rotated
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide, "full": stream * m.hidden}
-        grads = int(given.trainable * m.hidden * wide * given.dtype_bytes)
-        in_flight = unit * wide + 2 * stream * m.hidden + grads  # gradients of the activation, the stream, a weight
+
+        # the worst moment is the down projection's: gradients of its input, of its output and of its weight
+        gradients = unit * wide + stream * m.hidden + int(given.trainable * m.hidden * wide * given.dtype_bytes)
         transient = {
-            "keep": in_flight,
-            "cheap": in_flight + unit * wide,
-            "mlp": in_flight + 3 * unit * wide,
-            "full": in_flight + keep,
+            "keep": gradients,
+            "cheap": gradients + unit * wide,
+            "mlp": gradients + unit * (3 * wide + m.hidden),
+            "full": gradients + keep - kept["full"],
         }
         return Layer(kept, transient, *self._times(linear, q, kv), parameters)
+
+    @property
+    def masked(self) -> bool:
+        """Whether transformers gives attention a mask, so that it is not flash attention."""
+        return bool(self.model.window) and self.seq >= self.model.window
 
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float]:
         m, tokens, size = self.model, self.tokens, self.given.compute_bytes
@@ -146,8 +154,9 @@ class Planner:
         gemm, scores = 2 * tokens * linear, 2 * tokens * self.seq * q  # causal: half of 4
         norm, gate, rotation = moved(4 * m.hidden), moved(3 * m.intermediate), moved(2 * (q + kv))
         small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + moved(6 * m.hidden)
-        forward = gemm + scores / ATTENTION_FORWARD + small
-        backward = 2 * gemm * (1 + self.given.trainable) / 2 + 2.5 * scores / ATTENTION_BACKWARD + 2 * small
+        rates = ATTENTION_MASKED if self.masked else ATTENTION
+        forward = gemm + scores / rates[0] + small
+        backward = 2 * gemm * (1 + self.given.trainable) / 2 + 2.5 * scores / rates[1] + 2 * small
         cheap = norm + gate + (2 * rotation if m.qk_norm else 0)
         extra = {
             "keep": 0.0,
@@ -185,8 +194,8 @@ class Planner:
         size = given.dtype_bytes / given.shards * given.trainable
         stream = self.tokens * m.hidden * given.compute_bytes
         head_grad = self.head_parameters * (size if given.trainable == 1 else 0)
-        alive = resident + sum(layer.kept[level] for level in levels) + 2 * stream
-        most = alive + self._head()
+        alive = resident + sum(layer.kept[level] for level in levels)
+        most = alive + 2 * stream + self._head()  # the last norm's input and output
         alive += head_grad
         for level in reversed(levels):
             most = max(most, alive + layer.transient[level])
@@ -215,8 +224,8 @@ class Planner:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def pure(self) -> list[Prediction]:
-        """Each level in every layer."""
-        return [self.predict((level,) * self.model.layers) for level in LEVELS]
+        """Each level by its name."""
+        return [self.predict(level_of_each(level, self.model.layers)) for level in LEVELS]
 
     def best(self, budget: int) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes. Raises `ValueError` when even `full` needs more.
@@ -227,6 +236,7 @@ class Planner:
         count = self.model.layers
         pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
         mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
+        mixes |= {(*mix[:-1], "cheap") for mix in mixes if mix[-1] in ("mlp", "full")}
         found = [self.predict(mix) for mix in mixes]
         fitting = [one for one in found if one.peak <= budget]
         if not fitting:
