@@ -6,9 +6,9 @@ A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the hea
 
 and c[t] depends on few other tokens: on those of t's *group*. A group is the pair of sequences of a preference loss, one
 sequence (KTO, sequence-level importance sampling), or the token alone (GRPO). Chunks hold whole groups, so all happens
-while a chunk's logits exist: one GEMM gives them, a row kernel reads their log-probabilities, the loss's own torch
-expression gives c by autograd (on [groups, tokens] tensors: nothing), a second row kernel turns the logits into their
-gradient in place, and two GEMMs take it in. Three GEMMs a token, as the loss on whole logits would cost.
+while a chunk's logits exist: one GEMM gives them, a row kernel reads their log-probabilities, a few torch operations on
+[groups, tokens] tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs take it
+in. Three GEMMs a token, as the loss on whole logits would cost.
 
 A group too large for the memory budget is done in chunks of tokens: a first sweep finds every log-probability, then c, and
 a second sweep computes the logits again. Four GEMMs a token, and no more memory than any other batch of that many tokens.
@@ -77,27 +77,31 @@ class Spec(NamedTuple):
 
 
 LOSSES: dict[str, Any] = {}
-"""Name -> description. Each has `value(seen)`, the part of the loss that these groups make, differentiable in logp and
-second; `metrics(seen)`, tensors without gradient; `sums_logits`, whether these need logit_sum."""
+"""Name -> description. Each has `value(seen)`, the part of the loss that these groups make; `slopes(seen)`, its derivatives
+by logp and by second (None without one), of their shape; `metrics(seen)`; `sums_logits`, whether these need logit_sum.
+Derivatives are written out: autograd is not there where an operator runs in a compiled graph."""
 
 
 def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
     """Chunks of whole groups (of `group` rows), or of rows where one group is too large (`chunks.rows < group`).
 
-    The budget is twice that of the cross entropies: a pair of sequences is worth keeping whole. Where the user gave none,
-    a group whose logits take DEFAULT_MIB is kept whole too.
+    Where the user gave no budget it is twice that of the cross entropies, and a group whose logits take DEFAULT_MIB or less
+    is kept whole beyond it: a second sweep costs more than that memory. Precision as in plan_chunks: many small chunks
+    become larger ones or sum the weight's gradient in fp32, whichever takes less.
     """
-    chunks = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, scale=2, unit=group)
-    if chunks.rows >= group or not gradients:
+    free = env.get("LIGER_HW_LOSS_MEMORY_MIB") is None
+    chunks = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, scale=2 if free else 1)
+    if group == 1 or not gradients or not n_rows:
         return chunks
-    if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None or group * vocab * itemsize > DEFAULT_MIB << 20:
+    row = vocab * itemsize
+    if chunks.rows < group and not (free and group * row <= DEFAULT_MIB << 20):
         return chunks
-    n_groups, together, wide = n_rows // group, 1, False
-    if itemsize == 2 and n_groups > MOST_ROUNDINGS:  # as in plan_chunks: larger chunks or an fp32 sum, the smaller
-        together = cdiv(n_groups, MOST_ROUNDINGS)
-        wide = (together - 1) * group * itemsize > 4 * hidden
-        together = 1 if wide else together
-    step = together * group
+    n_groups, together, wide = n_rows // group, max(1, chunks.rows // group), False
+    if itemsize == 2 and cdiv(n_groups, together) > MOST_ROUNDINGS:
+        more = cdiv(n_groups, MOST_ROUNDINGS)
+        wide = (more - together) * group * row > 4 * vocab * hidden
+        together = together if wide else more
+    step = cdiv(n_groups, cdiv(n_groups, together)) * group
     return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 
 
@@ -201,19 +205,13 @@ def _seen(rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vo
 
 def _slopes(loss, rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vocab: int, scale: float):
     """Fill `coef` of the groups first..last; returns the second target's share of it."""
-    seen = _seen(rows, first, last, width, extras, spec, vocab)
-    with torch.enable_grad():
-        logp = seen.logp.detach().requires_grad_()
-        second = None if seen.second is None else seen.second.detach().requires_grad_()
-        value = loss.value(seen._replace(logp=logp, second=second))
-        inputs = [t for t in (logp, second) if t is not None]
-        found = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
-    coef, *others = ((g * scale if scale != 1.0 else g).reshape(-1) for g in found)
+    coef, other = loss.slopes(_seen(rows, first, last, width, extras, spec, vocab))
     within = slice(first * width, last * width)
-    if not others:
+    coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
+    if other is None:
         rows.coef[within] = coef
         return None
-    other = torch.where((rows.other | rows.second_is_target)[within], others[0], 0.0)
+    other = torch.where((rows.other | rows.second_is_target)[within], other, 0.0)
     rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
     return other
 

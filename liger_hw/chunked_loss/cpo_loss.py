@@ -12,9 +12,15 @@ from __future__ import annotations
 import torch
 
 from ..kernels._op import check
-from .preference import PAIR_LOSSES, Output, Pairs, preference_loss, smoothed_logistic
+from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss, smoothed_logistic
 
-PAIR_LOSSES["cpo"] = lambda chosen, rejected, o: smoothed_logistic(o.beta * (chosen - rejected), o.label_smoothing)
+
+def _pair_loss(chosen, rejected, numbers):
+    loss, slope = smoothed_logistic(numbers.beta * (chosen - rejected), numbers.label_smoothing)
+    return by_margin(loss, numbers.beta * slope)
+
+
+PAIR_LOSSES["cpo"] = _pair_loss
 _NAME = "liger_fused_linear_cpo"
 
 

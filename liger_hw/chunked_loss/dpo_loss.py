@@ -24,42 +24,88 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels._op import check
-from .preference import PAIR_LOSSES, Output, Pairs, preference_loss
+from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss
+
+
+def _sigmoid(c, r, o):
+    margin = o.beta * (c - r)
+    return by_margin(-F.logsigmoid(margin), -o.beta * torch.sigmoid(-margin))
+
+
+def _hinge(c, r, o):
+    short = 1 - o.beta * (c - r)
+    return by_margin(torch.relu(short), -o.beta * (short > 0).to(short.dtype))
+
+
+def _ipo(c, r, o):
+    off = c - r - 0.5 / o.beta
+    return by_margin(off.square(), 2 * off)
 
 
 def _robust(c, r, o):
-    margin, e = o.beta * (c - r), o.label_smoothing
-    return (e * F.logsigmoid(-margin) - (1 - e) * F.logsigmoid(margin)) / (1 - 2 * e)
+    margin, e, rest = o.beta * (c - r), o.label_smoothing, 1 - 2 * o.label_smoothing
+    slope = -(1 - e) * torch.sigmoid(-margin) - e * torch.sigmoid(margin)
+    return by_margin((e * F.logsigmoid(-margin) - (1 - e) * F.logsigmoid(margin)) / rest, o.beta * slope / rest)
 
 
 def _exo_pair(c, r, o):
     margin, e = o.beta * (c - r), o.label_smoothing
-    up = torch.sigmoid(margin) * (F.logsigmoid(margin) - math.log1p(-e))
-    return up + torch.sigmoid(-margin) * (F.logsigmoid(-margin) - math.log(e))
+    p, q = torch.sigmoid(margin), torch.sigmoid(-margin)
+    over_p, over_q = F.logsigmoid(margin) - math.log1p(-e), F.logsigmoid(-margin) - math.log(e)
+    return by_margin(p * over_p + q * over_q, o.beta * p * q * (over_p - over_q))
+
+
+def _bco_pair(c, r, o):
+    up, down = o.beta * c, o.beta * r
+    return -F.logsigmoid(up) - F.logsigmoid(-down), -o.beta * torch.sigmoid(-up), o.beta * torch.sigmoid(down)
+
+
+def _sppo_hard(c, r, o):
+    up, down = c - 0.5 / o.beta, r + 0.5 / o.beta
+    return up.square() + down.square(), 2 * up, 2 * down
 
 
 def _nca_pair(c, r, o):
     up, down = o.beta * c, o.beta * r
-    return -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
+    loss = -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
+    return loss, o.beta * (0.5 * torch.sigmoid(up) - torch.sigmoid(-up)), 0.5 * o.beta * torch.sigmoid(down)
+
+
+def _bump(x):
+    """The slope of sigmoid."""
+    return torch.sigmoid(x) * torch.sigmoid(-x)
+
+
+def _apo_zero(c, r, o):
+    up, down = o.beta * c, o.beta * r
+    return torch.sigmoid(-up) + torch.sigmoid(down), -o.beta * _bump(up), o.beta * _bump(down)
+
+
+def _apo_down(c, r, o):
+    up, margin = o.beta * c, o.beta * (c - r)
+    by_margin_alone = o.beta * _bump(margin)
+    return torch.sigmoid(up) + torch.sigmoid(-margin), o.beta * _bump(up) - by_margin_alone, by_margin_alone
 
 
 def _discopop(c, r, o):
     margin = o.beta * (c - r)
-    share = torch.sigmoid(margin / o.extra)
-    return (1 - share) * -F.logsigmoid(margin) + share * torch.exp(-margin)
+    share, logistic, exponential = torch.sigmoid(margin / o.extra), -F.logsigmoid(margin), torch.exp(-margin)
+    slope = _bump(margin / o.extra) / o.extra * (exponential - logistic)
+    slope = slope - (1 - share) * torch.sigmoid(-margin) - share * exponential
+    return by_margin((1 - share) * logistic + share * exponential, o.beta * slope)
 
 
 DPO_LOSSES = {
-    "sigmoid": lambda c, r, o: -F.logsigmoid(o.beta * (c - r)),
-    "hinge": lambda c, r, o: torch.relu(1 - o.beta * (c - r)),
-    "ipo": lambda c, r, o: (c - r - 0.5 / o.beta).square(),
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
     "robust": _robust,
     "exo_pair": _exo_pair,
-    "bco_pair": lambda c, r, o: -F.logsigmoid(o.beta * c) - F.logsigmoid(-o.beta * r),
-    "sppo_hard": lambda c, r, o: (c - 0.5 / o.beta).square() + (r + 0.5 / o.beta).square(),
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
     "nca_pair": _nca_pair,
-    "apo_zero": lambda c, r, o: torch.sigmoid(-o.beta * c) + torch.sigmoid(o.beta * r),
-    "apo_down": lambda c, r, o: torch.sigmoid(o.beta * c) + torch.sigmoid(-o.beta * (c - r)),
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
     "discopop": _discopop,
 }
 PAIR_LOSSES.update({f"dpo_{kind}": loss for kind, loss in DPO_LOSSES.items()})

@@ -36,11 +36,20 @@ class Labelled(NamedTuple):
         ratio = logps if ref is None else logps - ref
         return (logps / counts, ratio / counts) if self.average else (logps, ratio)
 
-    def value(self, seen: Seen) -> torch.Tensor:
+    def _under(self, seen: Seen) -> torch.Tensor:
+        """How far each answer is on its wrong side: the loss is the sigmoid of it."""
         sign, _, _, kl = seen.grouped
         _, ratio = self._logps(seen)
-        over = ratio if kl is None else ratio - kl
-        return torch.sigmoid(-self.beta * sign * over).sum() / seen.n_groups
+        return -self.beta * sign * (ratio if kl is None else ratio - kl)
+
+    def value(self, seen: Seen) -> torch.Tensor:
+        return torch.sigmoid(self._under(seen)).sum() / seen.n_groups
+
+    def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
+        sign, counts, _, _ = seen.grouped
+        under = self._under(seen)
+        slopes = -self.beta * sign * torch.sigmoid(under) * torch.sigmoid(-under) / seen.n_groups
+        return (slopes / counts if self.average else slopes)[:, None].expand_as(seen.logp), None
 
     def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         """Sums over the good and over the bad answers of log pi, of the logits and of the reward beta * c."""

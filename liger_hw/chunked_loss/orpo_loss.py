@@ -25,7 +25,14 @@ def _metrics(chosen, rejected, numbers):
     return F.logsigmoid(log_odds).mean(), log_odds.mean()
 
 
-PAIR_LOSSES["orpo"] = lambda chosen, rejected, o: -o.beta * F.logsigmoid(_log_odds(chosen, rejected))
+def _pair_loss(chosen, rejected, numbers):
+    log_odds = _log_odds(chosen, rejected)
+    slope = numbers.beta * torch.sigmoid(-log_odds)  # the slope of log(odds(l)) is -1 / expm1(l)
+    loss = -numbers.beta * F.logsigmoid(log_odds)
+    return loss, slope / torch.expm1(chosen), -slope / torch.expm1(rejected)
+
+
+PAIR_LOSSES["orpo"] = _pair_loss
 PAIR_METRICS["orpo"] = _metrics
 
 

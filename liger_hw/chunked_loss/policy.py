@@ -114,14 +114,17 @@ class Policy(NamedTuple):
 
     sums_logits = False
 
+    def _weights(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """log w [groups, tokens], or [groups, 1] by sequence."""
+        if not self.by_sequence:
+            return log_ratio
+        return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+
     def terms(self, logp: torch.Tensor, advantages, share, old, ref, vllm) -> tuple[torch.Tensor, ...]:
         """(loss [groups, tokens], KL [groups, tokens], whether w was clipped [groups, tokens or 1])"""
         mask = share != 0
         log_ratio = logp - (logp.detach() if old is None else old)
-        weights = log_ratio
-        if self.by_sequence:
-            weights = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-        ratio = torch.exp(weights)
+        ratio = torch.exp(self._weights(log_ratio, mask))
         clipped, low, high = clip_coef_fn(ratio, self.epsilon_low, self.epsilon_high, self.kind)
         was_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
         if self.kind == "cispo":
@@ -150,6 +153,41 @@ class Policy(NamedTuple):
         advantages, share, *others = seen.grouped
         losses, _, _ = self.terms(seen.logp, advantages, share, *others)
         return torch.where(share != 0, losses * share, 0.0).sum()
+
+    def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
+        """By hand what autograd makes of `value`, by way of log w where the ratio is what logp acts through."""
+        advantages, share, old, ref, vllm = seen.grouped
+        logp, mask = seen.logp, share != 0
+        log_ratio = logp - (logp if old is None else old)
+        weights = self._weights(log_ratio, mask)
+        ratio = torch.exp(weights)
+        direct, by_weight = torch.zeros_like(logp), torch.zeros_like(logp)
+        if self.kind == "cispo":
+            direct = direct - ratio.clamp(max=self.epsilon_high) * advantages
+        elif self.kind == "vespo":
+            rates = self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg
+            direct = direct - get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages
+        elif self.kind == "sapo":
+            z = _either(advantages > 0, self.sapo_pos, self.sapo_neg, advantages) * (ratio - 1)
+            by_weight = by_weight - 4 * torch.sigmoid(z) * torch.sigmoid(-z) * advantages * ratio
+        else:
+            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+            bounded, clipped = ratio.clamp(max=self.delta) * advantages, ratio.clamp(low, high) * advantages
+            one, other = (ratio <= self.delta).to(ratio.dtype), ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+            taken = torch.where(bounded < clipped, one, torch.where(clipped < bounded, other, (one + other) / 2))
+            by_weight = by_weight - taken * advantages * ratio
+        if vllm is not None and self.kind != "vespo":
+            direct, by_weight = direct * vllm, by_weight * vllm
+        if self.beta and ref is not None:
+            by_kl = 1 - torch.exp(ref - logp)
+            if self.bias_correction:
+                by_weight = by_weight + self.beta * k3_loss_fn(ref, logp) * ratio
+                by_kl = by_kl * ratio
+            direct = direct + self.beta * by_kl
+        direct, by_weight = (torch.where(mask, t * share, 0.0) for t in (direct, by_weight))
+        if self.by_sequence:
+            by_weight = by_weight.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+        return direct + by_weight, None
 
     def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         """The mean KL (only with beta), and the share of tokens (of sequences, by sequence) that were clipped."""

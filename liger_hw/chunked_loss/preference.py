@@ -13,14 +13,15 @@ from __future__ import annotations
 from typing import Callable, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..kernels._op import check
 from ._checks import checked_head, checked_reference, checked_target
 from ._head import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
-PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], torch.Tensor]
+PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 PAIR_LOSSES: dict[str, PairLoss] = {}
-"""Kind -> pair_loss(c, r, numbers) -> [pairs]. Each loss's file adds its own."""
+"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each loss's file adds its own."""
 PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
 """Kind -> the metrics it reports beyond those every kind does."""
 AVERAGED = {"dpo_ipo"}
@@ -60,13 +61,26 @@ class Pairs(NamedTuple):
 
     def value(self, seen: Seen) -> torch.Tensor:
         _, chosen, rejected = self._margins(seen)
-        loss = PAIR_LOSSES[self.kind](chosen, rejected, self).sum() / seen.n_groups
+        loss = PAIR_LOSSES[self.kind](chosen, rejected, self)[0].sum() / seen.n_groups
         return loss + self.alpha * self._nll(seen) if self.has_nll else loss
+
+    def slopes(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor | None]:
+        counts, _ = seen.grouped
+        _, chosen, rejected = self._margins(seen)
+        by_sequence = torch.stack(PAIR_LOSSES[self.kind](chosen, rejected, self)[1:], 1) / seen.n_groups
+        if self.average or self.kind in AVERAGED:
+            by_sequence = by_sequence / counts
+        n_pairs, tokens = seen.logp.shape
+        slopes = by_sequence[:, :, None].expand(n_pairs, 2, tokens // 2)
+        if not self.has_nll:
+            return slopes, None
+        nll = torch.zeros_like(seen.logp).view(n_pairs, 2, -1)
+        nll[:, 0] = -self.alpha / seen.shared[0]
+        return (slopes + nll, None) if seen.second is None else (slopes, nll)
 
     def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         reported, chosen, rejected = self._margins(seen)
-        logits = seen.logit_sum.view(reported.shape[0], 2, -1).sum(-1) / seen.vocab
-        means = logits.sum(0) * (2 / seen.logit_sum.numel()) if seen.logit_sum.numel() else logits.sum(0)
+        means = seen.logit_sum.view(reported.shape[0], 2, -1).mean((0, 2)) / seen.vocab
         rewards = self.beta * chosen, self.beta * rejected
         if self.kind in AVERAGED and not self.average:
             rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
@@ -78,10 +92,15 @@ class Pairs(NamedTuple):
 LOSSES["pairs"] = Pairs
 
 
-def smoothed_logistic(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """-log sigmoid(margin), where a share `smoothing` of the labels is taken to be the wrong way round."""
-    loss = -torch.nn.functional.logsigmoid(margin)
-    return loss if not smoothing else (1 - smoothing) * loss - smoothing * torch.nn.functional.logsigmoid(-margin)
+def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A pair loss that depends on c - r alone, from its slope by c."""
+    return loss, slope, -slope
+
+
+def smoothed_logistic(margin: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log sigmoid(margin) and its slope, where a share `smoothing` of the labels is taken to be the wrong way round."""
+    loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    return loss, smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin)
 
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -104,7 +123,8 @@ def preference_loss(
     target = checked_target(name, "target", target, x)
     nll_target = nll_target if nll_target is None else checked_target(name, "nll_target", nll_target, x)
     batch = x.shape[0]
-    check(batch % 2 == 0, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
+    if batch % 2:
+        check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
     counted = target != ignore_index
     half = batch // 2
     # a float, so that averages divide by it: 0 / 0 is nan, as torch's mean over nothing is

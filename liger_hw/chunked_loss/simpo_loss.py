@@ -12,11 +12,16 @@ from __future__ import annotations
 import torch
 
 from .cpo_loss import check_smoothing
-from .preference import PAIR_LOSSES, Output, Pairs, preference_loss, smoothed_logistic
+from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss, smoothed_logistic
 
-PAIR_LOSSES["simpo"] = lambda chosen, rejected, o: smoothed_logistic(
-    o.beta * (chosen - rejected) - o.extra, o.label_smoothing
-)
+
+def _pair_loss(chosen, rejected, numbers):
+    margin = numbers.beta * (chosen - rejected) - numbers.extra
+    loss, slope = smoothed_logistic(margin, numbers.label_smoothing)
+    return by_margin(loss, numbers.beta * slope)
+
+
+PAIR_LOSSES["simpo"] = _pair_loss
 _NAME = "liger_fused_linear_simpo"
 
 

@@ -1,0 +1,395 @@
+"""What the chunked losses promise beside their numbers: memory, which gradients, torch.compile, Liger's signatures, errors."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from cases import CASES, FEW, VOCAB
+from harness import tensors
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import liger_hw.chunked_loss as chunked_loss
+from liger_hw import env
+from liger_hw.chunked_loss import _head, functional, grpo_loss
+from liger_hw.kernels import _linear_head
+from liger_hw.kernels._linear_head import DEFAULT_MIB, MOST_ROUNDINGS, SMALLEST
+
+HEADS = [name for name in FEW if not name.startswith("distillation")]
+
+
+def _made(name, lane, generator, sizes=(4, 5, VOCAB), dtype=torch.float32):
+    op, sample = CASES[name](sizes, dtype, lane.device, generator)
+    return op, sample, [t for t in tensors(sample.args) if t.requires_grad]
+
+
+def _loss(op, sample):
+    return tensors(op.function(*sample.args, **sample.kwargs))[0]
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    def set_budget(mib):
+        monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
+        env.clear()
+
+    yield set_budget
+    monkeypatch.undo()
+    env.clear()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("vocab", [32768, 131072, 262144])
+@pytest.mark.parametrize("group", [1, 512, 2048, 8192, 65536])
+def test_plan_covers_the_rows_and_keeps_the_budget(group, vocab, itemsize):
+    for n_groups in (1, 4, 9):
+        n_rows, hidden = n_groups * group, 4096
+        chunks = _head.plan_groups(n_rows, group, hidden, vocab, itemsize, True)
+        bounds = chunks.bounds
+        assert bounds[0][0] == 0 and bounds[-1][1] == n_rows
+        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+        whole = all((stop - start) % group == 0 for start, stop in bounds)
+        assert whole or chunks.rows < group, "a group is whole, or all are swept twice"
+        assert chunks.wide or itemsize == 4 or len(bounds) <= MOST_ROUNDINGS
+        row, weight = vocab * itemsize, vocab * hidden * itemsize
+        free = (2 * DEFAULT_MIB << 20) - weight
+        most = max(free, DEFAULT_MIB << 20, 2 * SMALLEST * row) + 128 * row
+        most = max(most, 2 * weight) if itemsize == 2 else most  # what six roundings may cost, see plan_chunks
+        assert chunks.rows * row <= most, f"{chunks.rows * row >> 20} MiB of logits"
+
+
+def test_a_larger_budget_keeps_a_group_whole(budget):
+    sizes = 16384, 16384, 4096, 131072, 2, True  # one pair of 8192 tokens: 4 GiB of logits
+    assert _head.plan_groups(*sizes).rows < 16384
+    budget(8192)
+    assert _head.plan_groups(*sizes).rows == 16384
+    budget(1536)
+    assert _head.plan_groups(*sizes).rows < 4096
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatch):
+    """No buffer of logits is larger than the budget's chunk, although the group is."""
+    monkeypatch.setattr(_linear_head, "SMALLEST", 8)
+    monkeypatch.setattr(_linear_head, "LARGEST", 8)
+    monkeypatch.setattr(_head, "DEFAULT_MIB", 0)
+    made = []
+    original = _linear_head.logits_buffer
+    monkeypatch.setattr(_linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
+    op, sample, inputs = _made(name, lane, generator, (2, 33 if lane.name != "interpret" else 20, VOCAB))
+    found = torch.autograd.grad(_loss(op, sample), inputs)
+    assert made and max(made) <= 128  # chunks are rounded up to 128 rows
+    expected = torch.autograd.grad(tensors(op.reference(*sample.args, **sample.kwargs))[0], inputs)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class _Products:
+    """Counts the products of matrices: `torch.mm` and `addmm_`."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        mm, addmm = torch.mm, torch.Tensor.addmm_
+
+        def counted(original):
+            def call(*args, **kwargs):
+                self.count += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        monkeypatch.setattr(torch, "mm", counted(mm))
+        monkeypatch.setattr(torch.Tensor, "addmm_", counted(addmm))
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", FEW)
+def test_only_what_is_wanted(name, lane, generator, monkeypatch):
+    """A frozen weight (LoRA) costs no GEMM, and a tensor without requires_grad gets no gradient."""
+    op, sample, (x, weight, bias) = _made(name, lane, generator)
+    every = torch.autograd.grad(_loss(op, sample), (x, weight, bias))
+    counted = []
+    for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        for t, w in zip((x, weight, bias), wanted):
+            t.requires_grad_(w)
+        with monkeypatch.context() as patch:
+            products = _Products(patch)
+            loss = _loss(op, sample)
+            counted.append(products.count)
+        found = torch.autograd.grad(loss, [t for t, w in zip((x, weight, bias), wanted) if w])
+        for a, b in zip(found, [g for g, w in zip(every, wanted) if w]):
+            torch.testing.assert_close(a, b)
+    full, frozen, *one = counted
+    assert frozen == full - 1 and one == [full - 1, full - 2]
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", FEW)
+def test_without_gradients(name, lane, generator):
+    op, sample, inputs = _made(name, lane, generator)
+    expected = tensors(op.function(*sample.args, **sample.kwargs))
+    with torch.no_grad():
+        found = tensors(op.function(*sample.args, **sample.kwargs))
+    assert not any(t.requires_grad for t in found)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", FEW)
+def test_backward_twice_and_nothing_is_overwritten(name, lane, generator):
+    op, sample, inputs = _made(name, lane, generator)
+    before = [t.detach().clone() for t in tensors(sample.args)]
+    loss = _loss(op, sample)
+    first = torch.autograd.grad(3 * loss, inputs, retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(3 * loss, inputs)
+    for a, b, c in zip(first, kept, second):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(sample.args), before))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(_loss(op, sample), inputs, create_graph=True)
+
+
+def test_garbage_where_nothing_counts(generator):
+    """Padding of the caller's log-probabilities may be anything, nan too."""
+    inputs = torch.randn(2, 4, 8, generator=generator).requires_grad_(), torch.randn(11, 8, generator=generator)
+    ids, mask = torch.randint(11, (2, 4), generator=generator), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    old = torch.randn(2, 4, generator=generator) - 3
+    loss = chunked_loss.LigerFusedLinearGRPOLoss(use_ref_model=True)
+    advantages = torch.tensor([1.0, -0.5])
+
+    def run(fill):
+        padded = old.masked_fill(mask == 0, fill)
+        found = loss(*inputs, ids, mask, advantages, ref_per_token_logps=padded, old_per_token_logps=padded)[0]
+        return found, torch.autograd.grad(found, inputs[0])[0]
+
+    for a, b in zip(run(0.0), run(float("nan"))):
+        assert torch.equal(a, b)
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", [n for n in FEW if n.split("-")[0] in ("dpo", "kto", "grpo", "distillation")])
+def test_compiled(name, lane, generator):
+    """No graph break, the same numbers, and a new batch does not recompile."""
+    torch._dynamo.reset()
+    op, sample, inputs = _made(name, lane, generator)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(op.function, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for sizes in ((4, 5, VOCAB), (6, 7, VOCAB), (8, 3, VOCAB)):
+        op, sample, inputs = _made(name, lane, generator, sizes)
+        found, expected = compiled(*sample.args, **sample.kwargs), op.function(*sample.args, **sample.kwargs)
+        for a, b in zip(tensors(found), tensors(expected)):
+            torch.testing.assert_close(a, b)
+        grads = torch.autograd.grad(tensors(found)[0], inputs), torch.autograd.grad(tensors(expected)[0], inputs)
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3, f"compilations after each batch: {counts}"
+
+
+def test_operators(generator):
+    """torch's own check of schema, fake and aliasing."""
+    pick = "test_schema", "test_faketensor"
+    x, weight = torch.randn(4, 3, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    target = torch.randint(11, (4, 3), generator=generator)
+    counts, tokens = torch.full((2, 2), 3.0), torch.tensor(6.0)
+    call = x, weight, None, target, None, [counts, None, tokens], "pairs", "dpo_sigmoid"
+    numbers = [0.1, 1.0, 0.0, 1.0, 0.0, 0.0]
+    for wanted in ((True, True, False), (False, False, False)):
+        torch.library.opcheck(
+            _head.chunked_loss.overload, (*call, numbers, _head.PAIR, 2, -100, 1.0, 1.0, *wanted), test_utils=pick
+        )
+    torch.library.opcheck(_head.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
+
+
+# -- Liger's names ---------------------------------------------------------------------------------------------------
+
+LIGER = {  # liger-kernel 0.8.5: (constructor, forward)
+    "LigerFusedLinearDPOLoss": (
+        "ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, use_ref_model=True, "
+        "average_log_prob=False, chunk_size=1, loss_type='sigmoid', label_smoothing=0.0, discopop_tau=0.05",
+        "lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None",
+    ),
+    "LigerFusedLinearORPOLoss": (
+        "ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1",
+        "lin_weight, _input, target, bias=None, nll_target=None",
+    ),
+    "LigerFusedLinearCPOLoss": (
+        "ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True, "
+        "average_log_prob=False, chunk_size=1",
+        "lin_weight, _input, target, bias=None",
+    ),
+    "LigerFusedLinearSimPOLoss": (
+        "ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, compiled=True, gamma=0.5, "
+        "chunk_size=1",
+        "lin_weight, _input, target, bias=None",
+    ),
+    "LigerFusedLinearKTOLoss": (
+        "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1",
+        "_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None, ref_bias=None, "
+        "kl=None",
+    ),
+    "LigerFusedLinearGRPOLoss": (
+        "beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', "
+        "max_completion_length=None, importance_sampling_level='token', sapo_temperature_pos=1.0, "
+        "sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, "
+        "vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0",
+        "_input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
+        "old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None, "
+        "num_items_in_batch=None",
+    ),
+    "LigerFusedLinearJSDLoss": (
+        "weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True, "
+        "chunk_size=1024, return_soft_hard_loss=False",
+        "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None",
+    ),
+}
+LIGER["LigerFusedLinearCosineSimilarityLoss"] = LIGER["LigerFusedLinearJSDLoss"]
+FUNCTIONS = {
+    "dpo": "_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1, "
+    "compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', "
+    "label_smoothing=0.0, discopop_tau=0.05, alpha=1.0",
+    "orpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, "
+    "compiled=True, chunk_size=1",
+    "cpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
+    "compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1",
+    "simpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
+    "compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1",
+    "kto": "_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None, "
+    "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1",
+    "grpo": "_input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
+    "old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, epsilon_low=0.2, "
+    "epsilon_high=0.2, loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
+    "sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True, "
+    "chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
+    "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None",
+}
+
+
+def _plain(function) -> str:
+    """The signature without annotations and self."""
+    found = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "self"]
+    return str(found.replace(parameters=parameters, return_annotation=found.empty))[1:-1]
+
+
+@pytest.mark.parametrize("name", LIGER)
+def test_signatures_of_the_modules(name):
+    module = getattr(chunked_loss, name)
+    assert (_plain(module.__init__), _plain(module.forward)) == LIGER[name]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_of_the_functions(name):
+    assert _plain(getattr(functional, f"liger_fused_linear_{name}")) == FUNCTIONS[name]
+
+
+def test_names():
+    assert set(chunked_loss.__all__) == set(LIGER)
+    for name in ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn", "LigerFusedLinearGRPOFunction"):
+        assert callable(getattr(grpo_loss, name)) or name.endswith("Function")
+    with pytest.raises(AttributeError, match="LigerFusedLinearDPOLoss"):
+        chunked_loss.LigerFusedLinearPPOLoss  # noqa: B018
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+_X, _W, _Y = torch.zeros(4, 3, 8), torch.zeros(11, 8), torch.zeros(4, 3, dtype=torch.int64)
+_A, _L = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+
+
+def _dpo(**options):
+    return chunked_loss.LigerFusedLinearDPOLoss(use_ref_model=False, **options)
+
+
+def _grpo(*args, x=_X, ids=_Y, mask=_Y, advantages=_A, **call):
+    options = {k: call.pop(k) for k in list(call) if k in ("loss_type", "delta", "importance_sampling_level", "temperature",
+               "max_completion_length", "sapo_temperature_pos", "use_ref_model")}  # fmt: skip
+    loss = chunked_loss.LigerFusedLinearGRPOLoss(**{"use_ref_model": False, **options})
+    return loss(x, _W, ids, mask, advantages, **call)
+
+
+def _kto(*args, **options):
+    return chunked_loss.LigerFusedLinearKTOLoss(**options)(_X, _W, _Y, None, *args)
+
+
+def _jsd(**options):
+    loss = chunked_loss.LigerFusedLinearJSDLoss(**{k: v for k, v in options.items() if k in ("beta", "temperature")})
+    teacher = options.get("teacher", (_X[0], _W))
+    return loss(_X[0], _W, *teacher, options.get("labels", _Y[0]))
+
+
+ERRORS = {
+    "loss type": (lambda: _dpo(loss_type="aot"), "loss_type must be one of sigmoid, .*ipo.*, got 'aot'"),
+    "exo smoothing": (lambda: _dpo(loss_type="exo_pair"), "label_smoothing must be between 0 and 1 for .*exo_pair"),
+    "robust smoothing": (lambda: _dpo(loss_type="robust", label_smoothing=0.5), "below 0.5 .* got 0.5"),
+    "beta": (lambda: _dpo(loss_type="ipo", beta=0.0), "beta must not be 0"),
+    "tau": (lambda: _dpo(loss_type="discopop", discopop_tau=0.0), "discopop_tau must be positive"),
+    "no reference": (lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y), "needs ref_input and ref_weight"),
+    "reference shape": (
+        lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y, None, _X[:2], _W),
+        r"ref_input must have the batch and length of _input, \(4, 3\), got \(2, 3\)",
+    ),
+    "odd batch": (lambda: _dpo()(_W, _X[:3], _Y[:3]), "as many rejected ones; got 3 sequences"),
+    "two dimensions": (lambda: _dpo()(_W, _X[0], _Y[0]), r"_input must be \[batch, length, hidden\]"),
+    "hidden sizes": (lambda: _dpo()(_W[:, :7], _X, _Y), r"got \(4, 3, 8\) and \(11, 7\)"),
+    "dtypes": (lambda: _dpo()(_W.bfloat16(), _X, _Y), "must share one dtype, got torch.float32, torch.bfloat16"),
+    "bias": (lambda: _dpo()(_W, _X, _Y, _A), r"bias must have shape \(11,\), got \(4,\)"),
+    "target shape": (lambda: _dpo()(_W, _X, _Y[:, :2]), r"target must have shape \(4, 3\)"),
+    "target dtype": (lambda: _dpo()(_W, _X, _Y.float()), "target must hold token indices"),
+    "target range": (lambda: _dpo()(_W, _X, _Y + 11), r"target\[0\] = 11 is out of range"),
+    "nll target": (
+        lambda: chunked_loss.LigerFusedLinearORPOLoss()(_W, _X, _Y, None, _Y[:2]),
+        r"nll_target must have shape \(4, 3\)",
+    ),
+    "smoothing": (lambda: chunked_loss.LigerFusedLinearCPOLoss(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
+    "labels": (lambda: _kto(_Y[:, 0]), "preference_labels must be a bool tensor, .* got torch.int64"),
+    "no labels": (lambda: _kto(None), "preference_labels must be a bool tensor, .* got None"),
+    "labels shape": (lambda: _kto(_L[:2]), r"preference_labels must have shape \(4,\)"),
+    "kl": (lambda: _kto(_L, None, None, None, _A[:2]), r"kl must be one number or have shape \(4,\)"),
+    "grpo loss type": (lambda: _grpo(loss_type="ppo"), "loss_type must be one of grpo, bnpo, .* got 'ppo'"),
+    "level": (lambda: _grpo(importance_sampling_level="word"), "importance_sampling_level must be token or sequence"),
+    "no sequence level": (
+        lambda: _grpo(loss_type="vespo", importance_sampling_level="sequence"),
+        "loss_type='vespo' has no sequence level",
+    ),
+    "dr_grpo": (lambda: _grpo(loss_type="dr_grpo"), "give it, got None"),
+    "delta": (lambda: _grpo(delta=-1.0), "delta must be positive, or None, got -1.0"),
+    "sapo": (lambda: _grpo(loss_type="sapo", sapo_temperature_pos=0.0), "sapo_temperature_pos must be positive"),
+    "temperature": (lambda: _grpo(temperature=0.0), "temperature must be positive, got 0.0"),
+    "grpo reference": (lambda: _grpo(use_ref_model=True), "needs ref_per_token_logps, or ref_input and ref_weight"),
+    "mask": (lambda: _grpo(mask=_Y[:2]), r"attention_mask must be a tensor of shape \(4, 3\)"),
+    "advantages": (lambda: _grpo(advantages=_A[:2]), r"advantages must have shape \(4,\) or \(4, 3\)"),
+    "old": (lambda: _grpo(old_per_token_logps=_A), r"old_per_token_logps must have shape \(4, 3\), got \(4,\)"),
+    "vllm": (lambda: _grpo(vllm_is_ratio=_X[:, :, 0][:2]), r"vllm_is_ratio must have shape .* got \(2, 3\)"),
+    "jsd beta": (lambda: _jsd(beta=1.5), "beta must be between 0 and 1"),
+    "jsd temperature": (lambda: _jsd(temperature=0.0), "temperature must be positive"),
+    "teacher": (lambda: _jsd(teacher=(_X[0], _W[:7])), "the student's 3 tokens and vocabulary of 11, got 3 and 7"),
+    "true labels": (lambda: _jsd(labels=_Y), r"true_labels must have shape \(3,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, message = ERRORS[case]
+    with pytest.raises((ValueError, IndexError), match=message):
+        call()
+
+
+def test_no_tensor_is_a_type_error():
+    with pytest.raises(TypeError, match="target must be a tensor, got list"):
+        _dpo()(_W, _X, [[0]])
+    with pytest.raises(TypeError, match="advantages must be a tensor, got float"):
+        _grpo(advantages=0.5)
