@@ -8,8 +8,8 @@ and where its angles lie (TRIG):
     HALVES   cos1 = cos[i], cos2 = cos[i + h]
     PAIRS    cos1 = cos[2i], cos2 = cos[2i + 1]
     COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from one tensor of complex numbers seen as real ones
-With sections (t, s) the angles have a plane for each of three position axes: i < t takes plane 0, i < t + s plane 1, the
-rest plane 2. Shapes, layouts, dtypes and what passes through are those of rope.py.
+With `section` and `sections` the angles have a plane for each of three position axes: i < section takes plane 0, from
+there to `sections` plane 1, the rest plane 2. Shapes, layouts, dtypes and what passes through are those of rope.py.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def _rotary_kernel(
     if TAIL:
         tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
     if K_ptr is not None:
-        out = OutK_ptr + row_offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN)
+        out = OutK_ptr + row_offsets(
+            batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
+        )
         k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
         _store_pairs(out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
         if TAIL:
@@ -194,14 +196,14 @@ def _rotary_kernel(
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def turned(x, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, sections, backward=False):
+def turned(x, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0, backward=False):
     """One of q and k, turned, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     half = rotary_dim // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     if trig == COMPLEX:
         cos, sin = cos[..., 0], cos[..., 1]
-    if sections[1]:
-        cos, sin = (_one_plane(t, half, sections) for t in (cos, sin))
+    if sections:
+        cos, sin = (_one_plane(t, half, section, sections) for t in (cos, sin))
     cos, sin = cos.to(wide).unsqueeze(head_axis), sin.to(wide).unsqueeze(head_axis)
     if trig in (HALVES, PAIRS):
         cos1, cos2, sin1, sin2 = *_parts(cos, half, trig == PAIRS), *_parts(sin, half, trig == PAIRS)
@@ -222,10 +224,10 @@ def _parts(t, half, is_pairs):
     return (t[..., 0::2], t[..., 1::2]) if is_pairs else (t[..., :half], t[..., half:])
 
 
-def _one_plane(t, half, sections):
+def _one_plane(t, half, section, sections):
     """[3, B, T, width] -> [B, T, width], each column of the plane its section names."""
     column = torch.arange(t.shape[-1], device=t.device) % half
-    plane = (column >= sections[0]).long() + (column >= sections[1]).long()
+    plane = (column >= section).long() + (column >= sections).long()
     return t.gather(0, plane.expand(1, *t.shape[1:]))[0]
 
 
@@ -236,7 +238,7 @@ class Rotary:
     """The tunables `<op>.fwd`, `<op>.bwd` and the operator `liger_hw::<op>` of a rotary op.
 
     The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, pairs_in, pairs_out,
-    trig, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
+    trig, section, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
     pairs_in and pairs_out are those of the forward; backward goes the other way.
     """
 
@@ -244,20 +246,19 @@ class Rotary:
         self.fwd, self.bwd = (_tunable(op, variant) for variant in ("fwd", "bwd"))
         self.operator = define(
             f"{op}(Tensor q, Tensor? k, Tensor cos, Tensor? sin, int rotary_dim, int head_axis, bool q_inside,"
-            " bool k_inside, bool pairs_in, bool pairs_out, int trig, int[] sections, bool backward)"
+            " bool k_inside, bool pairs_in, bool pairs_out, int trig, int section, int sections, bool backward)"
             " -> (Tensor, Tensor)",
             launcher=self._launch,
             reference=_reference,
             fake=_fake,
         )
 
-    def _launch(
-        self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, pairs_in, pairs_out, trig, sections, back
-    ):
+    def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
+        pairs_in, pairs_out, trig, section, sections, back = how
         q = q if q.stride(-1) == 1 else q.contiguous()
         k = k if k is None or k.stride(-1) == 1 else k.contiguous()
         cos, sin = readable_angles(cos, sin, trig)
-        angles = cos[0] if sections[1] else cos
+        angles = cos[0] if sections else cos
         k_layout = (None, None) if k is None else (k.shape, k.stride())
         geometry = _geometry(
             *(q.shape, q.stride(), *k_layout, angles.shape, angles.stride()),
@@ -271,25 +272,20 @@ class Rotary:
             _, _, n_q_heads, n_k_heads = geometry.sizes
             n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
             ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
-            strides = (*geometry.strides, cos.stride(0) if sections[1] else 0)
+            strides = (*geometry.strides, cos.stride(0) if sections else 0)
             align = alignment(geometry.strides[:-2])
-            flags = (
-                *geometry.widths,
-                next_power_of_2(-(-n_k_heads // n_head_tiles)),
-                *ways,
-                trig,
-                *sections,
-                align,
-                back,
-            )
+            block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
+            flags = (*geometry.widths, block_k, *ways, trig, section, sections, align, back)
             args = (q, k, cos, sin, out_q, out_k, *strides, *geometry.sizes, n_head_tiles)
             launch(plan, _rotary_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
         return out_q, q.new_empty(0) if k is None else out_k
 
-    def forward(self, ctx: Any, q, k, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, sections=(0, 0)):
+    def forward(
+        self, ctx: Any, q, k, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0
+    ):
         """The forward of an op's autograd Function: saves cos and sin."""
         inside = _heads_inside(q, head_axis), _heads_inside(k, head_axis)
-        ctx.layout = rotary_dim, head_axis, *inside, pairs_in, pairs_out, trig, list(sections)
+        ctx.layout = rotary_dim, head_axis, *inside, pairs_in, pairs_out, trig, section, sections
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
         return self.operator(q, k, cos, sin, *ctx.layout, False)

@@ -40,7 +40,7 @@ def interleaved_rope_reference(
     cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else PAIRS
-    how = (rotary_dim, unsqueeze_dim, True, not to_halves, trig, (0, 0))
+    how = (rotary_dim, unsqueeze_dim, True, not to_halves, trig)
     return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
 
 

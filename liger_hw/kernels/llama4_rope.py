@@ -29,7 +29,7 @@ def llama4_rope_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
     freqs = torch.view_as_real(freqs_cis.resolve_conj())
-    how = (2 * freqs_cis.shape[-1], _HEAD_AXIS, True, True, COMPLEX, (0, 0))
+    how = (2 * freqs_cis.shape[-1], _HEAD_AXIS, True, True, COMPLEX)
     return turned(xq, freqs, None, *how), turned(xk, freqs, None, *how)
 
 

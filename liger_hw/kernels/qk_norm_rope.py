@@ -85,7 +85,7 @@ def _normed_and_turned(x, w, eps, offset, casting, cos, sin, rotary_dim, head_ax
     if casting == MODES["llama"]:
         h = h.to(x.dtype).to(wide)
     h = h * (w.to(wide) + offset)
-    return turned(h, cos, sin, rotary_dim, head_axis, False, False, trig, (0, 0)).to(x.dtype)
+    return turned(h, cos, sin, rotary_dim, head_axis, False, False, trig).to(x.dtype)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -209,7 +209,9 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     return out_q, out_k
 
 
-def _bwd(dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw):
+def _bwd(
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+):
     dq, dk, q, k, wq, wk = *map(_readable, (dq, dk, q, k)), dense(wq), dense(wk)
     cos, sin = readable_angles(cos, sin, trig)
     out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
@@ -243,7 +245,7 @@ def _bwd_reference(
 ):
     def gradients(dy, x, w):
         wide = torch.promote_types(x.dtype, torch.float32)
-        g = turned(dy.to(wide), cos, sin, rotary_dim, head_axis, False, False, trig, (0, 0), backward=True)
+        g = turned(dy.to(wide), cos, sin, rotary_dim, head_axis, False, False, trig, backward=True)
         rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
         n, m = x.to(wide) * rstd, g * (w.to(wide) + offset)
         seen = n.to(x.dtype).to(wide) if casting == MODES["llama"] else n
@@ -399,9 +401,7 @@ class LigerQKNormRope(torch.nn.Module):
         unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm = (self.variance_epsilon, self.offset, self.casting_mode)
-        return liger_qk_norm_rope(
-            q, k, self.q_weight, self.k_weight, cos, sin, *norm, position_ids, unsqueeze_dim
-        )
+        return liger_qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, *norm, position_ids, unsqueeze_dim)
 
     def extra_repr(self) -> str:
         return (

@@ -36,7 +36,7 @@ def qwen2vl_mrope_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     trig = SHARED if shared_halves else HALVES
-    how = (cos.shape[-1], unsqueeze_dim, False, False, trig, _borders(mrope_section))
+    how = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
     return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
 
 
@@ -56,7 +56,7 @@ class LigerQwen2VLMRopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
         trig = SHARED if shared_halves else HALVES
-        layout = (cos.shape[-1], unsqueeze_dim, False, False, trig, _borders(mrope_section))
+        layout = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
         return _rotary.forward(ctx, q, k, cos, sin, *layout)
 
     @staticmethod

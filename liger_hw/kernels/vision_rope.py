@@ -28,7 +28,7 @@ def vision_rope_reference(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, HALVES, (0, 0))
+    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, HALVES)
     return turned(q[None], *how)[0], turned(k[None], *how)[0]
 
 

@@ -1,0 +1,373 @@
+"""Multi-token attention: a convolution over causal attention weights, so that a weight sees its neighbours'.
+
+    P = softmax(scores where key <= query, else -inf)        or sparsemax
+    Y = conv2d(P, weight, bias) where key <= query, else 0
+
+Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_channels / groups, kh, kw], bias
+[out_channels] or None -> Y [B, out_channels, L', L''] as torch's conv2d has it (L' = L where padding keeps it).
+Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is torch's,
+with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
+torch.backends.cudnn).
+Saved for backward: P and weight. The mask costs nothing: masked scores are not read, neither are masked gradients.
+
+Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import registry
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._multi_token_attention_kernels import (
+    _causal_fill_kernel,
+    _causal_softmax_bwd_kernel,
+    _causal_softmax_fwd_kernel,
+)
+from ._op import cdiv, check, check_tensors, define, empty_like, first_order, launch, no_weight
+from ._rms_backward import safe, tiles_rows
+from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def multi_token_attention_reference(
+    scores: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """The specification in plain torch; sums in fp32 (fp64 for fp64) and, as here, its backward sees the rounded P."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    masked = scores.masked_fill(_future(scores), -float("inf"))
+    p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
+    parts = (p.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    y = torch.conv2d(*parts, stride, padding, dilation, groups)
+    return y.masked_fill(_future(y), 0.0).to(scores.dtype)
+
+
+def _future(x: torch.Tensor) -> torch.Tensor:
+    """Where the key comes after the query."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("batch", "seq_len", "n_channels")
+
+
+def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
+    """A row a query of every channel, as wide as there are keys."""
+    return row_key(batch * n_channels * seq_len, seq_len, itemsize)
+
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Whole rows of up to 16384 keys, 16 elements a thread."""
+    block = min(key[0], 16384)
+    rows = max(1, min(16, 2048 // block))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+
+
+def _space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps)
+        for block in sorted({min(key[0], 16384), min(key[0], 4096)})
+        for rows in (1, 2, 4, 8, 16)
+        for warps in (1, 2, 4, 8, 16)
+        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
+    ]
+
+
+def _tunable(variant: str, kernel) -> Tunable:
+    return Tunable(
+        "multi_token_attention",
+        variant,
+        kernels=(kernel,),
+        key=_key,
+        dims=_DIMS,
+        heuristic=_heuristic,
+        safe=safe,
+        space=_space,
+        valid=tiles_rows,
+    )
+
+
+FWD = _tunable("fwd", _causal_softmax_fwd_kernel)
+BWD = _tunable("bwd", _causal_softmax_bwd_kernel)
+FILL = _tunable("fill", _causal_fill_kernel)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _over_rows(tunable, kernel, tensors, flags=(), whole=True) -> None:
+    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]."""
+    x = tensors[0]
+    n_queries, n_keys = x.shape[-2:]
+    n_rows = x.numel() // n_keys if n_keys else 0
+    if n_rows:
+        plan = tunable.plan(x.device, row_key(n_rows, n_keys, x.itemsize))
+        blocks = plan.config.blocks
+        flags = (*flags, blocks["BLOCK_SIZE"] >= n_keys) if whole else flags
+        launch(plan, kernel, (cdiv(n_rows, blocks["ROWS"]),), (*tensors, n_rows, n_queries, n_keys), flags)
+
+
+def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    scores = scores.contiguous()
+    p = empty_like(scores, scores.dtype)
+    if sparse:
+        _over_rows(FILL, _causal_fill_kernel, (scores, p), (True, False), whole=False)
+        p = sparsemax_fwd(p)
+    else:
+        _over_rows(FWD, _causal_softmax_fwd_kernel, (scores, p))
+    y = _convolved(p, weight, bias, stride, padding, dilation, groups)
+    _over_rows(FILL, _causal_fill_kernel, (y, y), (False, True), whole=False)
+    return y, p
+
+
+def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
+    _over_rows(FILL, _causal_fill_kernel, (dy, g), (False, False), whole=False)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted)
+    if wanted[0]:
+        dp = dp.contiguous()
+        if sparse:
+            dp = sparsemax_bwd(dp, p)
+        else:
+            _over_rows(BWD, _causal_softmax_bwd_kernel, (dp, p, dp))
+    return dp, dweight, dbias
+
+
+# -- the convolution, torch's ----------------------------------------------------------------------------------------
+
+
+def _convolved(p, weight, bias, *how):
+    return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
+
+
+def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted):
+    """Gradients of p, weight and bias, empty where none is wanted."""
+    wanted = [*wanted[:2], has_bias and wanted[2]]
+    how = ([weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, wanted)
+    found = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
+    return tuple(grad.to(p.dtype).contiguous() if wants else no_weight(p) for grad, wants in zip(found, wanted))
+
+
+def _summable(*tensors):
+    """Tensors as torch's convolution takes them to sum in fp32: on the CPU its 16-bit one does not."""
+    if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
+        return tensors
+    return tuple(None if t is None else t.float() for t in tensors)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    masked = scores.masked_fill(_future(scores), -float("inf"))
+    p = (sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)).contiguous()
+    y = _convolved(p, weight, bias, stride, padding, dilation, groups)
+    return y.masked_fill_(_future(y), 0.0), p
+
+
+def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    g = dy.masked_fill(_future(dy), 0.0)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted)
+    if wanted[0]:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        y, inside = p.to(wide), p.to(wide) > 0
+        share = inside / inside.sum(-1, keepdim=True) if sparse else y
+        dp = ((inside if sparse else y) * (dp.to(wide) - (share * dp.to(wide)).sum(-1, keepdim=True))).to(p.dtype)
+    return dp.contiguous(), dweight, dbias
+
+
+def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    spatial = (
+        (scores.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    )
+    return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), scores.new_empty(scores.shape)
+
+
+def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    like = (p.shape, weight.shape, weight.shape[:1])
+    wanted = [*wanted[:2], has_bias and wanted[2]]
+    return tuple(p.new_empty(shape) if wants else no_weight(p) for shape, wants in zip(like, wanted))
+
+
+_HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
+multi_token_attention_fwd = define(
+    f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+multi_token_attention_bwd = define(
+    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerMultiTokenAttentionFunction(torch.autograd.Function):
+    """Autograd for multi-token attention: saves the attention weights and the kernel."""
+
+    @staticmethod
+    def forward(ctx, scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+        ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse
+        ctx.has_bias = bias is not None
+        y, p = multi_token_attention_fwd(scores, weight, bias, *ctx.how)
+        ctx.save_for_backward(p, weight)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        wanted = list(ctx.needs_input_grad[:3])
+        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, wanted)
+        return *(grad if wants else None for grad, wants in zip(grads, wanted)), None, None, None, None, None
+
+
+def _pair(n) -> list[int]:
+    return [n, n] if isinstance(n, int) else list(n)
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_multi_token_attention(
+    scores: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """conv2d over the causal softmax (or, with `sparse`, sparsemax) of attention scores, causal again afterwards.
+
+    scores: [B, in_channels, L, L] before the mask; weight: [out_channels, in_channels / groups, kh, kw]; bias:
+    [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of torch's conv2d,
+    integers or pairs.
+    Returns conv2d's shape; where the key's index is larger than the query's it is zero.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_multi_token_attention", optional=("bias",), scores=scores, weight=weight, bias=bias)
+    if reason := _misfit(scores, weight, bias, groups):
+        check(False, "liger_multi_token_attention", reason)
+    return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+def _misfit(scores, weight, bias, groups) -> str:
+    if scores.dim() != 4 or scores.shape[2] != scores.shape[3]:
+        return f"scores must be [B, in_channels, L, L], got {tuple(scores.shape)}"
+    if weight.dim() != 4 or weight.shape[1] * groups != scores.shape[1]:
+        have = f"{tuple(weight.shape)} with groups={groups}"
+        return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must have shape {tuple(weight.shape[:1])} to match weight, got {tuple(bias.shape)}"
+    dtypes = {t.dtype for t in (scores, weight, bias) if t is not None}
+    if len(dtypes) > 1:
+        return f"scores, weight and bias must have one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+    return ""
+
+
+class LigerMultiTokenAttention(torch.nn.Module):
+    """Multi-token attention layer, the arguments of torch.nn.Conv2d and `sparse`; a kernel of the identity's size.
+
+    kernel_size, stride, padding, dilation: integers. weight: Kaiming uniform at first, bias zero.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__()
+        fits = groups > 0 and in_channels % groups == 0 and out_channels % groups == 0
+        check(
+            fits, "LigerMultiTokenAttention", f"groups={groups} must divide {in_channels} and {out_channels} channels"
+        )
+        self.stride, self.padding, self.dilation, self.groups, self.sparse = stride, padding, dilation, groups, sparse
+        kernel = _pair(kernel_size)
+        self.weight = torch.nn.Parameter(torch.empty(out_channels, in_channels // groups, *kernel))
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        how = (self.stride, self.padding, self.dilation, self.groups, self.sparse)
+        return liger_multi_token_attention(scores, self.weight, self.bias, *how)
+
+    def extra_repr(self) -> str:
+        out_channels, per_group, *kernel = self.weight.shape
+        return (
+            f"{per_group * self.groups}, {out_channels}, kernel_size={tuple(kernel)}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, sparse={self.sparse}"
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama_1b_2k": (1, 2048, 32),
+    "llama_1b_1k": (4, 1024, 32),
+}
+"""Problem sizes (batch, seq_len, n_channels): scores of all heads, which are the channels."""
+
+
+def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
+    """A 3 x 3 kernel that keeps the size; groups: channels of their own; stride: of 2 x 2 with dilation 2, no padding."""
+    batch, seq_len, channels = sizes
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    groups = channels if groups else 1
+    scores, weight = (
+        drawn(batch, channels, seq_len, seq_len),
+        drawn(channels, channels // groups, *(2, 2) if stride > 1 else (3, 3)),
+    )
+    elements = batch * channels * seq_len * seq_len
+    return Sample(
+        args=(scores, weight, drawn(channels) if bias else None),
+        kwargs={
+            **{"stride": stride, "padding": 0 if stride > 1 else 1, "dilation": 2 if stride > 1 else 1},
+            **{"groups": groups, "sparse": sparse},
+        },
+        reduction=max(seq_len, 9 * channels // groups),
+        grad_reduction=max(seq_len, 9 * channels, batch * seq_len * seq_len),
+        moved=23 * elements // 2 * dtype.itemsize,
+        flops=3 * 2 * 9 * elements * channels // groups,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="multi_token_attention",
+        function=liger_multi_token_attention,
+        reference=multi_token_attention_reference,
+        tunables=(FWD, BWD, FILL),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),
+        options=({}, {"groups": True, "sparse": True}, {"bias": False, "stride": 2}),
+    )
+)
