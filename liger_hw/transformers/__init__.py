@@ -1,10 +1,10 @@
 """Hugging Face side: patch functions for model families, layers, and the kernels as functions (`functional`).
 
-    from liger_hw.transformers import apply_liger_kernel_to_mistral
+from liger_hw.transformers import apply_liger_kernel_to_mistral
 
-    apply_liger_kernel_to_mistral()                          # the classes, before a model is made or after
-    report = apply_liger_kernel_to_mistral(model=model)      # this model alone
-    print(report); report.revert()
+apply_liger_kernel_to_mistral()                          # the classes, before a model is made or after
+report = apply_liger_kernel_to_mistral(model=model)      # this model alone
+print(report); report.revert()
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ def patch(
     relu_squared: bool = True,
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
+    activations: Any = None,
 ) -> PatchReport:
     """Run any model on liger_hw's kernels, wherever they compute what its own modules compute.
 
@@ -40,6 +41,7 @@ def patch(
     it and the kernels' references on small random inputs; what agrees with no kernel is left alone, with the reason.
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
+    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps (see liger_hw.activations)
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
@@ -69,10 +71,11 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     """The public `apply_liger_kernel_to_<name>` of a spec, with its real signature, which it enforces."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
+    parameters.append(inspect.Parameter("activations", inspect.Parameter.KEYWORD_ONLY, default=None))
     if spec.also:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature(parameters)
-    known = [name for name, _ in spec.parameters] + list(spec.also)
+    known = [*(name for name, _ in spec.parameters), *spec.also, "activations"]
 
     def function(*args: Any, **kwargs: Any) -> PatchReport:
         for name in kwargs:
@@ -92,10 +95,11 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     function.__signature__ = signature
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
-    {", ".join(name for name in known if name != "model")}: which parts; `cross_entropy` keeps the logits and replaces
+    {", ".join(name for name in known if name not in ("model", "activations"))}: which parts; `cross_entropy` keeps the logits and replaces
     the loss only, `fused_linear_cross_entropy` (not both) never computes them while training with labels.
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
+    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps (see liger_hw.activations)
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for an unknown keyword or a model of another family, `ValueError` for both losses at once or for

@@ -19,7 +19,11 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         `AutoModelForCausalLM.from_pretrained`."""
         config = kwargs.get("config")
         if config is None or isinstance(config, str):
-            keep = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")}
+            keep = {
+                k: v
+                for k, v in kwargs.items()
+                if k in ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
+            }
             config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **keep)
         function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
         names = set(inspect.signature(function).parameters) - {"model", "kwargs"}

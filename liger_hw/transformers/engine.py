@@ -14,8 +14,9 @@ import re
 import types
 from typing import Any, Callable, Iterator
 
+from ..recompute.dial import put_on
 from . import parts, probing
-from .loss import causal_lm_forward, head_name
+from .loss import causal_lm_forward, head_path
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .report import ALREADY, MARK, PATCHED, Patch, PatchReport, PatchRow
@@ -28,9 +29,10 @@ _MLPS = ("swiglu", "geglu", "relu_squared")
 
 
 def apply(
-    name: str, options: dict[str, bool], model: Any = None, classes: tuple[Any, tuple[type, ...]] | None = None
+    name: str, options: dict[str, Any], model: Any = None, classes: tuple[Any, tuple[type, ...]] | None = None
 ) -> PatchReport:
-    """Patch a live `model`, or `classes`: (modeling module, samples), with the parts whose option is true.
+    """Patch a live `model`, or `classes`: (modeling module, samples), with the parts whose option is true and, if given,
+    the option `activations`: what backward keeps (see `liger_hw.activations`).
 
     Returns the report; on an error everything done so far is undone. Raises `ValueError` for both losses at once, and
     for a second patch that asks for the other loss.
@@ -40,11 +42,14 @@ def apply(
             f"{name}: cross_entropy and fused_linear_cross_entropy exclude each other; "
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
+    activations = options.pop("activations", None)
     target = "classes" if model is None else f"one {type(model).__name__}"
     report = PatchReport(name, target)
     engine = _Classes(*classes, report) if model is None else _Instance(model, report)
     try:
         engine.patch({part for part, wanted in options.items() if wanted})
+        if activations is not None:
+            put_on(report, activations, model, () if classes is None else classes[1])
     except BaseException:
         report.revert()
         raise
@@ -129,7 +134,9 @@ class _Instance(_Engine):
             return
         key = (id(found), current.__func__)
         if key not in self.made:
-            self.made[key] = _marked(parts.assembled(found.core, current.__func__), part, found.kernel, current.__func__)
+            self.made[key] = _marked(
+                parts.assembled(found.core, current.__func__), part, found.kernel, current.__func__
+            )
         bound = types.MethodType(self.made[key], module)
         self.change(part, where, found.kernel, Patch(module, slot, bound), found.variant)
 
@@ -143,9 +150,9 @@ class _Instance(_Engine):
             current = getattr(module, slot)
             where = f"{type(module).__name__}.forward"
             state = _loss_state(part, getattr(current, MARK, None), where)
-            head = head_name(module)
+            head = head_path(module)
             if not state and not head:
-                state = "left alone: its output head is not an attribute of its own"
+                state = "left alone: it has no output head of its own"
             if state:
                 self.leave(part, where, part, state)
                 continue
@@ -236,7 +243,9 @@ class _Classes(_Engine):
     def modules(self, wanted: set[str]) -> None:
         shared: dict[tuple[str, str], str] = {}
         for cls, modules in self._by_class():
-            mark = next((m for s in ("forward", "_apply_gate") if (m := getattr(getattr(cls, s, None), MARK, None))), None)
+            mark = next(
+                (m for s in ("forward", "_apply_gate") if (m := getattr(getattr(cls, s, None), MARK, None))), None
+            )
             if mark is not None and mark[0] not in LOSSES:
                 if mark[0] in wanted:
                     self.leave(mark[0], f"{cls.__name__}.forward", mark[1], ALREADY)
@@ -285,10 +294,10 @@ class _Classes(_Engine):
             if not _is_causal_lm(cls):
                 continue
             found = True
-            where, current, head = f"{cls.__name__}.forward", cls.forward, head_name(model)
+            where, current, head = f"{cls.__name__}.forward", cls.forward, head_path(model)
             state = _loss_state(part, getattr(current, MARK, None), where)
             if not state and not head:
-                state = "left alone: its output head is not an attribute of its own"
+                state = "left alone: it has no output head of its own"
             if state:
                 self.leave(part, where, part, state)
                 continue

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..autotune import ahead
+from ..counted_rows import CountedRows
 from .deferred import DeferredLogits, Surroundings
 
 log = logging.getLogger("liger_hw")
@@ -28,16 +29,27 @@ _warned: set[str] = set()
 
 
 class ModelView:
-    """A model whose attribute `head_name` is `head`; every other attribute is the model's own, writes included."""
+    """A module whose attribute `name` is `value`; every other attribute is the module's own, writes included.
 
-    def __init__(self, model: nn.Module, head_name: str, head: "OutputHead") -> None:
-        object.__setattr__(self, "_viewed", model)
-        object.__setattr__(self, head_name, head)
+    Called, it runs the module's own forward on itself, so a head inside a head (BERT's cls.predictions.decoder) is seen
+    through a view of a view.
+    """
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        object.__setattr__(self, "_viewed", module)
+        object.__setattr__(self, name, value)
 
     @property
     def __class__(self) -> type:  # isinstance() and super() inside the family's forward
         viewed = self.__dict__.get("_viewed")
         return ModelView if viewed is None else type(viewed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        viewed = self._viewed
+        forward = getattr(viewed.forward, "__func__", None)
+        if forward is None or _hooked_by(viewed):  # somebody stands around its forward, and must see the real module
+            return viewed(*args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_viewed":
@@ -48,15 +60,24 @@ class ModelView:
         setattr(self._viewed, name, value)
 
 
+def viewed_with(model: nn.Module, path: str, head: "OutputHead") -> ModelView:
+    """`model` with `head` in place of the module at a dotted path."""
+    first, _, rest = path.partition(".")
+    return ModelView(model, first, viewed_with(getattr(model, first), rest, head) if rest else head)
+
+
 class OutputHead:
     """Stands for a causal LM's output head during one forward; calling it with hidden states defers the product.
 
     module: the real head; fused: consume hidden states and weight in the loss, else only the loss is ours
     wants_accuracy: also compute the share of rows whose largest logit is the target, kept in `token_accuracy`
+    counted: how many labels count, on its way to the host: ignored rows are then left out of the products
     """
 
-    def __init__(self, module: nn.Module, fused: bool, wants_accuracy: bool = False) -> None:
-        self.module, self.fused, self.wants_accuracy = module, fused, wants_accuracy
+    def __init__(
+        self, module: nn.Module, fused: bool, wants_accuracy: bool = False, counted: CountedRows | None = None
+    ) -> None:
+        self.module, self.fused, self.wants_accuracy, self.counted = module, fused, wants_accuracy, counted
         self.linear, self.slot = None, ""
         self.token_accuracy: torch.Tensor | None = None
 
@@ -131,6 +152,7 @@ class OutputHead:
                 reduction=options["reduction"],
                 softcap=softcap,
                 return_token_accuracy=self.wants_accuracy,
+                compact=self.counted or False,
             )
         return self._loss_of(result).to(logits.dtype)
 
@@ -222,19 +244,21 @@ def _warn(reason: str) -> None:
 # -- the wrapper -----------------------------------------------------------------------------------------------------
 
 
-def head_name(model: nn.Module) -> str:
-    """The attribute of a causal LM that holds its output head, or "" when it is not an attribute of the model itself."""
+def head_path(model: nn.Module) -> str:
+    """Dotted path of a causal LM's output head, or "" when it has none that is one module of its own."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
-        head = None
-    return next((name for name, child in model.named_children() if child is head), "") if head is not None else ""
+        return ""
+    if not isinstance(head, nn.Module) or isinstance(head, nn.ModuleList):
+        return ""
+    return next((name for name, module in model.named_modules(remove_duplicate=False) if module is head), "")
 
 
-def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callable:
+def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable:
     """A forward for a causal LM class or instance, around its own.
 
-    original: the family's forward, taking the model first; head_name: attribute that holds the output head
+    original: the family's forward, taking the model first; head_at: dotted path of the output head
     fused: hidden states go straight into the loss and `logits` is None while training with labels; otherwise the logits
     are computed as always and only the loss is ours
 
@@ -262,12 +286,18 @@ def causal_lm_forward(original: Callable, head_name: str, fused: bool) -> Callab
             return original(self, *args, **kwargs)
         if skip and not torch.compiler.is_compiling():
             ahead.at_first_forward(self, args, kwargs)
-        head = OutputHead(getattr(self, head_name), fused and skip, return_token_accuracy)
-        outputs = original(ModelView(self, head_name, head), *args, **kwargs)
+        head = OutputHead(_at(self, head_at), fused and skip, return_token_accuracy)
+        outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
         return _finish(outputs, head, skip)
 
     forward.__signature__ = _with_keywords(signature, "skip_logits", "return_token_accuracy")
     return forward
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def _with_keywords(signature: inspect.Signature, *names: str) -> inspect.Signature:

@@ -186,19 +186,27 @@ def half_rotation(original: Callable, shared_halves: bool) -> Callable:
     """Rotary embedding of q and k, with the arguments of the family's own function.
 
     transformers before 5 passes `position_ids` ahead of `unsqueeze_dim` and ignores it, since cos and sin are already
-    gathered; so does this.
+    gathered; so does this. A call that the kernel has no form for (a cache of another length, learned angles) runs
+    `original`.
     """
     from .functional import liger_rope
+
+    def turned(q, k, cos, sin, unsqueeze_dim):
+        if unsqueeze_dim == 0 and cos.dim() == 2:  # one image's patches: [T, width] for every batch and head
+            cos, sin, unsqueeze_dim = cos[None], sin[None], 1
+        if not _rotates(q, k, cos, sin, unsqueeze_dim):
+            return None
+        return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, shared_halves=shared_halves)
 
     if "position_ids" in inspect.signature(original).parameters:
 
         def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, shared_halves=shared_halves)
+            return turned(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, position_ids, unsqueeze_dim)
 
     else:
 
         def rotary(q, k, cos, sin, unsqueeze_dim=1):
-            return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, shared_halves=shared_halves)
+            return turned(q, k, cos, sin, unsqueeze_dim) or original(q, k, cos, sin, unsqueeze_dim)
 
     return rotary
 
@@ -208,6 +216,17 @@ def half_width_rotation(original: Callable) -> Callable:
     from .functional import liger_rope
 
     def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        if not _rotates(q, k, cos, sin, unsqueeze_dim):
+            return original(q, k, cos, sin, unsqueeze_dim)
         return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=2 * cos.shape[-1])
 
     return rotary
+
+
+def _rotates(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> bool:
+    """Whether the kernel has a form for these."""
+    if unsqueeze_dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
+        return False
+    tokens = q.shape[3 - unsqueeze_dim]
+    alike = k.shape[3 - unsqueeze_dim] == tokens and k.shape[0] == q.shape[0] and cos.shape[1] == tokens
+    return alike and cos.shape[0] in (1, q.shape[0]) and not cos.requires_grad and not sin.requires_grad

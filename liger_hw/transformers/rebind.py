@@ -20,7 +20,6 @@ def private_name(name: str, variant: str) -> str:
     return PREFIX + "".join(c if c.isalnum() else "_" for c in f"{variant} {name}".strip())
 
 
-
 class CannotRebind(Exception):
     """The message says why."""
 

@@ -14,20 +14,32 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, LAYERS, VOCAB, POSITIONS, EXPERTS = 64,
 
 _SIZES = (
     (VOCAB, "vocab_size text_vocab_size vocab_size_per_layer_input audio_vocab_size"),
-    (HIDDEN, "hidden_size d_model n_embd dim embed_dim hidden_dim word_embed_proj_dim embedding_size "
-    "dim_model lru_width attention_hidden_size cross_attention_hidden_size"),
-    (WIDE, "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size "
-    "shared_intermediate_size intermediate_size_mlp dense_intermediate_size ff_dim ffn_intermediate_size"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth num_decoder_layers "
-    "num_encoder_layers"),
+    (
+        HIDDEN,
+        "hidden_size d_model n_embd dim embed_dim hidden_dim word_embed_proj_dim embedding_size "
+        "dim_model lru_width attention_hidden_size cross_attention_hidden_size",
+    ),
+    (
+        WIDE,
+        "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size "
+        "shared_intermediate_size intermediate_size_mlp dense_intermediate_size ff_dim ffn_intermediate_size",
+    ),
+    (
+        LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth num_decoder_layers "
+        "num_encoder_layers",
+    ),
     (HEADS, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"),
     (KV_HEADS, "num_key_value_heads num_kv_heads n_head_kv kv_n_heads swa_num_key_value_heads"),
     (HEAD_DIM, "head_dim kv_channels attention_head_dim d_kv global_head_dim attn_head_dim swa_head_dim"),
     (POSITIONS, "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx seq_length context_length"),
     (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts"),
     (2, "num_experts_per_tok moe_k moe_topk num_selected_experts top_k_experts moe_top_k num_experts_per_token"),
-    (32, "moe_intermediate_size expert_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank expert_ffn_hidden_size index_head_dim"),
+    (
+        32,
+        "moe_intermediate_size expert_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank expert_ffn_hidden_size index_head_dim",
+    ),
     (1, "n_group topk_group n_groups mamba_n_groups first_k_dense_replace n_shared_experts num_shared_experts"),
 )
 _VALUES = {name: value for value, names in _SIZES for name in names.split()} | {
@@ -100,6 +112,7 @@ def _field_names(config_class: type, default: Any) -> set[str]:
     return names - {"self", "kwargs"} - mapped
 
 
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _OWN: dict[str, dict[str, Any]] = {
     "BailingHybridConfig": {"n_group": 1, "num_experts": EXPERTS, "layer_group_size": 2},
     "CohereCompassTextConfig": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -109,11 +122,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0}},
     "Gemma4UnifiedAssistantConfig": {"text_config": {"num_kv_shared_layers": 0}},
+    "Glm4vTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+    "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
     "GitConfig": {"vision_config": {"image_size": 4}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
     "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _MROPE},
     "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
     "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4},
     "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},

@@ -35,4 +35,3 @@ SPECS = (
         also=("rope", "layer_norm"),
     ),
 )
-

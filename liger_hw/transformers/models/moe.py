@@ -12,7 +12,12 @@ SPECS = (
     FamilySpec("hunyuan_v1_moe", ("HunYuanMoEV1ForCausalLM",)),
     FamilySpec("gpt_oss", ("GptOssForCausalLM",), (*ROPE, *LOSS, *NORM, ("swiglu", False), *MODEL)),
     FamilySpec("qwen3_next", ("Qwen3NextForCausalLM",), _NO_ROPE),
-    FamilySpec("qwen3_5_moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _NO_ROPE, types=("qwen3_5_moe_text",)),
+    FamilySpec(
+        "qwen3_5_moe",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        _NO_ROPE,
+        types=("qwen3_5_moe_text",),
+    ),
     FamilySpec("deepseek_v2", ("DeepseekV2ForCausalLM",), _NO_ROPE),
     FamilySpec("deepseek_v3", ("DeepseekV3ForCausalLM",), _NO_ROPE),
     FamilySpec("deepseek_v4", ("DeepseekV4ForCausalLM",), (*NO_ROPE, *LOSS, *NORM, ("swiglu", False), *MODEL)),

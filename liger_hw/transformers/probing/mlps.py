@@ -48,7 +48,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """"linear", "act" (no parameters, no children), "dropout" or "other"."""
+    """ "linear", "act" (no parameters, no children), "dropout" or "other"."""
     if isinstance(module, nn.Dropout):
         return "dropout"
     if hasattr(module, "base_layer") or isinstance(getattr(module, "out_features", None), int):
@@ -239,7 +239,9 @@ def _experts(module: nn.Module) -> Match | Refused:
     kernel = "fused_gate_up_swiglu"
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation == "eager":
-        return Refused("its experts run one by one; model.set_experts_implementation('grouped_mm') batches them", kernel)
+        return Refused(
+            "its experts run one by one; model.set_experts_implementation('grouped_mm') batches them", kernel
+        )
     down = module._parameters.get("down_proj")
     if getattr(module, "has_gate", True) is False:
         up = random(*BATCH, 16, source=generator())

@@ -103,13 +103,18 @@ def _gives_equal_halves(module: nn.Module) -> bool:
     twin = twin_of(module, {}, {})
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            twin._buffers[name] = torch.rand(buffer.shape, generator=source) if buffer.numel() > 1 else torch.ones(buffer.shape)
+            twin._buffers[name] = (
+                torch.rand(buffer.shape, generator=source) if buffer.numel() > 1 else torch.ones(buffer.shape)
+            )
     x = torch.randn(1, _T, 8, generator=source)
     positions = torch.arange(3, 3 + _T)[None]
     layer_types = getattr(module, "layer_types", None) or ()
     extra = [(t,) for t in dict.fromkeys(layer_types)] or [()]
     for more in extra:
-        if not any(_equal(type(module).forward, twin, x, shape, more) for shape in (positions, positions[None].expand(3, 1, -1))):
+        if not any(
+            _equal(type(module).forward, twin, x, shape, more)
+            for shape in (positions, positions[None].expand(3, 1, -1))
+        ):
             return False
     return True
 

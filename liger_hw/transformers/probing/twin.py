@@ -75,7 +75,11 @@ def twin_of(module: nn.Module, parameters: dict[str, torch.Tensor | None], child
     """A module of the same class and attributes with other parameters and children, in training mode and hookless."""
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
-    own = {n: v for n, v in vars(module).items() if n not in vars(twin) and n not in ("forward", "_old_forward", "_hf_hook")}
+    own = {
+        n: v
+        for n, v in vars(module).items()
+        if n not in vars(twin) and n not in ("forward", "_old_forward", "_hf_hook")
+    }
     twin.__dict__.update(own)
     twin.__dict__["_parameters"] = dict(parameters)
     twin.__dict__["_modules"] = dict(children)
@@ -116,7 +120,11 @@ def widths(module: nn.Module) -> set[int]:
         for parameter in part._parameters.values():
             if parameter is not None:
                 found |= set(parameter.shape)
-        found |= {getattr(part, name) for name in ("in_features", "out_features") if isinstance(getattr(part, name, None), int)}
+        found |= {
+            getattr(part, name)
+            for name in ("in_features", "out_features")
+            if isinstance(getattr(part, name, None), int)
+        }
     return found
 
 

@@ -1,0 +1,73 @@
+"""Every family that has a function of its own, and a spread of those that need none: patched tiny models compute what
+unpatched ones do, loss and gradients, and the kernels that should have run did."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import liger_hw.transformers
+from liger_hw.transformers import verify
+from liger_hw.transformers.models import specs
+
+pytestmark = pytest.mark.cpu
+
+SPECS = specs()
+# Families whose own classes hold no norm or MLP: those belong to their text and vision models, patched with a live model.
+COMPOSITES = {"llava", "paligemma", "internvl", "smolvlm"}
+# What runs beyond norm and loss, where the defaults ask for it and a kernel fits.
+ROPE = {name for name, spec in SPECS.items() if dict(spec.parameters).get("rope")} - {"llama4"}
+# A spread over norms (casting, offset, LayerNorm), MLPs (relu2, fused, experts), rotary kinds and heads.
+UNNAMED = (
+    *("apertus", "arcee", "bamba", "bert", "cohere", "diffllama", "ernie4_5_moe", "gpt2", "helium", "jamba", "lfm2"),
+    *("modernbert-decoder", "moshi", "nanochat", "olmo", "stablelm", "xglm", "zaya"),
+)
+
+
+def _needs(name, class_name):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, class_name):
+        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_named_family(name):
+    spec = SPECS[name]
+    _needs(name, spec.models[0])
+    row = verify.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), name not in COMPOSITES)
+    assert row.outcome == verify.VERIFIED, row.reason
+    assert row.norms, row.left
+    assert row.loss or name == "pixtral"
+    assert row.fused == (name not in ("granite", "pixtral"))
+    assert bool(row.calls.get("rope")) or name not in ROPE, row.left
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_unnamed_family(name):
+    class_name = verify.causal_lms().get(name, "")
+    _needs(name, class_name or name)
+    row = verify.check(name, class_name)
+    assert row.outcome == verify.VERIFIED, row.reason
+    assert row.norms and row.fused, row.left
+
+
+def test_signatures_are_those_of_liger_0_8_5():
+    found = {}
+    for name, spec in SPECS.items():
+        parameters = inspect.signature(getattr(liger_hw.transformers, spec.function_name)).parameters
+        found[name] = ", ".join(f"{p}" for p in parameters.values())
+    usual = "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None"
+    assert len(found) == 45 and sum(text == usual for text in found.values()) == 17
+    assert found["granite"] == usual.replace("cross_entropy=False", "cross_entropy=True", 1).replace(
+        "fused_linear_cross_entropy=True", "fused_linear_cross_entropy=False"
+    )
+    assert found["gemma3"] == (
+        "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True, "
+        "model=None"
+    )
+    assert found["llama4"] == f"{usual}, layer_norm=True"
+    assert found["llava"] == "cross_entropy=False, fused_linear_cross_entropy=True, model=None, **kwargs"
+    assert found["deepseek_v4"] == usual.replace("rope=True", "rope=False").replace("swiglu=True", "swiglu=False")
+    assert found["pixtral"] == "rope=True, rms_norm=True, swiglu=True, model=None"
+    assert found["nemotron"].startswith("relu_squared=True, cross_entropy=False")
