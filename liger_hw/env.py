@@ -1,14 +1,19 @@
 """Every environment variable liger_hw reads, typed, in one table.
 
-A variable is read once, at first use, and kept (`os.environ.get` costs 0.65 us, more than a whole registry hit).
+A variable is read once, at first use, and kept (`os.environ.get` costs 0.65 us, more than a whole registry hit). The
+first use of any of them looks at all: a value that cannot be parsed raises, a name that means nothing is warned of.
 After changing `os.environ` inside a process, call `liger_hw.registry.reload()`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable
+
+log = logging.getLogger("liger_hw")
 
 PREFIX = "LIGER_HW_"
 
@@ -66,20 +71,36 @@ CONFIG_PREFIX = "LIGER_HW_CONFIG_"
 _values: dict[str, Any] = {}
 
 
+class SettingError(ValueError):
+    """What the environment asks for cannot be done; the message names the variable."""
+
+
 def get(name: str) -> Any:
-    """Value of a LIGER_HW_ variable, parsed; raises `ValueError` that names the variable when it cannot be parsed."""
+    """Value of a LIGER_HW_ variable, parsed; raises `SettingError` when it, or any other that is set, cannot be parsed."""
     try:
         return _values[name]
     except KeyError:
         pass
-    variable = VARIABLES[name]
-    text = os.environ.get(name)
+    VARIABLES[name]  # a name that is not in the table is our own mistake
+    read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
+    for unheard in unknown():
+        log.warning("liger_hw: %s is set but means nothing%s", unheard, suggestion(unheard))
+    _values.update(read)
+    return _values[name]
+
+
+def _parsed(variable: Variable) -> Any:
+    text = os.environ.get(variable.name)
     try:
-        value = variable.default if text is None else variable.parse(text)
+        return variable.default if text is None else variable.parse(text)
     except ValueError as error:
-        raise ValueError(f"{name}={text!r}: {error}. {variable.help}") from None
-    _values[name] = value
-    return value
+        raise SettingError(f"{variable.name}={text!r}: {error}. {variable.help}") from None
+
+
+def ignore(name: str) -> None:
+    """Take a variable's default whatever is set, until `clear()`."""
+    get(name)
+    _values[name] = VARIABLES[name].default
 
 
 def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
@@ -91,13 +112,38 @@ def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
     return None
 
 
+def unknown_variants(op: str, variants: list[str]) -> list[str]:
+    """`LIGER_HW_CONFIG_<OP>__<VARIANT>` variables that are set for variants the op does not have."""
+    prefix = f"{CONFIG_PREFIX}{op.upper()}__"
+    known = {prefix + variant.upper() for variant in variants}
+    return sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+
+
 def unknown() -> list[str]:
     """LIGER_HW_ variables that are set but mean nothing: almost always a spelling mistake."""
+    configs = _config_names()
     return sorted(
         name
         for name in os.environ
-        if name.startswith(PREFIX) and name not in VARIABLES and not name.startswith(CONFIG_PREFIX)
+        if name.startswith(PREFIX) and name not in VARIABLES and name.split("__")[0] not in configs
     )
+
+
+def suggestion(name: str) -> str:
+    """`; did you mean ...?`, or nothing."""
+    from difflib import get_close_matches
+
+    head, mark, variant = name.partition("__")
+    near = get_close_matches(head, [*VARIABLES, *_config_names()], 1, 0.75)
+    return f"; did you mean {near[0]}{mark}{variant}?" if near else ""
+
+
+def _config_names() -> set[str]:
+    """`LIGER_HW_CONFIG_<OP>` of every op file, none of them imported, and of every op registered from elsewhere."""
+    from .ops import _ops
+
+    files = (Path(__file__).parent / "kernels").glob("[a-z]*.py")
+    return {CONFIG_PREFIX + name.upper() for name in (*(file.stem for file in files), *_ops)}
 
 
 def clear() -> None:

@@ -28,6 +28,12 @@ def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
     return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
 
 
+def expect(value: Any, kinds: Any, name: str, expected: str) -> None:
+    """Raise `TypeError` that says what was expected unless `value` is of these types."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}: {value!r}")
+
+
 @dataclass(frozen=True)
 class Op:
     """One op file's registration: what tests, bench, tuner and CLI iterate over.
@@ -93,7 +99,8 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; imports its file only. Raises `ValueError` with the nearest names."""
+    """The op of this name; imports its file only. Raises `ValueError` with the nearest names, `TypeError` for no name."""
+    expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]
     package = f"{__package__}.kernels"

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 from . import env
 from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
-from .ops import Key, Op, Sample, _ops, _tunables, get_op, next_power_of_2, ops, register, row_key  # noqa: F401  as above
+from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, next_power_of_2, ops, register, row_key  # noqa: F401  as above
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,7 @@ class Tunable:
 
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
+_pretended: list[list[Target]] = []
 _quarantined: dict[tuple[str, str, Key, str], str] = {}
 _quarantined_before: dict[tuple[str, str, Key, str], dict[str, str]] = {}
 """(arch, tunable, key, configuration) that failed in an earlier process -> {kernel hash it failed with: reason}"""
@@ -242,6 +243,11 @@ def _forced(tunable: Tunable) -> tuple[str, str] | None:
     """The environment's configuration, read once."""
     if tunable.name not in _explicit:
         _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
+        variants = [one.variant for one in _tunables.values() if one.op == tunable.op]
+        for name in env.unknown_variants(tunable.op, variants):
+            if name not in _explicit:
+                _explicit[name] = None  # once
+                log.warning("liger_hw: %s is set, but %s has the variants %s", name, tunable.op, ", ".join(variants))
     return _explicit[tunable.name]
 
 
@@ -323,9 +329,12 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant. An illegal configuration is refused with a warning that says why,
-    and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type. A
+    configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
     """
+    expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
+    expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
+    LaunchConfig.from_json(config.to_json())
     op = get_op(scope.split(".")[0])
     known = [op.name, *(tunable.name for tunable in op.tunables)]
     if scope not in known:
@@ -338,7 +347,7 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _overrides.remove(item)
+            _overrides[:] = [other for other in _overrides if other is not item]
             invalidate()
 
 
@@ -348,14 +357,18 @@ def pretend(target: Target) -> Iterator[None]:
 
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
+    expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
+    item = [target]  # equal targets may be pretended at once, and blocks may end in any order
     with _lock:
-        before, _state["pretend"] = _state["pretend"], target
+        _pretended.append(item)
+        _state["pretend"] = target
         invalidate()
     try:
         yield
     finally:
         with _lock:
-            _state["pretend"] = before
+            _pretended[:] = [other for other in _pretended if other is not item]
+            _state["pretend"] = _pretended[-1][0] if _pretended else None
             invalidate()
 
 
@@ -364,6 +377,7 @@ def set_deterministic(on: bool | None) -> None:
 
     None returns to `LIGER_HW_DETERMINISTIC`.
     """
+    expect(on, (bool, type(None)), "on", "True, False or None")
     with _lock:
         _state["deterministic"] = on
         invalidate()
@@ -409,20 +423,34 @@ def _all_tunables() -> list[Tunable]:
 
 
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
-    """One Explanation for each variant of `op` at problem sizes `shape` (see the op's `dims`).
+    """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
     device: a torch device, a Target, an architecture name such as `gfx942`, or None for the current accelerator.
-    Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length.
+    Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
+    import torch
+
+    expect(shape, (tuple, list), "shape", "a tuple of sizes")
+    for size in shape:
+        expect(size, int, "each size", "an int")
+    if shape and min(shape) < 1:
+        raise ValueError(f"sizes are positive, got {tuple(shape)}")
+    expect(dtype, torch.dtype, "dtype", "a torch.dtype, as torch.bfloat16")
+    kinds = Target, torch.device, str, type(None)
+    expect(device, kinds, "device", "a torch device, a Target, an architecture's name, or None")
     target = device if isinstance(device, Target) else _target_named(device)
     result = []
     for tunable in get_op(op).tunables:
         if len(shape) != len(tunable.dims):
             raise ValueError(f"{op} takes {len(tunable.dims)} sizes ({' x '.join(tunable.dims)}), got {shape}")
-        key = tunable.key(*shape, dtype.itemsize)
-        with _lock:
-            result.append(Explanation(tunable.name, target, key, tuple(_candidates(tunable, target, key))))
+        result.append(explain_tunable(tunable, target, tunable.key(*shape, dtype.itemsize)))
     return result
+
+
+def explain_tunable(tunable: Tunable, target: Target, key: Key) -> Explanation:
+    """What `tunable` launches with for one key, and why."""
+    with _lock:
+        return Explanation(tunable.name, target, key, tuple(_candidates(tunable, target, key)))
 
 
 def _target_named(device: Any) -> Target:

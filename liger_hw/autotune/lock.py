@@ -14,6 +14,7 @@ from typing import Any, Iterable, Mapping
 
 from .. import registry
 from ..backends import Target
+from ..env import SettingError
 from ..registry import Entry, Key, Plan, Tunable
 from . import store, tables
 from .tables import Name
@@ -72,13 +73,19 @@ def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
     return header, table
 
 
-def read_or_warn(path: Path) -> dict[Name, Entry]:
-    """The entries of a lock file; none, and one warning, when it cannot be used."""
+def entries(path: Path) -> dict[Name, Entry]:
+    """The entries of the lock file that LIGER_HW_LOCK_FILE names.
+
+    Raises `SettingError` when it cannot be used: who asks for a pinned run must not get another one and a warning.
+    """
     try:
         return read(path)[1]
     except (OSError, ValueError, RecursionError) as error:
-        store.warn_once(f"lock {path}", f"LIGER_HW_LOCK_FILE={path} is ignored, nothing is pinned: {error}")
-        return {}
+        why = f"no such file (looked in {Path.cwd()})" if isinstance(error, FileNotFoundError) else str(error)
+        raise SettingError(
+            f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with `liger-hw lock -o {path} --model ...`, "
+            "correct the path, or unset the variable"
+        ) from None
 
 
 def save(path: str | Path = "liger-hw.lock") -> str:

@@ -13,6 +13,7 @@ from .jobs import Job
 
 Sizes = tuple[int, ...]
 Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]
+"""(op, sizes, dtype) -> (`op.variant`, key) of every launch there, of the op's own kernels and of those it shares."""
 
 
 def shapes(
@@ -38,8 +39,13 @@ def shapes(
 
 
 def jobs(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned). Within an op, sizes near 8192 rows come first: the rest starts from their winners."""
+    """(jobs, what could not be planned). Within an op, sizes near 8192 rows come first: the rest starts from their winners.
+
+    A kernel that an op shares with another (a loss's sums, the scaling of its gradients) is tuned as that other op's, at
+    sizes of it that have the key.
+    """
     best: dict[tuple[str, str, Key], Sizes] = {}
+    shared: dict[tuple[str, str, Key], None] = {}
     beside: dict[tuple[str, Sizes], tuple[tuple[str, Key], ...]] = {}
     problems = []
     for op, sizes in wanted:
@@ -48,8 +54,10 @@ def jobs(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[
         except Exception as error:
             problems.append(f"{op} at {'x'.join(map(str, sizes))}: {type(error).__name__}: {error}")
             continue
-        beside[op, sizes] = tuple(launched)
-        for variant, key in launched:
+        parted = [(*name.split("."), key) for name, key in launched]
+        shared.update({place: None for place in parted if place[0] != op})
+        beside[op, sizes] = tuple((variant, key) for owner, variant, key in parted if owner == op)
+        for variant, key in beside[op, sizes]:
             place = (op, variant, key)
             if place not in best or _weight(sizes) > _weight(best[place]):
                 best[place] = sizes
@@ -60,6 +68,12 @@ def jobs(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[
         for variant, key in beside[op, sizes]:
             if best[op, variant, key] == sizes:
                 found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
+    for op, variant, key in (place for place in shared if place not in best):
+        guess = space.sizes_for(registry.get_op(op), registry._tunables[f"{op}.{variant}"], key)
+        if guess is None:
+            problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
+        else:
+            found.append(Job(op, variant, key, *guess))
     return found, problems
 
 
@@ -100,8 +114,7 @@ def traced(target: Target) -> Scan:
     """Finds what an op launches without the device, by running its launchers on meta tensors."""
 
     def scan(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        launches = trace(op, sizes, dtype, target)
-        return _own(op, ((launch.tunable, launch.key) for launch in launches))
+        return list(dict.fromkeys((launch.tunable, launch.key) for launch in trace(op, sizes, dtype, target)))
 
     return scan
 
@@ -121,8 +134,7 @@ def measured(measurer: Any) -> Scan:
     """Finds what an op launches by running it in the measuring worker."""
 
     def scan(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        found = measurer.scan(op, list(sizes), dtype)
-        return _own(op, ((f"{op}.{variant}", tuple(key)) for variant, key in found))
+        return [(f"{op}.{variant}", tuple(key)) for variant, key in measurer.scan(op, list(sizes), dtype)]
 
     return scan
 
@@ -137,8 +149,3 @@ def either(first: Scan, second: Scan) -> Scan:
             return second(op, sizes, dtype)
 
     return scan
-
-
-def _own(op: str, named: Iterable[tuple[str, Key]]) -> list[tuple[str, Key]]:
-    prefix = f"{op}."
-    return list(dict.fromkeys((name.removeprefix(prefix), key) for name, key in named if name.startswith(prefix)))

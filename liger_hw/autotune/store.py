@@ -234,14 +234,16 @@ def device_folders() -> list[Path]:
 
 
 def layers(target: Target) -> list[tuple[str, Table]]:
-    """(layer, entries) of everything stored for a target, best first. Reads files; never raises for what is in them."""
+    """(layer, entries) of everything stored for a target, best first. Reads files; never raises for what is in them,
+    but for a lock file that was asked for and cannot be used (`SettingError`).
+    """
     problems: list[str] = []
     pinned: list[tuple[str, Table]] = []
     path = env.get("LIGER_HW_LOCK_FILE")
     if path:
         from . import lock
 
-        pinned.append(("lock", lock.read_or_warn(Path(path))))
+        pinned.append(("lock", lock.entries(Path(path))))
     offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):

@@ -19,6 +19,7 @@ import sys
 from typing import Sequence
 
 from .. import __version__
+from ..env import SettingError
 
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
@@ -27,8 +28,10 @@ COMMANDS = {
     "demo": "train a small Mistral as Hugging Face ships it, then patched, and compare",
     "autotune": "measure launch configurations on this device and keep the winners",
     "cache": "list, verify, export, import or clear the stored configurations",
+    "models": "what every model family of transformers gets, verified on tiny models",
     "compile": "what every op would launch on an architecture, compiled here without the device",
     "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
+    "plan": "activation levels of a model, the memory they take and the best mix that fits",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse: --help, --version, a wrong argument
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except UsageError as error:
+    except (UsageError, SettingError) as error:
         print(f"liger-hw: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

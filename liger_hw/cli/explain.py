@@ -1,12 +1,14 @@
 """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device gfx942]`: what `registry.explain` says.
 
-Works for a device that is not in this machine: name its architecture instead of a torch device.
+Also of the kernels that the op shares with others (a loss's sums, the scaling of its gradients), where Triton is here
+to say which it launches. Works for a device that is not in this machine: name its architecture instead of a torch device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from . import UsageError
 from ._values import dtype_name, shape, torch_dtype
@@ -32,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
         found = {
             name: registry.explain(op.name, sizes, torch_dtype(arguments.dtype), arguments.device)
+            + _shared(op, sizes, arguments)
             for name, sizes in shapes.items()
         }
     except (ValueError, RuntimeError) as error:
@@ -50,3 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         for one in explanations:
             print(one)
     return 0
+
+
+def _shared(op: Any, sizes: tuple[int, ...], arguments: argparse.Namespace) -> list[Any]:
+    """Explanations of the other ops' kernels that `op` launches at these sizes; none without Triton."""
+    from .. import registry
+    from ..autotune import plan
+    from ..kernels import _triton
+
+    if not _triton.AVAILABLE or registry.interpreting():
+        return []
+    target = registry._target_named(arguments.device)
+    launched = plan.traced(target)(op.name, sizes, arguments.dtype)
+    others = [(name, key) for name, key in launched if not name.startswith(f"{op.name}.")]
+    return [registry.explain_tunable(registry._tunables[name], target, key) for name, key in others]

@@ -94,7 +94,7 @@ def collect(dtype: str = "bfloat16") -> dict[str, Any]:
         "dtype": dtype,
         "ops": _ops(devices, dtype),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
-        "unknown_environment": env.unknown(),
+        "unknown_environment": {name: env.suggestion(name) for name in env.unknown()},
     }
 
 
@@ -200,8 +200,8 @@ def as_text(facts: dict[str, Any]) -> str:
             lines.append(f"{name:<13} {found or 'not installed'}")
     if triton["warning"]:
         lines.append(f"WARNING       {triton['warning']}")
-    for name in facts["unknown_environment"]:
-        lines.append(f"WARNING       {name} is set, but liger_hw knows no such variable")
+    for name, hint in facts["unknown_environment"].items():
+        lines.append(f"WARNING       {name} is set, but liger_hw knows no such variable{hint}")
     for name, value in facts["environment"].items():
         lines.append(f"environment   {name}={value}")
 

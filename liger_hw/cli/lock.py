@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .. import registry
+    from .. import env, registry
 
     try:
         target = registry._target_named(arguments.device)
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("lock: say what to pin: --model with one or more models, or --from-used")
     from ..autotune import lock
 
+    env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file holds what is tuned now, not what an older one pinned
     keys = _used(arguments, target) if arguments.from_used else _of_models(arguments, target)
     if not keys:
         raise UsageError(f"lock: nothing to pin for {target.name}")
@@ -86,7 +87,7 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
     scan = plan.traced(target)
     for op, sizes in wanted:
         try:
-            found.update({(f"{op}.{variant}", key): None for variant, key in scan(op, sizes, arguments.dtype)})
+            found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))
         except Exception as error:
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
     return [(registry._tunables[name], key) for name, key in found]

@@ -179,6 +179,24 @@ def test_lock_pins_a_model(cache, capsys, tmp_path):
     assert "edited" in run(capsys, "lock", "--check", str(path), "--device", "sm90", code=1)
 
 
+def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, capsys, tmp_path):
+    """The fused linear loss launches cross entropy's sums and scaling too: all three commands cover them."""
+    path, words = tmp_path / "l", ("--model", "mistral-7b", "--ops", "fused_linear_cross_entropy", "--seq", "2048")
+    run(capsys, "lock", *words, "--device", "sm90", "-o", str(path))
+    launched = {("cross_entropy", "stats", (11,))}
+    launched |= {("cross_entropy", "bwd", key) for key in ((4096, 11, 2), (4096, 15, 2))}  # hidden states', the head's
+    launched |= {("fused_linear_cross_entropy", "fwd", (32768, 2))}
+    assert set(lock.read(path)[1]) == launched
+    plan = json.loads(run(capsys, "autotune", "--dry-run", "--json", "--device", "sm90", *words))
+    assert {(job["op"], job["variant"], tuple(job["key"])) for job in plan["jobs"]} == launched and not plan["problems"]
+    for job in plan["jobs"]:
+        of = tunable(f"{job['op']}.{job['variant']}")
+        assert list(of.key(*job["sizes"], 2)) == job["key"]
+    words = ("explain", "fused_linear_cross_entropy", "--shape", "2048x4096x32768", "--device", "sm90", "--json")
+    rows = json.loads(run(capsys, *words))
+    assert {(*row["tunable"].split("."), tuple(row["key"])) for row in rows} == launched
+
+
 def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
     notes.save_misses(H200, [("rms_norm", "bwd", KEY)])
     monkeypatch.setattr(registry, "_target_named", lambda name: H200)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_hw import registry
+from liger_hw import env, registry
 from liger_hw.autotune import inline, lock, notes, persist, store, tables
 from liger_hw.backends import known_target
+from liger_hw.cli import main
 from tests.autotune.fakes import H200, FakeMeasurer, entry, tunable
 
 KEY = (4096, 13, 2)
@@ -272,8 +273,9 @@ class TestInline:
         plan = fwd.plan(DEVICE, KEY)
         assert (plan.layer, plan.config) == ("user", self.best)
         assert store.read_user(H200, [])[0][1].config == self.best
+        opened = self.made[0].opened
         registry.invalidate()
-        assert fwd.plan(DEVICE, KEY).config == self.best and self.made[0].opened == 1
+        assert fwd.plan(DEVICE, KEY).config == self.best and self.made[0].opened == opened
 
     def test_a_failing_tuner_leaves_the_heuristic_and_stays_off(self, monkeypatch, caplog):
         monkeypatch.setattr(inline, "new_measurer", lambda device: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -315,7 +317,8 @@ class TestLock:
             assert registry._choose(fwd, known_target(arch), KEY).config == config
 
     @pytest.mark.parametrize("damage", ["missing", "torn", "edited", "a table"])
-    def test_a_bad_one_is_ignored_with_a_warning(self, h200, damage, monkeypatch, tmp_path, caplog):
+    def test_a_bad_one_stops_the_first_launch(self, h200, damage, monkeypatch, tmp_path, capsys):
+        """Who asks for a pinned run must not get another one."""
         path, fwd = tmp_path / "l", tunable()
         lock.write(path, {NAME: entry(fwd.safe(H200, KEY), fwd)}, {})
         text = path.read_text()
@@ -328,5 +331,12 @@ class TestLock:
             path.write_text(changed[damage])
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
         registry.reload()
-        assert fwd.plan(DEVICE, KEY).layer == "heuristic"
-        assert "nothing is pinned" in caplog.text
+        for _ in range(2):  # and every later one
+            with pytest.raises(env.SettingError, match="LIGER_HW_LOCK_FILE.*Nothing would be pinned.*unset"):
+                fwd.plan(DEVICE, KEY)
+        assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
+        assert "LIGER_HW_LOCK_FILE" in capsys.readouterr().err
+        words = ["lock", "--model", "mistral-7b", "--ops", "rms_norm", "--seq", "64", "--device", "sm90", "-o", str(path)]
+        assert main(words) == 0  # what repairs it
+        registry.reload()
+        assert registry.explain("rms_norm", (64, 4096), torch.bfloat16, "sm90")[0].chosen.layer == "lock"

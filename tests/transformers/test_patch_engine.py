@@ -41,7 +41,8 @@ def forwards(model):
 
 
 def test_signature_is_liger_s(family):
-    parameters = inspect.signature(family.apply).parameters
+    parameters = dict(inspect.signature(family.apply).parameters)
+    assert parameters.pop("activations").kind is inspect.Parameter.KEYWORD_ONLY  # not in Liger
     assert {name: p.default for name, p in parameters.items()} == KEYWORDS
     assert list(parameters) == list(KEYWORDS)
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
@@ -323,6 +324,15 @@ def test_report_reads_as_a_table(family, caplog):
     assert f"{family.norm.__name__}.forward x5" in norm and norm.endswith(config_source("rms_norm"))
     assert next(line for line in lines if line.startswith("swiglu")).endswith("-")
     report.revert()
+
+
+def test_report_names_the_kernels_of_other_ops_that_were_launched(family, clean_registry):
+    """The fused linear loss launches cross entropy's sums; where their configuration came from is shown too."""
+    with family.apply() as report:
+        assert "also launched" not in str(report)
+        stats = next(t for t in clean_registry.get_op("cross_entropy").tunables if t.variant == "stats")
+        stats.plan(torch.device("cpu"), (13,))
+        assert str(report).splitlines()[-1] == "also launched: cross_entropy (stats: heuristic)"
 
 
 def test_forward_keeps_its_signature(family):
