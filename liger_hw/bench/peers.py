@@ -3,6 +3,7 @@
     torch    eager, as models write it            liger  liger-kernel's functional API, its defaults
     compile  torch.compile of the same            quack  quack-kernels (CuTe DSL, NVIDIA only)
     aten     torch's own fused op, where it has   cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
+    apart    our own ops one after the other, where an op of ours does in one what several can
 
 A new op needs a line in `_EAGER` only when models write it differently from its reference, and a line for each peer
 that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Op
+from .more_peers import APART, EAGER, LIGER
 
 OURS = "liger_hw"
 
@@ -159,6 +161,7 @@ _EAGER: dict[str, Callable[..., Any]] = {
     "geglu": _geglu,
     "cross_entropy": _cross_entropy,
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
+    **EAGER,
 }
 
 
@@ -188,7 +191,13 @@ def _aten(op: Op) -> Callable[..., Any]:
 # -- other packages --------------------------------------------------------------------------------------------------
 
 
+def _apart(op: Op) -> Callable[..., Any]:
+    return _lookup("apart", op, APART)
+
+
 def _liger(op: Op) -> Callable[..., Any]:
+    if op.name in LIGER:
+        return LIGER[op.name]
     functional = importlib.import_module("liger_kernel.transformers.functional")
     function = getattr(functional, f"liger_{op.name}", None)
     if function is None:
@@ -270,6 +279,7 @@ PEERS = {
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
         Peer("aten", "torch", "torch", _aten),
+        Peer("apart", "torch", "torch", _apart),
         Peer("liger", "liger_kernel", "liger-kernel", _liger),
         Peer("quack", "quack", "quack-kernels", _quack),
         Peer("cce", "cut_cross_entropy", "cut-cross-entropy", _cce("high")),
