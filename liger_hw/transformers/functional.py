@@ -27,6 +27,19 @@ _HOME = {
     "liger_kl_div": "kl_div",
     "liger_tvd": "tvd",
     "liger_fused_ce_tvd": "fused_ce_tvd",
+    "liger_group_norm": "group_norm",
+    "liger_modulated_rms_norm": "modulated_rms_norm",
+    "liger_poly_norm": "poly_norm",
+    "liger_dyt": "dyt",
+    "liger_softmax": "softmax",
+    "liger_sparsemax": "sparsemax",
+    "liger_qwen2vl_mrope": "qwen2vl_mrope",
+    "liger_llama4_rope": "llama4_rope",
+    "liger_vision_rope": "vision_rope",
+    "liger_interleaved_rope": "interleaved_rope",
+    "liger_qk_norm_rope": "qk_norm_rope",
+    "liger_embedding": "embedding",
+    "liger_multi_token_attention": "multi_token_attention",
 }
 """Name -> the file in `liger_hw/kernels` that defines it."""
 
