@@ -11,16 +11,17 @@ import functools
 import logging
 import types
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
-from ..transformers.report import Patch
+from ..transformers.report import MARK, Patch, PatchReport, PatchRow
 from . import recipes
 from .levels import FIT, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
+_PART = "activations"
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
@@ -168,27 +169,33 @@ class _Check:
 class Dial:
     """The levels of one live model, put on when it is made. `revert()` takes them off; so does leaving it as a context.
 
-    setting: see `liger_hw.activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
+    setting: see `activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
     """
 
     def __init__(self, model: torch.nn.Module, setting: Any) -> None:
         self.model = model
-        layers = layers_of(model)
-        self._choice = Choice(setting, len(layers))
-        self.patches: list[Patch] = []
-        config = getattr(model, "config", None)
-        for index, layer in enumerate(layers):
+        self.layers = layers_of(model)
+        self._choice = Choice(setting, len(self.layers))
+        self._patches: list[Patch] = []
+        for index, layer in enumerate(self.layers):
             slot = "_old_forward" if hasattr(layer, "_hf_hook") and "_old_forward" in vars(layer) else "forward"
-            self.patches.append(Patch(layer, slot, self._at_its_level(index, layer, config, getattr(layer, slot))))
-            self.patches[-1].apply()
+            forward = getattr(layer, slot)
+            _check_free(forward, type(layer).__name__)
+            replacement = types.MethodType(self._at_its_level(index, forward, layer), layer)
+            self._patches.append(Patch(layer, slot, replacement))
+        for patch in self._patches:
+            patch.apply()
 
-    def _at_its_level(self, index: int, layer: torch.nn.Module, config: Any, forward: Callable) -> Callable:
-        choice, model = self._choice, self.model
+    def _at_its_level(self, index: int, forward: Callable[..., Any], layer: torch.nn.Module) -> Callable[..., Any]:
+        choice, model, config = self._choice, self.model, getattr(self.model, "config", None)
+        function = forward.__func__ if getattr(forward, "__self__", None) is layer else None
 
         @functools.wraps(forward)
-        def at_its_level(*args: Any, **kwargs: Any) -> Any:
-            return run_at(choice.level(index, model, config, args, kwargs), forward, args, kwargs)
+        def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = forward if function is None else types.MethodType(function, self)  # of a copy of the model, its own
+            return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
 
+        setattr(at_its_level, MARK, (_PART, _PART))
         return at_its_level
 
     @property
@@ -199,11 +206,11 @@ class Dial:
     def prediction(self) -> Prediction | None:
         return self._choice.prediction
 
-    def revert(self) -> None:
-        """Put every layer's forward back. Doing it twice does nothing more."""
-        while self.patches:
-            self.patches.pop().revert()
+    def revert(self) -> bool:
+        """Put every layer's forward back; false while somebody else's stands over one. Twice does nothing more."""
+        self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         self._choice.end()
+        return not self._patches
 
     def __enter__(self) -> "Dial":
         return self
@@ -221,6 +228,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
     A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`).
     """
     original = cls.forward
+    _check_free(original, cls.__name__)
     choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
     places: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, Any, Choice]] = weakref.WeakKeyDictionary()
 
@@ -244,4 +252,30 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = places[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
+    setattr(at_its_level, MARK, (_PART, _PART))
     return Patch(cls, "forward", at_its_level)
+
+
+def _check_free(forward: Callable[..., Any], name: str) -> None:
+    if getattr(forward, MARK, ("",))[0] == _PART:
+        raise ValueError(f"activations: {name} has its levels already; revert() that call before asking for others")
+
+
+def put_on(
+    report: PatchReport, setting: Any, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]
+) -> None:
+    """What `activations=` of a patch function does: levels for a live model, or for the layer classes of samples."""
+    if model is not None:
+        dial = Dial(model, setting)
+        report.patches.append(dial)
+        names = {type(layer).__name__ for layer in dial.layers}
+    else:
+        if not is_budget(setting) and isinstance(setting, str):
+            check_level(setting)
+        classes = {type(layers_of(sample)[0]) for sample in samples}
+        for cls in classes:
+            patch = class_patch(cls, setting)
+            patch.apply()
+            report.patches.append(patch)
+        names = {cls.__name__ for cls in classes}
+    report.rows += [PatchRow(_PART, f"{name}.forward", "-", str(setting)) for name in sorted(names)]

@@ -108,7 +108,7 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     return function
 
 
-def _apply_spec(spec: FamilySpec, model: Any, options: dict[str, bool]) -> PatchReport:
+def _apply_spec(spec: FamilySpec, model: Any, options: dict[str, Any]) -> PatchReport:
     modeling = modeling_module(spec)
     model = checked_model(spec, model)
     if model is not None:

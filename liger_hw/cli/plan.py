@@ -1,0 +1,120 @@
+"""`liger-hw plan --model llama-3-8b --batch 4 --seq 4096 --memory 80GiB`: activation levels, their memory and speed.
+
+    liger-hw plan --model mistral-7b --batch 4 --seq 4096              every level, and what fits the device here
+    liger-hw plan --model my/config.json --batch 1 --seq 32768 --memory 80GiB 140GiB
+
+Predicted from the model's shape alone, without a device; what was taken for granted is printed underneath. The same
+planner answers `activations="fit"` and `activations="80GiB"` of a patched model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from . import UsageError
+from ._values import dtype_name, positive, table
+
+if TYPE_CHECKING:
+    from ..recompute.planner import Planner, Prediction
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a known name, a config.json, or a Hugging Face id")
+    parser.add_argument("--batch", type=positive, required=True, help="sequences a device takes at a time")
+    parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        default=[],
+        metavar="80GiB",
+        help="what a step may use (default: the device here, if any)",
+    )
+    parser.add_argument("--layers", type=positive, help="another number of layers than the model has")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
+    parser.add_argument(
+        "--autocast", type=dtype_name, help="dtype of activations where it differs, as bf16 under autocast"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", help="adamw, sgd, momentum, adafactor, adamw8bit (default adamw)"
+    )
+    parser.add_argument("--shards", type=positive, default=1, help="devices that share parameters and states (FSDP)")
+    parser.add_argument("--trainable", type=float, default=1.0, help="share of the parameters that train (LoRA: 0.01)")
+    parser.add_argument("--no-window", action="store_true", help="attention without the config's sliding window")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        planner = _planner(arguments)
+        budgets = _budgets(arguments.memory)
+        rows: list[tuple[str, Any]] = [(one.levels[0], one) for one in planner.pure()]
+        for name, budget in budgets:
+            try:
+                rows.append((name, planner.best(budget)))
+            except ValueError as error:
+                rows.append((name, str(error)))
+    except ValueError as error:
+        raise UsageError(f"plan: {error}") from None
+    if arguments.json:
+        print(json.dumps([_as_json(name, found) for name, found in rows], indent=2))
+    else:
+        _print(planner, rows)
+    return 1 if any(isinstance(found, str) for _, found in rows) else 0
+
+
+def _planner(arguments: argparse.Namespace) -> "Planner":
+    from dataclasses import replace
+
+    from ..autotune import models
+    from ..recompute.planner import Assumptions, Planner
+
+    model = models.find(arguments.model)
+    model = replace(model, layers=arguments.layers or model.layers, window=0 if arguments.no_window else model.window)
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}
+    given = Assumptions(
+        dtype_bytes=size[arguments.dtype],
+        compute_bytes=size[arguments.autocast or arguments.dtype],
+        optimizer=arguments.optimizer,
+        trainable=arguments.trainable,
+        shards=arguments.shards,
+    )
+    return Planner(model, arguments.batch, arguments.seq, given)
+
+
+def _budgets(texts: list[str]) -> list[tuple[str, int]]:
+    """(name, bytes) of each --memory, or of the accelerator that is present."""
+    import torch
+
+    from ..recompute.levels import parse_size
+    from ..recompute.planner import usable
+
+    if not texts and torch.accelerator.is_available():
+        return [("fit", usable(torch.device(torch.accelerator.current_accelerator().type, 0)))]
+    sizes = [(text, parse_size(text)) for text in texts]
+    if wrong := [text for text, size in sizes if size is None]:
+        raise ValueError(f"--memory {wrong[0]!r} is no size; write it as 80GiB or 80000MB")
+    return [(text, size) for text, size in sizes if size is not None]
+
+
+def _as_json(name: str, found: "Prediction | str") -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"setting": name, "error": found}
+    return {"setting": name, "levels": list(found.levels), "peak_bytes": found.peak, "speed": round(found.speed, 4)}
+
+
+def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
+    from ..recompute.levels import in_words
+
+    model = planner.model
+    print(f"{model.name}, {model.layers} layers, batch {planner.batch} x {planner.seq}")
+    lines = [("activations=", "levels, first layer first", "peak GiB", "speed")]
+    failed = [f"{name}: {found}" for name, found in rows if isinstance(found, str)]
+    for name, found in rows:
+        if not isinstance(found, str):
+            lines.append((name, in_words(found.levels), f"{found.peak / 2**30:.1f}", f"{100 * found.speed:.1f}%"))
+    print(table(lines))
+    attention = "attention with a mask (a sliding window)" if planner.masked else "flash attention"
+    attention = "eager attention" if model.softcap else attention
+    print("\n".join([*failed, f"Assumed: {planner.given}; {attention}. Speed is against `keep`."]))

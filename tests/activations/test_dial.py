@@ -1,0 +1,256 @@
+"""Levels on models: what each layer runs at, plans for a budget, and that everything is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from small_decoder import Decoder, gradients, identical, some_input
+
+import liger_hw
+from liger_hw.recompute import dial as dials
+from liger_hw.recompute import recipes
+from liger_hw.recompute.levels import in_words, level_of_each, parse_size
+
+pytestmark = pytest.mark.cpu
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+def tiny(family="Mistral", **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+
+def step(model, **more):
+    model.zero_grad(set_to_none=True)
+    model(input_ids=IDS, labels=IDS, **more).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("keep", "keep x4"),
+        ("cheap", "cheap x4"),
+        ("mlp", "mlp x3, cheap x1"),
+        ("full", "full x3, cheap x1"),
+        (["full", "mlp", "cheap", "keep"], "full x1, mlp x1, cheap x1, keep x1"),
+        ({0: "mlp", -1: "full"}, "mlp x1, keep x2, full x1"),
+        ("1GiB", "keep x4"),
+    ],
+)
+def test_levels_on_a_transformers_model(setting, words, ledger):
+    model = tiny()
+    liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
+    forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
+    expected = step(model)
+    with liger_hw.activations(setting, model) as dial:
+        assert identical(step(model), expected)
+        assert in_words(dial.levels) == words
+        assert (dial.prediction is not None) == (setting == "1GiB")
+    assert bool(ledger.computed) == (words != "keep x4")
+    assert {name: m.__dict__.get("forward") for name, m in model.named_modules()} == forwards
+    assert identical(step(model), expected)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+def test_families(family, ledger):
+    model = tiny(family, head_dim=8, attn_implementation="eager" if family == "Gemma2" else "sdpa")
+    name = {"Llama": "llama", "Qwen3": "qwen3", "Gemma2": "gemma2"}[family]
+    report = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")(model=model)
+    expected = step(model)
+    report.revert()
+    with getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")(model=model, activations="mlp") as report:
+        assert "activations: mlp" in report.summary()
+        assert identical(step(model), expected)
+    assert {"rms_norm_fwd", "_linear"} <= set(ledger.computed)
+    assert ("rope" in ledger.computed) == (family == "Qwen3"), "a rotated QK norm is had again, other q and k are kept"
+
+
+@pytest.mark.parametrize("setting", ["cheap", "full", ["mlp", "keep", "full", "cheap"], "1GiB"])
+def test_on_classes(setting, ledger):
+    """Models made before the call and after it, each by its own place in its model."""
+    before = tiny()
+    with liger_hw.transformers.apply_liger_kernel_to_mistral():
+        expected = step(before)
+    original = type(before.model.layers[0]).forward
+    with liger_hw.transformers.apply_liger_kernel_to_mistral(activations=setting):
+        for model in (before, tiny()):
+            assert identical(step(model), expected)
+    assert bool(ledger.computed) == (setting != "1GiB")
+    assert type(before.model.layers[0]).forward is original
+
+
+def test_what_means_nothing_raises():
+    model = tiny()
+    for wrong, message in (
+        ("chep", "unknown level 'chep'; there are keep, cheap, mlp, full"),
+        (["keep"], "1 levels for 4 layers"),
+        ({7: "mlp"}, "7 is no layer of 4"),
+        (3, "activations takes keep"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            liger_hw.activations(wrong, model)
+        assert "forward" not in vars(model.model.layers[0])
+    for without_model in ("full", "fit", "80GiB", ["keep"]):
+        with pytest.raises(ValueError, match="pass the model too"):
+            liger_hw.activations(without_model)
+    with pytest.raises(ValueError, match="has no list of layers"):
+        liger_hw.activations("mlp", torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="on the CPU; name a size"), liger_hw.activations("fit", model):
+        step(model)
+    with liger_hw.activations("mlp", model), pytest.raises(ValueError, match="has its levels already"):
+        liger_hw.activations("cheap", model)
+    report = liger_hw.transformers.apply_liger_kernel_to_mistral
+    with pytest.raises(ValueError, match="unknown level"):
+        report(model=model, activations="chep")
+    assert not any("forward" in vars(m) for m in model.modules()), "a refused call leaves nothing patched"
+
+
+def test_a_budget_that_nothing_fits_says_the_least():
+    model = tiny()
+    with liger_hw.activations("1MiB", model), pytest.raises(ValueError, match="needs 0.1 GiB even with .*batch"):
+        step(model)
+
+
+def test_a_larger_batch_is_planned_anew():
+    model = tiny()
+    with liger_hw.activations("1GiB", model) as dial:
+        step(model)
+        first = dial.prediction
+        model(input_ids=IDS[:1], labels=IDS[:1]).loss.backward()
+        assert dial.prediction is first
+        more = IDS.repeat(2, 1)
+        model(input_ids=more, labels=more).loss.backward()
+        assert dial.prediction.peak > first.peak
+
+
+def test_copies_run_their_own_layers():
+    model = tiny()
+    with liger_hw.activations("cheap", model):
+        twin = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert step(twin)[1].abs().sum() > 0
+        assert twin.model.layers[0].forward.__self__ is twin.model.layers[0]
+    assert identical(step(loaded), step(tiny()))
+
+
+def test_no_cost_in_evaluation(monkeypatch):
+    model = tiny().eval()
+    monkeypatch.setattr(recipes.Scope, "__enter__", lambda self: pytest.fail("entered without gradients"))
+    with liger_hw.activations("cheap", model), torch.no_grad():
+        assert model(input_ids=IDS).logits.shape == (2, 11, 61)
+        model.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_with_gradient_checkpointing(reentrant, ledger):
+    """transformers checkpoints two layers, the dial runs all: what is checkpointed is left to that."""
+    model = tiny()
+    liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
+    expected = step(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for layer in model.model.layers[:2]:
+        layer.gradient_checkpointing = False
+    for setting in ("cheap", "full"):
+        with liger_hw.activations(setting, model):
+            assert identical(step(model, use_cache=False), expected)
+    assert ledger.computed
+
+
+def test_accumulation_and_frozen_weights():
+    """Two batches before the gradients are read; and adapters alone training (everything else frozen)."""
+
+    def run(setting):
+        model = Decoder(count=3).requires_grad_(False)
+        for layer in model.layers:
+            layer.mlp.down_proj.requires_grad_(True)
+        with liger_hw.activations(setting, model):
+            for scale in (1.0, 0.5):
+                model(some_input() * scale).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    assert identical(run("mlp"), run("keep"))
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("setting", ["cheap", "mlp", "full"])
+def test_sharded_and_distributed(setting, one_process_group, ledger):
+    """FSDP2 frees and gathers each layer's parameters anew; DDP hangs on each gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain = gradients(Decoder(count=3), contextlib.nullcontext())
+    model = Decoder(count=3)
+    with liger_hw.activations(setting, model):
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        assert identical(gradients(wrapped, contextlib.nullcontext()), plain)
+    sharded = Decoder(count=3)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(sharded, mesh=mesh)
+    with liger_hw.activations(setting, sharded):
+        found = gradients(sharded, contextlib.nullcontext())
+    full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+    assert identical(full, plain)
+    assert ledger.computed
+
+
+def test_words():
+    assert parse_size("80GiB") == 80 << 30 and parse_size("1.5 gb") == 15 * 10**8 and parse_size("80") is None
+    assert level_of_each("mlp", 1) == ("cheap",)
+
+
+class _Device:
+    """Stands for an accelerator's allocator."""
+
+    peak = 0
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+
+def test_the_prediction_is_compared_with_the_allocator(monkeypatch, caplog):
+    device = _Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    prediction = dials.Prediction(("keep",), peak=2 << 30, first_peak=1 << 30, speed=1.0)
+    check = dials._Check(prediction, torch.device("cpu"))
+    weight.grad = torch.ones(2)
+    with caplog.at_level("INFO", "liger_hw"):
+        device.peak = 1 << 30
+        optimizer.step()
+        device.peak = 4 << 30
+        optimizer.step()
+        optimizer.step()
+    assert [record.message for record in caplog.records] == [
+        "liger_hw: peak memory after the first optimizer step: 1.0 GiB, predicted 1.0 (+0.0%)",
+        "liger_hw: peak memory after the second: 4.0 GiB, predicted 2.0 (-50.0%)",
+    ]
+    assert check._hook is None
