@@ -220,7 +220,12 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         from ..backends import target_of
 
         target = target_of(torch.device(_device(arguments.device)))
-    jobs, problems = _jobs(arguments, target, None)
+    measurer = None
+    if target.vendor == "cpu":
+        from ..autotune.local import LocalMeasurer
+
+        measurer = LocalMeasurer(_device("cpu"))  # says that there is nothing to tune, unless kernels are interpreted
+    jobs, problems = _jobs(arguments, target, measurer)
     rows = []
     for job in jobs:
         legal, refused = space.legal(registry._tunables[job.name], target, job.key)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+
 from liger_hw import registry
 from liger_hw.autotune import ahead, models
 from liger_hw.autotune.compile import _launcher_mode

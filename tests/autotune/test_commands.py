@@ -69,6 +69,7 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
         (("--device", "cuda:7"), "is not in this machine"),
         (("--device", "nonsense"), "is not in this machine"),
         (("--device", "cpu"), "nothing to tune"),
+        (("--device", "cpu", "--dry-run"), "nothing to tune"),
         ((), "no GPU here"),
         (("--dry-run", "--device", "sm90", "--ops", "rms_nrm"), "did you mean rms_norm"),
         (("--dry-run", "--device", "sm90", "--model", "mistral-70z"), "known without"),
