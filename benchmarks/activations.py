@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import timeit
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -70,7 +71,7 @@ def main() -> int:
 def run(library: str, options: argparse.Namespace, part: str) -> int:
     """All arms of one library in this process; one JSON line each into `part`."""
     began = time.perf_counter()
-    records = check() if library == "check" else arms(library, options)
+    records = {"check": check, "cost": cost}[library]() if library in ("check", "cost") else arms(library, options)
     with open(part, "a") as out:
         for record in records:
             record = {"library": library, **record}
@@ -110,6 +111,18 @@ def check() -> Iterator[dict[str, Any]]:
                     results[level] = gradients
                 same = all(torch.equal(a, b) for a, b in zip(results["keep"], gradients))
                 yield {"arm": level, "family": name, "autocast": autocast, "bit_identical": same, "kept_bytes": kept}
+
+
+def cost() -> Iterator[dict[str, Any]]:
+    """Host microseconds of packing and unpacking a tensor that has no recipe; and of torch's own cheapest hook."""
+    from liger_hw.recompute import recipes
+
+    weight = torch.randn(64, 64, requires_grad=True)
+    for name, t in (("leaf", weight), ("intermediate", weight * 2), ("view", (weight * 2).view(4096))):
+        with recipes.Scope(recipes.CHEAP), torch.no_grad():
+            ours = min(timeit.repeat(lambda: recipes.unpack(recipes.pack(t)), number=20000, repeat=7)) / 0.02
+            detach = min(timeit.repeat(lambda: t.detach(), number=20000, repeat=7)) / 0.02
+        yield {"arm": f"pack and unpack, {name}", "us": round(ours, 3), "detach_us": round(detach, 3)}
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def timed(stage: Any, configs: list[Any], refusal: type) -> tuple[dict[Any, list
 FITTED = ("start", "chain", "barrier", "barrier_per_warp", "shuffle", "issue", "access", "spill", "ahead", "kept", "last")
 BOUNDS = {
     **{"start": (20, 500), "chain": (0.5, 7), "barrier": (10, 150), "barrier_per_warp": (0, 10), "shuffle": (0.5, 30)},
-    **{"issue": (1, 2), "access": (0.5, 6), "spill": (2, 20), "ahead": (0, 1.5), "kept": (0.3, 1), "last": (0.3, 1)},
+    **{"issue": (1, 2), "access": (0.5, 2), "spill": (2, 20), "ahead": (0, 1.5), "kept": (0.3, 1), "last": (0.3, 1)},
     **{"overlap": (1.3, 4), "latency": (300, 1000)},
 }
 
@@ -219,12 +219,12 @@ class Data:
         return [sum(model.microseconds(w, self.target, pace, rates) for w in works) for works in launch["works"]]
 
 
-def outcome(times: list[float], predicted: list[float]) -> dict[str, Any]:
+def outcome(times: list[float], predicted: list[float], level: str = "binary") -> dict[str, Any]:
     """What the choice costs over the best of the sample. The heuristic (first) stays unless it loses by the margin."""
-    from liger_hw.autotune.static import MARGIN
+    from liger_hw.autotune.static import MARGINS
 
     chosen = min(range(len(times)), key=predicted.__getitem__)
-    if predicted[chosen] >= predicted[0] * (1 - MARGIN):
+    if predicted[chosen] >= predicted[0] * (1 - MARGINS[level]):
         chosen = 0
     best = min(times)
     return {
@@ -296,7 +296,7 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 def report(arguments: argparse.Namespace) -> None:
     from liger_hw.autotune import model
-    from liger_hw.autotune.static import MARGIN
+    from liger_hw.autotune.static import MARGINS
 
     data = Data(arguments.file)
     rows = []
@@ -307,7 +307,7 @@ def report(arguments: argparse.Namespace) -> None:
         times = {"chosen_us": launch["us"][found["chosen"]], "best_us": min(launch["us"]), "heuristic_us": launch["us"][0]}
         rows.append({**names, **found, **times, "predicted_us": round(predicted[found["chosen"]], 2)})
     facts = {name: data.raw[name] for name in ("device", "copy_gbs", "torch", "triton", "date")}
-    result = {"kind": "static-regret", **facts, "margin": MARGIN, "candidates": sum(len(x["us"]) for x in data.launches)}
+    result = {"kind": "static-regret", **facts, "margins": MARGINS, "candidates": sum(len(x["us"]) for x in data.launches)}
     result["not_modelled"] = data.left_out
     result["as_shipped"] = summary(rows)
     print("as shipped", json.dumps(result["as_shipped"]), flush=True)
@@ -354,7 +354,7 @@ def modelled(arguments: argparse.Namespace) -> None:
         except Exception as error:  # the kernel has changed since it was measured
             print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
             continue
-        rows.append(outcome(launch["us"], predicted))
+        rows.append(outcome(launch["us"], predicted, "ttir"))
     print(json.dumps(summary(rows)))
     if arguments.output:
         with open(arguments.output) as file:

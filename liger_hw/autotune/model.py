@@ -43,7 +43,7 @@ class Rates:
     shuffle: float = 1.0
     issue: float = 1.66
     """how many instructions of the text pass per issued one: branches not taken, and what the assembler fuses"""
-    access: float = 5.1
+    access: float = 1.0
     """128-byte accesses a cycle and multiprocessor"""
     spill: float = 4.0
     """instructions a spill costs"""
@@ -92,6 +92,7 @@ def work_of(certificate: Certificate) -> Work:
         raise ValueError(f"{launch.tunable}: not one block fits a multiprocessor of {target.arch}")
     programs = math.prod(launch.grid)
     moved, again, row, trips = _bytes(certificate.accesses, launch.sizes, programs)
+    ahead = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
     return Work(
         programs=programs,
         warps=r.threads // target.warp_size,
@@ -100,12 +101,12 @@ def work_of(certificate: Certificate) -> Work:
         moved=moved,
         again=again,
         row=row,
-        bytes_ahead=sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load"),
+        bytes_ahead=ahead,
         stages=launch.config.num_stages,
         width=(_width(r.loads) + _width(r.stores)) / 2,
         once={kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()},
         looped=r.looped,
-        shared=r.shared,
+        shared=r.shared if certificate.level == "binary" else ahead,
     )
 
 

@@ -6,7 +6,7 @@ there; entries then say `modelled` instead of `static`.
 For each job (one tunable at one key): a shortlist of the space, the heuristic first, is traced and compiled in worker
 processes; candidates that do not compile, may not be launched or spill more than the heuristic go; the rest are ranked by
 `model.time_of`; the neighbours of the two best are compiled and ranked too. The winner is kept when it is predicted to
-beat the heuristic by MARGIN, which is what the model cannot be trusted below (benchmarks/results/static-regret-h200.json).
+beat the heuristic by the margin, below which the model is not to be trusted (benchmarks/results/static-regret-h200.json).
 Recompiling what was compiled before comes from Triton's own cache on disk.
 """
 
@@ -26,7 +26,8 @@ from . import model, plan, space, store
 from .compile import Certificate, Launch, Workers
 from .jobs import Job, Result
 
-MARGIN = 0.08
+MARGINS = {"binary": 0.08, "ttir": 0.25}
+"""Predicted gain over the heuristic that keeps a choice, by how far its kernels were compiled."""
 
 
 class StaticTuner:
@@ -77,7 +78,7 @@ class StaticTuner:
         times = search.times
         winner = min(times, key=lambda config: (times[config], config != heuristic))
         gain = 1 - times[winner] / times[heuristic]
-        if gain <= MARGIN:
+        if gain <= min(MARGINS[c.level] for c in search.certificates(winner)):
             winner = heuristic
         result.tried, result.failed = len(search.traced), len(search.dropped)
         result.heuristic_us, result.winner_us = round(times[heuristic], 2), round(times[winner], 2)

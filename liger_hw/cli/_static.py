@@ -36,14 +36,15 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     """Choose for every job, store the choices, print them. `screen` shows what is done."""
     from ..autotune import store
     from ..autotune.compile import Workers
-    from ..autotune.static import MARGIN, StaticTuner
+    from ..autotune.static import MARGINS, StaticTuner
     from ..backends import backend
 
     folder = store.home(target)
     compiles = backend(target.vendor).triton_target(target) is not None
+    margin = MARGINS["binary" if compiles else "ttir"]
     how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
     screen.line(f"{target.arch} is not in this machine: candidates are {how} and ranked by a model, not measured.")
-    screen.line(f"Kept is what should beat the heuristic by {MARGIN:.0%}, as `{'static' if compiles else 'modelled'}`.")
+    screen.line(f"Kept is what should beat the heuristic by {margin:.0%}, as `{'static' if compiles else 'modelled'}`.")
     screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
         screen.line(f"not planned: {problem}")
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     failed = [r for r in results if r.error]
     screen.line(f"done after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed")
     if arguments.json:
-        facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": MARGIN}
+        facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
         print(json.dumps({"kind": "static", **facts, "results": [r.to_json() for r in results], "problems": problems}, indent=1))
     else:
         print(_text(results))

@@ -1,0 +1,295 @@
+"""Choosing without the device: what is read from a kernel's text, the model of its time, and the tuner around both."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liger_hw import registry
+from liger_hw.autotune import model, static
+from liger_hw.autotune.accesses import Access, accesses
+from liger_hw.autotune.compile import Certificate, Launch
+from liger_hw.autotune.jobs import Job
+from liger_hw.backends import LaunchConfig, backend, known_target
+from liger_hw.backends._text import instructions
+from liger_hw.backends.base import Resources
+from tests.autotune.fakes import H200, other_config, tunable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# -- TTIR ------------------------------------------------------------------------------------------------------------
+
+TTIR = """
+module {
+  tt.func public @k(%X_ptr: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("X_ptr"(#l)), %Y_ptr: !tt.ptr<f32> loc("Y"(#l)), %n: i32 loc(#l)) attributes {noinline = false} {
+    %0 = tt.splat %X_ptr : !tt.ptr<bf16> -> tensor<2x64x!tt.ptr<bf16>> loc(#l1)
+    %1 = tt.addptr %0, %off : tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xi32> loc(#l1)
+    %2 = tt.load %1, %m, %c : tensor<2x64x!tt.ptr<bf16>> loc(#l1)
+    %s = scf.for %i = %a to %b step %c iter_args(%p = %1, %acc = %z) -> (tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xf32>)  : i32 {
+      %3 = tt.load %p, %m : tensor<2x64x!tt.ptr<bf16>> loc(#l2)
+      %r = "tt.reduce"(%3) <{axis = 1 : i32}> ({
+      ^bb0(%x: f32 loc(callsite(#l1 at #l2)), %y: f32 loc(#l2)):
+        %add = arith.addf %x, %y : f32 loc(#l2)
+        tt.reduce.return %add : f32 loc(#l2)
+      }) : (tensor<2x64xf32>) -> tensor<2xf32> loc(#l2)
+      %4 = tt.addptr %p, %step : tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xi32> loc(#l2)
+      scf.yield %4, %acc : tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xf32> loc(#l2)
+    } loc(#l2)
+    scf.if %cond {
+      tt.store %Y_ptr, %v : !tt.ptr<f32> loc(#l3)
+    } else {
+      %5 = tt.splat %Y_ptr : !tt.ptr<f32> -> tensor<32x!tt.ptr<f32>> loc(#l3)
+      %6 = tt.addptr %5, %o : tensor<32x!tt.ptr<f32>>, tensor<32xi32> loc(#l3)
+      tt.store %6, %w, %m : tensor<32x!tt.ptr<f32>> loc(#l3)
+    } loc(#l3)
+    tt.return loc(#l)
+  } loc(#l)
+} loc(#l)
+"""
+
+
+def test_accesses_are_followed_back_to_arguments():
+    """Through splats, additions and a loop's arguments; of two branches the one that moves more counts."""
+    found = accesses(TTIR, (0, 3, 7))
+    assert found == [Access(0, "load", 256, False), Access(0, "load", 256, True), Access(3, "store", 128, False)]
+
+
+def test_an_access_that_cannot_be_told_is_said():
+    with pytest.raises(ValueError, match="3 parameters, expected 2"):
+        accesses(TTIR, (0, 1))
+    with pytest.raises(ValueError, match="cannot tell which argument"):
+        accesses(TTIR.replace("%2 = tt.load %1", "%2 = tt.load %lost"), (0, 1, 2))
+
+
+def test_instructions_in_loops():
+    text = "L0:\n add 1\nL1:\n mul 2\nL2:\n mul 3\n bra L2\n sub 4\n bra L1\n end 5\n bra L3\nL3:\n last 6"
+    line = re.compile(r"^ (add|mul|sub|end|last)"), re.compile(r"^(L\d):"), re.compile(r"bra (L\d)")
+    found = [(match[1], looped) for match, looped in instructions(text, *line)]
+    assert found == [("add", False), ("mul", True), ("mul", True), ("sub", True), ("end", False), ("last", False)]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+BYTES = 1 << 27
+LOADED = Access(0, "load", 8192, False), Access(1, "store", 8192, False)
+PERSISTENT = Access(0, "load", 8192, True), Access(1, "store", 8192, True)
+
+
+def _certificate(programs=16384, moved=LOADED, stages=1, looped=False, **resources) -> Certificate:
+    kinds = {"load": 2, "store": 2, "barrier": 2, "shuffle": 8, "other": 230}
+    facts = {"registers": 32, "spills": 0, "scratch": 0, "shared": 32, "threads": 256, "occupancy": 1.0}
+    facts |= {"loads": {128: 2}, "stores": {128: 2}, "instructions": kinds, "looped": kinds if looped else {}}
+    config = LaunchConfig({"BLOCK_SIZE": 4096}, 8, stages)
+    launch = Launch(H200, "x.fwd", (4096, 14, 2), "explicit", config, "m:k", (), (), (programs,), (BYTES, BYTES))
+    return Certificate(launch, Resources(**{**facts, **resources}), accesses=moved)
+
+
+def _time(**changes) -> float:
+    return model.time_of([_certificate(**changes)])
+
+
+def test_no_time_is_shorter_than_the_bytes_take():
+    floor = 2 * BYTES / (H200.bandwidth * 1e3)
+    assert floor < _time() < 2 * floor
+    work = model.work_of(_certificate())
+    assert (work.programs, work.warps, work.resident, work.trips, work.moved) == (16384, 8, 8, 1, 2 * BYTES)
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"occupancy": 0.125},
+        {"instructions": {"load": 2, "store": 2, "barrier": 2, "other": 1500}},
+        {"instructions": {"load": 2, "store": 2, "barrier": 60, "other": 230}},
+        {"instructions": {"load": 2, "store": 2, "barrier": 2, "other": 230, "spill": 400}},
+        {"instructions": {"load": 16, "store": 16, "barrier": 2, "other": 230}, "loads": {16: 16}, "stores": {16: 16}},
+    ],
+    ids=["fewer blocks resident", "more instructions", "more barriers", "spills", "narrow accesses"],
+)
+def test_what_makes_a_launch_slower(worse):
+    assert _time(**worse) > 1.02 * _time()
+
+
+def test_the_last_round_of_programs_counts_in_full():
+    slots = 8 * H200.multiprocessors
+    per_program = [_time(programs=n) / n for n in (slots, slots + 1, 2 * slots)]
+    assert per_program[1] > 1.05 * per_program[0] and per_program[2] < per_program[1]
+
+
+def test_a_pipelined_loop_waits_less():
+    loop = {"programs": 132, "moved": PERSISTENT, "looped": True, "occupancy": 0.125}
+    plain = _time(**loop)
+    assert _time(**loop, stages=4, shared=65536) < 0.7 * plain
+    assert _time(**loop, stages=4) == plain, "stages without shared memory load nothing ahead"
+
+
+def test_rows_that_the_cache_does_not_hold_are_read_again():
+    twice = (*PERSISTENT, PERSISTENT[0])
+    small, large = ({"programs": n, "moved": twice, "looped": True} for n in (1 << 14, 132))
+    once = {**large, "moved": PERSISTENT}
+    assert model.work_of(_certificate(**large)).again == BYTES
+    assert _time(**large) > 1.03 * _time(**once)
+    again = model.work_of(_certificate(**small))
+    assert again.row * 8 * H200.multiprocessors < H200.l2, "what all programs at work sweep fits the cache"
+
+
+def test_what_cannot_be_modelled_is_said():
+    with pytest.raises(ValueError, match="not one block fits"):
+        model.work_of(_certificate(occupancy=0.0))
+    with pytest.raises(ValueError, match="no idea"):
+        model.work_of(replace(_certificate(), unread="no idea"))
+
+
+@pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm", "xpu") for a in backend(v).known_archs()])
+def test_every_architecture_has_a_pace(arch):
+    target = known_target(arch)
+    pace = backend(target.vendor).pace(target)
+    assert 1 < pace.clock < 3 and pace.issue in (1, 4) and 400 < pace.latency < 1000
+
+
+# -- the tuner -------------------------------------------------------------------------------------------------------
+
+
+class FakeWorkers:
+    """Answers jobs as compile workers would; `registers(config)` and the like decide what."""
+
+    def __init__(self, answer) -> None:
+        self.answer, self.seen = answer, []
+
+    def run(self, jobs):
+        for number, job in enumerate(jobs):
+            config = LaunchConfig.from_json(job["config"])
+            self.seen.append(config)
+            threads, tile = 32 * config.num_warps, config.blocks["BLOCK_SIZE"] * config.blocks["ROWS"]
+            each = max(1, tile // threads // 8)  # accesses of 16 bytes
+            resources = {"registers": 32, "spills": 0, "scratch": 0, "shared": 32, "threads": threads, "looped": {}}
+            resources |= {"occupancy": max(1, 2048 // threads) * threads / 2048, "loads": {128: each}, "stores": {128: each}}
+            resources["instructions"] = {"load": each, "store": each, "barrier": 2, "other": 80 * each}
+            found = self.answer(config)
+            if "error" in found:
+                yield number, {"error": found["error"], "seconds": 0.1}
+            else:
+                moved = [[0, "load", 2 * tile, False], [2, "store", 2 * tile, False]]
+                yield number, {"resources": {**resources, **found}, "seconds": 0.1, "accesses": moved}
+
+
+JOB = Job("rms_norm", "fwd", (4096, 14, 2), (16384, 4096), "bfloat16")
+
+
+def _choose(answer, **more):
+    workers, saved = FakeWorkers(answer), {}
+    tuner = static.StaticTuner(H200, workers, save=lambda name, entry: saved.setdefault(name, entry) is entry, **more)
+    (result,) = tuner.run([JOB])
+    return result, saved, workers
+
+
+HEURISTIC = tunable().heuristic(H200, JOB.key)
+
+
+@pytest.mark.aot
+def test_the_best_by_the_model_is_stored():
+    wanted = other_config(tunable(), H200, JOB.key)
+    wanted = replace(wanted, hint=HEURISTIC.hint)
+    crowd = {"load": 2, "store": 2, "barrier": 2, "other": 4000}
+    result, saved, _ = _choose(lambda config: {} if config == wanted else {"instructions": crowd})
+    assert result.config == wanted.to_json() and result.gain > static.MARGINS["binary"] and result.stored
+    (name, entry) = saved.popitem()
+    assert name == ("rms_norm", "fwd", JOB.key) and entry.kernel_hash == tunable().kernel_hash()
+    assert entry.provenance["kind"] == "static" and entry.provenance["predicted_us"] == result.winner_us
+    assert {"registers", "spills", "shared", "occupancy", "triton", "date", "sizes"} <= set(entry.provenance)
+    assert {k["level"] for k in result.evidence["kernels"]["winner"]} == {"binary"}
+    json.dumps(result.to_json())
+
+
+@pytest.mark.aot
+def test_a_small_gain_is_not_kept():
+    result, saved, _ = _choose(lambda config: {})
+    assert result.heuristic_us == result.winner_us and not saved and result.config == HEURISTIC.to_json() and result.note == "the heuristic stays"
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"error": "PassManager::run failed"}, "does not compile"),
+        ({"shared": 300_000}, "illegal"),
+        ({"registers": 255, "threads": 1024}, "illegal"),
+        ({"spills": 64}, "spills"),
+    ],
+)
+def test_unfit_candidates_are_dropped(bad, said):
+    slow = {"load": 2, "store": 2, "barrier": 2, "other": 4000}
+    result, saved, _ = _choose(lambda config: {"instructions": slow} if config == HEURISTIC else bad)
+    assert not saved and result.failed == result.tried - 1 and result.config == HEURISTIC.to_json()
+    assert any(said in reason for reason in result.evidence["dropped"])
+
+
+@pytest.mark.aot
+def test_without_a_heuristic_that_compiles_there_is_no_choice():
+    result, saved, _ = _choose(lambda config: {"error": "no"})
+    assert not saved and "cannot be judged: does not compile: no" in result.error
+
+
+@pytest.mark.aot
+def test_no_more_is_compiled_than_asked_for():
+    result, _, workers = _choose(lambda config: {}, candidates=8)
+    assert 6 <= result.tried <= 9 and len(workers.seen) <= 9
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("arch", "kind"), [("gfx1100", "static"), ("bmg", "modelled")])
+def test_the_command(arch, kind, capsys, clean_registry):
+    """A real choice for a device that is not here, and its entry, exported as a table that answers for that device."""
+    import torch
+
+    from liger_hw.cli import main
+
+    words = ["--ops", "relu_squared", "--shapes", "4096x4096", "--candidates", "4", "--workers", "2"]
+    assert main(["autotune", "--device", arch, *words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert f"{arch} is not in this machine" in said.err and f"`{kind}`" in said.err
+    found = json.loads(said.out)
+    assert found["kind"] == "static" and {r["variant"] for r in found["results"]} == {"fwd", "bwd"}
+    for result in found["results"]:
+        assert not result["error"] and result["heuristic_us"] > 0 and result["tried"] > 1
+        assert {k["level"] for k in result["evidence"]["kernels"]["heuristic"]} == {"binary" if kind == "static" else "ttir"}
+    stored = [r for r in found["results"] if r["stored"]]
+    for result in stored:
+        registry.reload()
+        target = known_target(arch)
+        answers = {e.tunable: e for e in registry.explain("relu_squared", (4096, 4096), torch.bfloat16, target)}
+        first = answers[f"relu_squared.{result['variant']}"].candidates[0]
+        assert first.config.to_json() == result["config"] and first.provenance["kind"] == kind
+
+
+# -- how good it is --------------------------------------------------------------------------------------------------
+
+
+def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, capsys):
+    """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the constants in the code."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "static_regret", raising=False)
+    import static_regret
+
+    results = ROOT / "benchmarks" / "results"
+    made = tmp_path / "regret.json"
+    monkeypatch.setattr(sys, "argv", ["x", "report", str(results / "static-measurements-h200.json.gz"), "-o", str(made)])
+    static_regret.main()
+    now, published = json.loads(made.read_text()), json.loads((results / "static-regret-h200.json").read_text())
+    assert now["as_shipped"] == published["as_shipped"] and now["by_launch"] == published["by_launch"]
+    assert now["as_shipped"]["regret"]["mean"] <= 0.05 and now["as_shipped"]["regret"]["p95"] <= 0.15
+
+
+def test_rank_correlation():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from static_regret import correlation
+    finally:
+        sys.path.pop(0)
+    assert correlation([1, 2, 3], [10, 20, 30]) == 1 and correlation([1, 2, 3], [3, 2, 1]) == -1
+    assert correlation([1, 1, 1], [1, 2, 3]) == 0 and abs(correlation([1, 2, 2, 4], [1, 3, 2, 4]) - 0.9487) < 1e-3
