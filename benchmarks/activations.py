@@ -120,9 +120,14 @@ def cost() -> Iterator[dict[str, Any]]:
     weight = torch.randn(64, 64, requires_grad=True)
     for name, t in (("leaf", weight), ("intermediate", weight * 2), ("view", (weight * 2).view(4096))):
         with recipes.Scope(recipes.CHEAP), torch.no_grad():
-            ours = min(timeit.repeat(lambda: recipes.unpack(recipes.pack(t)), number=20000, repeat=7)) / 0.02
-            detach = min(timeit.repeat(lambda: t.detach(), number=20000, repeat=7)) / 0.02
+            ours = _microseconds(lambda t=t: recipes.unpack(recipes.pack(t)))
+            detach = _microseconds(t.detach)
         yield {"arm": f"pack and unpack, {name}", "us": round(ours, 3), "detach_us": round(detach, 3)}
+
+
+def _microseconds(function: Any) -> float:
+    """Of one call, in the best of many short windows."""
+    return min(timeit.repeat(function, number=300, repeat=300)) / 300 * 1e6
 
 
 # -- training --------------------------------------------------------------------------------------------------------

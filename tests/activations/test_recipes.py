@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import timeit
 import weakref
 
 import pytest
@@ -374,6 +375,15 @@ def test_a_value_that_others_await_is_not_written_over():
         return [x.grad, *(m.weight.grad for m in modules)]
 
     assert identical(run("mlp"), run("keep"))
+
+
+def test_what_has_no_recipe_costs_little():
+    """In units of the one thing that has to be done, `detach` (0.53 us where pack and unpack took 1.47)."""
+    t = (normal(4, 8).requires_grad_() * 2).view(32)
+    with liger_hw.activations("cheap"), torch.no_grad():
+        ours = min(timeit.repeat(lambda: recipes.unpack(recipes.pack(t)), number=100, repeat=300))
+        detach = min(timeit.repeat(t.detach, number=100, repeat=300))
+    assert ours < 4 * detach
 
 
 # -- what makes it equal ---------------------------------------------------------------------------------------------
