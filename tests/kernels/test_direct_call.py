@@ -1,0 +1,101 @@
+"""When an operator's launcher is called without torch's dispatcher: never where anybody would have seen the call."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_hw.kernels import _op, rms_norm
+
+pytestmark = pytest.mark.cpu
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """Any subclass: it may want to handle the call."""
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """An operator of two ways, on tensors that say they are on a device; what it answers is the way it took."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    made = _op.define(
+        "direct_call_probe(Tensor x, Tensor? y, float z) -> Tensor",
+        launcher=lambda x, y, z: "launcher",
+        reference=lambda x, y, z: x + z,
+        fake=lambda x, y, z: torch.empty_like(x),
+    )
+    x = torch.ones(2)
+
+    def way(x=x, y=None) -> str:
+        return "launcher" if isinstance(made(x, y, 1.0), str) else "operator"
+
+    yield way
+    _op.launchers.pop("direct_call_probe")
+
+
+@pytest.fixture(autouse=True)
+def own_library(monkeypatch):
+    """What the probe registers goes with the test."""
+    library = torch.library.Library("liger_hw", "FRAGMENT")
+    monkeypatch.setattr(_op, "_library", library)
+    yield
+    library._destroy()
+
+
+def test_plain_eager_code_calls_the_launcher(call):
+    with torch.no_grad():
+        assert call() == "launcher"
+        assert call(y=torch.nn.Parameter(torch.ones(2))) == "launcher"
+    with torch.inference_mode():
+        assert call() == "launcher"
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        torch.enable_grad,
+        Seeing,
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ],
+)
+def test_whoever_watches_sees_the_operator(call, seen):
+    with torch.no_grad(), seen():
+        assert call() == "operator"
+
+
+def test_subclasses_and_transforms_see_the_operator(call):
+    with torch.no_grad():
+        assert call(y=torch.ones(2).as_subclass(Wrapped)) == "operator"
+        ways = []
+        with contextlib.suppress(RuntimeError):  # the operator has no rule for it, and torch says so
+            torch.func.vmap(lambda x: ways.append(call(x)) or x)(torch.ones(3, 2))
+        assert "launcher" not in ways
+
+
+def test_torch_compile_sees_the_operator(call):
+    with torch.no_grad():
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.compile(lambda x: rms_norm.rms_norm_fwd(x, None, 1e-6, 0.0, 0)[0], backend=backend, fullgraph=True)(
+            torch.ones(2, 8)
+        )
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert "liger_hw.rms_norm_fwd.default" in targets
+
+
+def test_cpu_tensors_go_through_the_operator():
+    with torch.no_grad():
+        assert not _op._unobserved((torch.ones(2),)) and not _op._unobserved((torch.ones(2, device="meta"),))
