@@ -48,7 +48,7 @@ class Rates:
     spill: float = 4.0
     """instructions a spill costs"""
     ahead: float = 1.3
-    """tiles of a pipelined loop that are not ahead of their use: one stage is being read, one is being filled"""
+    """tiles of a loop pipelined through shared memory that are not ahead: one is being read, one is being filled"""
     kept: float = 1.0
     """share of the cache that holds rows until their second sweep"""
     last: float = 1.0
@@ -161,8 +161,11 @@ def microseconds(work: Work, target: Target, pace: Pace, rates: Rates = RATES) -
 
     trip = chain(work.looped, inside)
     if work.looped.get("load"):
-        pipelined = work.stages > 1 and 2 * work.shared > work.bytes_ahead
-        ahead = max(0.0, work.stages - 1 - rates.ahead) if pipelined else 0.0
+        ahead = 0.0
+        if work.stages > 1 and 2 * work.shared > work.bytes_ahead:  # through shared memory
+            ahead = max(0.0, work.stages - 1 - rates.ahead)
+        elif pace.into_registers and work.stages > 1 and work.once.get("load", 0) >= work.looped["load"]:
+            ahead = work.stages - 1.0  # what stands before the loop loads its first tiles
         trip = max(trip, (trip + wait) / (1.0 + ahead))
     way = rates.start * cycle + (wait if work.once.get("load") else 0.0) + chain(work.once, outside) + work.trips * trip
     rounds = work.programs / slots

@@ -115,6 +115,7 @@ class StaticTuner:
         if self.save is not None:
             entry = Entry(winner, result.provenance, tunable.kernel_hash())
             result.stored = bool(self.save((job.op, job.variant, job.key), entry))
+            result.note = result.note if result.stored else "not stored"
 
     def certify(self, launches: Iterable[Launch]) -> None:
         """Compile what was not compiled before."""

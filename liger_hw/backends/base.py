@@ -160,12 +160,14 @@ class Pace:
 
     clock: GHz; issue: warp instructions a cycle; latency: nanoseconds until device memory answers
     virtual: whether `Resources.instructions` counts a virtual instruction set's (PTX) and not the device's own
+    into_registers: whether Triton's pipelined loops load ahead into registers here, not only into shared memory
     """
 
     clock: float
     issue: float
     latency: float
     virtual: bool = False
+    into_registers: bool = False
 
 
 class Backend:

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
     screen.line(f"{target.arch} is not in this machine: candidates are {how} and ranked by a model, not measured.")
     screen.line(f"Kept is what should beat the heuristic by {margin:.0%}, as `{'static' if compiles else 'modelled'}`.")
+    screen.line("What is measured already, here or for its family, is left as it is.")
     screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
         screen.line(f"not planned: {problem}")
@@ -54,11 +55,16 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
         results.append(result)
         screen.finished(result)
 
+    measured = {
+        name for _, table in store.layers(target) for name, entry in table.items() if entry.provenance["kind"] == "measured"
+    }
+
+    def save(name: tuple, entry: Any) -> Any:
+        return None if name in measured else store.save(target, name, entry)  # a guess must not answer before a measurement
+
     count = arguments.workers or os.cpu_count() or 1
     with Workers(count, timeout=120.0) as workers:
-        tuner = StaticTuner(
-            target, workers, candidates=arguments.candidates, save=lambda name, entry: store.save(target, name, entry)
-        )
+        tuner = StaticTuner(target, workers, candidates=arguments.candidates, save=save)
         try:
             tuner.run(jobs, done)
         except KeyboardInterrupt:

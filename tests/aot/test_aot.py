@@ -104,6 +104,9 @@ def test_shipped_tables(op, table, workers, record_property):
     for certificate in aot.certify(measured, workers):
         assert certificate.ok and certificate.launch.layer == "explicit", str(certificate)
         assert certificate.resources.spills <= (64 if measured[certificate.launch] else 0), str(certificate)
+        for relative in (known_target(arch) for arch in backend(target.vendor).known_archs()):
+            if (relative.family, relative.warp_size) == (target.family, target.warp_size):  # it may be answered from here
+                assert not backend(target.vendor).illegal_resources(relative, certificate.resources), relative.arch
 
 
 # -- the compiler's own tests ----------------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class RocmBackend(Backend):
     def pace(self, target: Target) -> Pace:
         """CDNA: four 16-wide SIMDs take four cycles for a wavefront of 64 each, one a cycle for the compute unit (ROCm
         Compute Profiler, "Pipeline descriptions"). RDNA: the four SIMDs of a work-group processor issue one each."""
-        return Pace(_CLOCKS.get(target.arch, 2.1), 1.0 if target.warp_size == 64 else 4.0, _LATENCY[target.warp_size])
+        issue = 1.0 if target.warp_size == 64 else 4.0
+        return Pace(_CLOCKS.get(target.arch, 2.1), issue, _LATENCY[target.warp_size], into_registers=True)
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         from .binary import resources
