@@ -30,11 +30,12 @@ PATH = Path(__file__).parent / "path"
 
 _TRANSFORMERS = "liger_hw.transformers"
 _LOSSES = "liger_hw.chunked_loss"
+_MODULES = "liger_hw.compat.modules"
 
 PACKAGES = ("transformers", "transformers.experimental", "transformers.model", "ops", "ops.experimental", "chunked_loss")
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional"),
+    "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
     "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
     "transformers.monkey_patch": (_TRANSFORMERS,),
     "transformers.auto_model": (_TRANSFORMERS,),
@@ -45,10 +46,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES,),
     "chunked_loss": (_LOSSES,),
-    "functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
+    "functional": ("liger_hw.compat.functional",),
     "utils": ("liger_hw.compat.utils",),
 }
-"""Module of liger_kernel -> the modules of liger_hw that hold its names; a op's own module is found by its name."""
+"""Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
 
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
@@ -60,7 +61,7 @@ def homes(name: str) -> tuple[str, ...] | None:
     group, _, op = name.partition(".")
     if group in ("transformers", "ops") and op:
         home = f"liger_hw.kernels.{_RENAMED.get(op, op)}"
-        more = (_TRANSFORMERS,) if group == "transformers" else ()
+        more = (_TRANSFORMERS, _MODULES) if group == "transformers" else ()
         return (home, *more) if not op.startswith("_") and importlib.util.find_spec(home) else None
     if group == "chunked_loss" and op:
         return (_LOSSES,)

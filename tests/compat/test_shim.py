@@ -62,11 +62,13 @@ from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_mistral
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops import LigerSiLUMulFunction
+from liger_kernel.functional import rms_norm as bare
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
 from liger_hw.kernels import rms_norm, cross_entropy, swiglu
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
 assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
+assert bare is rms_norm.liger_rms_norm
 assert liger_cross_entropy is cross_entropy.liger_cross_entropy
 assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is swiglu.LigerSiLUMulFunction
 assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama

@@ -1,0 +1,116 @@
+"""Layers that Liger Kernel names once a model family and that are one layer here with other defaults.
+
+liger_hw patches a family's own modules and needs none of these; code written for Liger constructs them by name.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from ..kernels.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # named alike in both
+from ..kernels.geglu import LigerGEGLUMLP
+from ..kernels.rms_norm import LigerRMSNorm
+from ..kernels.rope import liger_rope as liger_rotary_pos_emb
+from ..kernels.swiglu import LigerSwiGLUMLP, check_silu, liger_swiglu
+from ..kernels.vision_rope import liger_rotary_pos_emb_vision
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """RMSNorm as Gemma has it: a weight that starts at 0 and is used as 1 + weight, everything in fp32."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True, row_mode=None
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma2(LigerRMSNormForGemma):
+    """`LigerRMSNormForGemma`; also Qwen3-Next's."""
+
+
+LigerRMSNormForQwen3Next = LigerRMSNormForGemma2
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    """`LigerRMSNormForGemma` with the width called `dim`, as Gemma 3 does."""
+
+    def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """Gemma 4's: the weight as it is, in fp32; with_scale=False has none."""
+
+    def __init__(
+        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """RMSNorm with the casting of Llama; also GLM-4's."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False, row_mode=None
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+LigerRMSNormForGlm4 = LigerRMSNormForOlmo2
+
+LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """A gated MLP of HunYuan; layer_idx and is_shared_mlp are taken and mean nothing to it."""
+
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """A gated MLP of Gemma 4: twice as wide in layers that reuse keys and values, where the config says so."""
+
+    def __init__(self, config, layer_idx=None) -> None:
+        modes = getattr(config, "kv_sharing_modes", None)
+        wide = getattr(config, "use_double_wide_mlp", False) and None not in (modes, layer_idx)
+        if wide and modes[layer_idx] == "reuse":
+            config = copy.copy(config)
+            config.intermediate_size *= 2
+        super().__init__(config)
+
+
+class LigerBlockSparseTop2MLP(torch.nn.Module):
+    """One expert of Mixtral: w2(silu(w1(x)) * w3(x))."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        check_silu("LigerBlockSparseTop2MLP", config.hidden_act)
+        self.hidden_dim, self.ffn_dim = config.hidden_size, config.intermediate_size
+        self.w1 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = torch.nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """Falcon H1's: the gate's and the result's multipliers come from the config (`mlp_multipliers`)."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = liger_swiglu(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(hidden) * self.down_multiplier  # after the projection, whose bias it multiplies too
+
+
+__all__ = sorted(name for name in globals() if name.startswith("Liger")) + [
+    "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_vision",
+]
