@@ -60,6 +60,11 @@ class Inputs:
         drop[..., 0] = False  # every sequence keeps a token
         return ids.masked_fill(drop, -100).to(self.device)
 
+    def clear_of_thresholds(self, *shape):
+        """Log-ratios whose exponentials are not near 1, 1 +- 0.05, 1.1, 1 +- 0.2 or 1.5, where clipping sets in or ends."""
+        steps = torch.tensor([-0.5, -0.14, -0.025, 0.025, 0.14, 0.3, 0.6], dtype=self.wide)
+        return steps[torch.randint(len(steps), shape, generator=self.generator)].to(self.device)
+
     def chance(self, *shape, share=0.5):
         return (torch.rand(shape, generator=self.generator) < share).to(self.device)
 
@@ -145,7 +150,7 @@ def _grpo(options, sizes, dtype, device, generator):
         "advantages": advantages,
         "ref_head": inputs.fixed_head(*shape) if ref == "head" else None,
         "ref_logps": near + inputs.random(*shape, scale=0.3, dtype=inputs.wide) if ref == "logps" else None,
-        "old_logps": None if no_old else near + inputs.random(*shape, scale=0.3, dtype=inputs.wide),
+        "old_logps": None if no_old else near + inputs.clear_of_thresholds(*shape),
         "vllm": None
         if vllm is None
         else inputs.random(*shape, dtype=inputs.wide)[:, : vllm or shape[1]].sigmoid() + 0.5,
