@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from . import UsageError
@@ -64,6 +65,10 @@ def _shared(op: Any, sizes: tuple[int, ...], arguments: argparse.Namespace) -> l
     if not _triton.AVAILABLE or registry.interpreting():
         return []
     target = registry._target_named(arguments.device)
-    launched = plan.traced(target)(op.name, sizes, arguments.dtype)
+    try:
+        launched = plan.traced(target)(op.name, sizes, arguments.dtype)
+    except Exception as error:  # the op's own kernels are explained all the same
+        print(f"liger-hw: explain: which kernels it shares is unknown: {type(error).__name__}: {error}", file=sys.stderr)
+        return []
     others = [(name, key) for name, key in launched if not name.startswith(f"{op.name}.")]
     return [registry.explain_tunable(registry._tunables[name], target, key) for name, key in others]
