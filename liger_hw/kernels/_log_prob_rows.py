@@ -22,7 +22,7 @@ Everything is computed in fp32. The first launch reads a row once, the second re
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -139,15 +139,15 @@ def _log_prob_rows_kernel(
 
 @triton.jit
 def _scores_gradient(
-    x, cols, y, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
+    x, cols, y, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
 ):
-    """a * [c = y] - pull * p - b * p * (log p + entropy), through the softcap; a, pull and b have 1 / T in them."""
+    """a * [c = y] - pull * p + flat - b * p * (log p + entropy), through the softcap; all of them have 1 / T in them."""
     if SOFTCAP:
         t = _tanh(x * (1.0 / softcap))
         x = softcap * t
     log_p = x * inv_temperature - lse
     p = tl.exp(log_p)
-    g = -pull * p
+    g = flat - pull * p
     if ENTROPY:
         g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
     g = tl.where(cols == y, g + a, g)
@@ -165,6 +165,7 @@ def _log_prob_gradient_kernel(
     ENTROPY_ptr,
     A_ptr,
     PULL_ptr,
+    FLAT_ptr,
     B_ptr,
     DX_ptr,
     X_row_stride,
@@ -204,6 +205,9 @@ def _log_prob_gradient_kernel(
     pull = a
     if PULL_ptr is not None:
         pull = tl.load(PULL_ptr + row).to(tl.float32) * inv_temperature
+    flat = 0.0
+    if FLAT_ptr is not None:
+        flat = tl.load(FLAT_ptr + row).to(tl.float32) * inv_temperature
     b = 0.0
     entropy = 0.0
     if B_ptr is not None:
@@ -216,10 +220,10 @@ def _log_prob_gradient_kernel(
         x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP, ENTROPY)
+        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY)
         tl.store(DX_ptr + cols, g.to(dx_type))
     x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    g = _scores_gradient(x, tail_cols, y_col, softcap, inv_temperature, lse, a, pull, b, entropy, SOFTCAP, ENTROPY)
+    g = _scores_gradient(x, tail_cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY)
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored)
 
 
@@ -239,28 +243,26 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig(config.blocks, config.num_warps, config.num_stages)
 
 
-LOGP = Tunable(
-    "fused_linear_scaled_cross_entropy",
-    "fwd",
-    kernels=(_log_prob_rows_kernel, _scan_scores, _tail_logits),
-    key=vocab_key,
-    dims=DIMS,
-    heuristic=_heuristic,
-    safe=rows_safe,
-    space=rows_space,
-    valid=has_block_size,
-)
-LOGP_GRAD = Tunable(
-    "fused_linear_scaled_cross_entropy",
-    "bwd",
-    kernels=(_log_prob_gradient_kernel, _scores_gradient, _tail_logits),
-    key=vocab_key,
-    dims=DIMS,
-    heuristic=_heuristic,
-    safe=rows_safe,
-    space=rows_space,
-    valid=has_block_size,
-)
+def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registry.Key]) -> tuple[Tunable, Tunable]:
+    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels. Their key is (columns, bytes an element)."""
+
+    def tunable(variant: str, kernels: tuple) -> Tunable:
+        return Tunable(
+            *(op, variant),
+            kernels=(*kernels, _tail_logits),
+            key=key,
+            dims=dims,
+            heuristic=_heuristic,
+            safe=rows_safe,
+            space=rows_space,
+            valid=has_block_size,
+        )
+
+    fwd = tunable("fwd", (_log_prob_rows_kernel, _scan_scores))
+    return fwd, tunable("bwd", (_log_prob_gradient_kernel, _scores_gradient))
+
+
+LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_scaled_cross_entropy", DIMS, vocab_key)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -294,16 +296,17 @@ def row_log_probs(
     temperature: float = 1.0,
     softcap: float = 0.0,
     owned: bool = True,
+    tunable: Tunable | None = None,
 ) -> None:
     """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
 
     target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows is ours, as in a buffer
-    of `sweep`; False for a caller's tensor.
+    of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
     """
     n, vocab = logits.shape
     if not n:
         return
-    plan = LOGP.plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
     numbers = stride, row_start, vocab, stride if owned else vocab, ignore_index, float(softcap), 1.0 / temperature
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
@@ -318,6 +321,7 @@ def row_log_prob_gradients(
     *,
     entropy_coef: torch.Tensor | None = None,
     pull: torch.Tensor | None = None,
+    flat: torch.Tensor | None = None,
     dlogits: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
@@ -325,23 +329,24 @@ def row_log_prob_gradients(
     temperature: float = 1.0,
     softcap: float = 0.0,
     owned: bool = True,
+    tunable: Tunable | None = None,
 ) -> None:
     """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
 
     saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
     [n_rows] on the device (the latter needs saved.entropy); pull: what softmax is pulled by, where other tokens' logp
-    count too (coef alone goes to the target's logit)
+    count too (coef alone goes to the target's logit); flat: added to every logit's gradient (label smoothing)
     """
     n, vocab = logits.shape
     if not n:
         return
     dlogits = logits if dlogits is None else dlogits
-    plan = LOGP_GRAD.plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    plan = (tunable or LOGP_GRAD).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
     numbers = *strides, row_start, vocab, min(strides) if owned else vocab, ignore_index, float(softcap), 1.0 / temperature
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
     entropy = None if entropy_coef is None else saved.entropy
-    args = (logits, target, bias, saved.lse, entropy, coef, pull, entropy_coef, dlogits, *numbers)
+    args = (logits, target, bias, saved.lse, entropy, coef, pull, flat, entropy_coef, dlogits, *numbers)
     launch(plan, _log_prob_gradient_kernel, (n,), args, flags)
 
 
