@@ -286,7 +286,10 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
             return original(self, *args, **kwargs)
         if skip and not torch.compiler.is_compiling():
             ahead.at_first_forward(self, args, kwargs)
-        head = OutputHead(_at(self, head_at), fused and skip, return_token_accuracy)
+        counted = None
+        if skip and not torch.compiler.is_compiling():  # first of all, so that the number is there when the loss asks
+            counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
+        head = OutputHead(_at(self, head_at), fused and skip, return_token_accuracy, counted)
         outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
         return _finish(outputs, head, skip)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dis
 import inspect
 import types
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
+from ...kernels.interleaved_rope import interleaved_rope_reference
+from ...kernels.llama4_rope import llama4_rope_reference
+from ...kernels.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rope import rope_reference
-from .. import parts
+from ...kernels.vision_rope import vision_rope_reference
+from .. import rotations
 from .twin import Match, Refused, agrees, generator, quiet, twin_of
 
 _D, _T = 16, 5
@@ -38,45 +43,159 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
 
     The match's core is a maker: `core(function)` is the replacement.
     """
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if names[:4] != ["q", "k", "cos", "sin"] or set(names[4:]) - {"position_ids", "unsqueeze_dim"}:
-        return Refused(f"it takes ({', '.join(names)}), not (q, k, cos, sin)", "rope")
-    if inspect.signature(function).parameters["k"].default is not inspect.Parameter.empty:
+    parameters = inspect.signature(function).parameters
+    names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if "k" in parameters and parameters["k"].default is not inspect.Parameter.empty:
         return Refused("it may be called without k", "rope")
-    if "unsqueeze_dim" not in names:
-        return Refused("it rotates [tokens, heads, width] at once (a vision rope)", "rope")
+    forms = [form for form in _FORMS if form.takes(names)]
+    if not forms:
+        return Refused(f"it takes ({', '.join(names)}): no kernel does", "rope")
     with quiet():
-        wanted = {case: _outcome(function, case) for case in _WIDTHS}
-        ran = {case: value for case, value in wanted.items() if value is not None}
-        if not ran:
-            return Refused("it cannot be run alone", "rope")
-        candidates = (
-            ("halves shared" if shared_halves else "", {}, lambda f: parts.half_rotation(f, shared_halves)),
-            ("cos and sin of half the width", {"rotary_dim": _D}, parts.half_width_rotation),
-        )
-        for variant, options, make in candidates:
-            cases = [c for c in ran if not (shared_halves and c == "unequal halves")]
-            if cases and all(_same(ran[c], _outcome(rope_reference, c, **options)) for c in cases):
-                return Match("rope", variant, make)
-    return Refused("it does not rotate one half of the width against the other (pairs, or another order)", "rope")
+        for form in forms:
+            inputs = form.inputs(shared_halves)
+            wanted = [_outcome(function, given, {}) for given in inputs]
+            ran = [i for i, value in enumerate(wanted) if value is not None]
+            for kernel in form.kernels(shared_halves) if ran else ():
+                if all(_same(wanted[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
+                    return Match(kernel.op, kernel.variant, kernel.make())
+    return Refused("it turns other pairs, or in another order, than any kernel", "rope")
 
 
-def _outcome(function: Callable, case: str, **options: Any) -> tuple[torch.Tensor, ...] | None:
-    """q and k rotated, with both layouts; None when the function does not take such widths."""
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel that a rotary function may be. options: keywords of its reference beside the probe's inputs."""
+
+    op: str
+    variant: str
+    reference: Callable
+    make: Callable[[], Callable]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Rotary functions of like arguments: which, what to try them with, and the kernels that may be them."""
+
+    takes: Callable[[list[str]], bool]
+    inputs: Callable[[bool], list[dict[str, Any]]]
+    kernels: Callable[[bool], list[_Kernel]]
+
+
+def _heads(source: torch.Generator, axis: int, queries: int = 4, keys: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = [(2, heads, _T, _D) if axis == 1 else (2, _T, heads, _D) for heads in (queries, keys)]
+    return tuple(torch.randn(*shape, generator=source) for shape in shapes)
+
+
+def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
+    """cos and sin of several widths and kinds; a function that does not take one says so by raising."""
+    found = []
+    for kind, width in _WIDTHS.items():
+        if kind == "unequal halves" and shared_halves:
+            continue
+        for axis in (1, 2):
+            source = generator()
+            q, k = _heads(source, axis)
+            cos, sin = (torch.randn(2, _T, width, generator=source) for _ in range(2))
+            if kind in ("equal halves", "partial"):
+                cos, sin = (torch.cat((t[..., : width // 2],) * 2, -1) for t in (cos, sin))
+            found.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
+    return found
+
+
+def _q_and_k_kernels(shared_halves: bool) -> list[_Kernel]:
+    words = "halves shared" if shared_halves else ""
+    pairs = {"shared_halves": True, "to_halves": True}
+    return [
+        _Kernel("rope", words, rope_reference, lambda: rotations.half_split(shared_halves)),
+        _Kernel("rope", "cos and sin of half the width", rope_reference, rotations.half_width, {"rotary_dim": _D}),
+        _Kernel("interleaved_rope", "", interleaved_rope_reference, lambda: rotations.interleaved(False, False)),
+        _Kernel(
+            "interleaved_rope",
+            "one angle a pair",
+            interleaved_rope_reference,
+            lambda: rotations.interleaved(True, False),
+            {"shared_halves": True},
+        ),
+        _Kernel(
+            "interleaved_rope",
+            "one angle a pair, taken apart",
+            interleaved_rope_reference,
+            lambda: rotations.interleaved(True, True),
+            pairs,
+        ),
+    ]
+
+
+def _patches(shared_halves: bool) -> list[dict[str, Any]]:
+    found = []
+    for width in (_D, _D // 2):
+        source = generator()
+        q, k = (torch.randn(_T, heads, _D, generator=source) for heads in (4, 2))
+        cos, sin = (torch.randn(_T, width, generator=source) for _ in range(2))
+        found.append({"q": q, "k": k, "cos": cos, "sin": sin})
+    return found
+
+
+def _three_axes(shared_halves: bool) -> list[dict[str, Any]]:
     source = generator()
-    width = _WIDTHS[case]
-    cos, sin = (torch.randn(2, _T, width, generator=source) for _ in range(2))
-    if case in ("equal halves", "partial"):
-        cos, sin = (torch.cat((t[..., : width // 2],) * 2, -1) for t in (cos, sin))
-    results: list[torch.Tensor] = []
-    for axis in (1, 2):
-        shapes = [(2, heads, _T, _D) if axis == 1 else (2, _T, heads, _D) for heads in (4, 2)]
-        q, k = (torch.randn(*shape, generator=source) for shape in shapes)
-        try:
-            results += function(q, k, cos, sin, unsqueeze_dim=axis, **options)
-        except Exception:  # a width it was not written for
-            return None
-    return tuple(results)
+    q, k = _heads(source, 1)
+    cos, sin = (torch.randn(3, 2, _T, _D // 2, generator=source).repeat(1, 1, 1, 2) for _ in range(2))
+    return [{"q": q, "k": k, "cos": cos, "sin": sin, "mrope_section": [2, 3, 3]}]
+
+
+def _complex(tokens_axis: int, tower: bool = False) -> Callable[[bool], list[dict[str, Any]]]:
+    def inputs(shared_halves: bool) -> list[dict[str, Any]]:
+        source = generator()
+        q, k = _heads(source, 3 - tokens_axis)
+        rows = (_T, 1) if tower else (2, _T)
+        angles = torch.complex(*(torch.randn(*rows, _D // 2, generator=source) for _ in range(2)))
+        return [{"q": q, "k": k, "angles": angles}]
+
+    return inputs
+
+
+def _complex_kernel(tokens_axis: int) -> Callable[[bool], list[_Kernel]]:
+    def reference(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = angles.transpose(0, 1) if angles.shape[1] == 1 else angles
+        if tokens_axis == 1:
+            return llama4_rope_reference(q, k, angles)
+        return tuple(t.transpose(1, 2) for t in llama4_rope_reference(q.transpose(1, 2), k.transpose(1, 2), angles))
+
+    words = "" if tokens_axis == 1 else "heads first"
+    return lambda _: [_Kernel("llama4_rope", words, reference, lambda: rotations.complex_angles(tokens_axis))]
+
+
+def _is_q_and_k(names: list[str]) -> bool:
+    return names[:4] == _QK and names[-1] == "unsqueeze_dim" and not set(names[4:]) - {"position_ids", "unsqueeze_dim"}
+
+
+_QK = ["q", "k", "cos", "sin"]
+_FORMS = (
+    _Form(_is_q_and_k, _q_and_k, _q_and_k_kernels),
+    _Form(
+        lambda names: names == _QK,
+        _patches,
+        lambda _: [_Kernel("vision_rope", "", vision_rope_reference, rotations.vision)],
+    ),
+    _Form(
+        lambda names: names == [*_QK, "mrope_section", "unsqueeze_dim"],
+        _three_axes,
+        lambda shared: [_Kernel("qwen2vl_mrope", "", qwen2vl_mrope_reference, lambda: rotations.three_axes(shared))],
+    ),
+    _Form(lambda names: len(names) == 3 and names[0] != "x", _complex(1), _complex_kernel(1)),
+    _Form(lambda names: len(names) == 3 and names[0] != "x", _complex(2), _complex_kernel(2)),
+    _Form(lambda names: len(names) == 3 and names[0] != "x", _complex(1, tower=True), _complex_kernel(1)),
+)
+
+
+def _outcome(function: Callable, given: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """q and k rotated; None when the function does not take such inputs."""
+    positional = [value for name, value in given.items() if name != "unsqueeze_dim"]
+    named = {name: value for name, value in given.items() if name == "unsqueeze_dim"}
+    try:
+        return tuple(function(*positional, **named, **options))
+    except Exception:  # a width or layout it was not written for
+        return None
 
 
 def _same(wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...] | None) -> bool:

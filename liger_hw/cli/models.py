@@ -1,0 +1,206 @@
+"""`liger-hw models`: what every causal LM family of the installed transformers gets, checked on a tiny model of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any, Iterator
+
+from . import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("families", nargs="*", help="names as in config.model_type (default: all)")
+    parser.add_argument("--named", action="store_true", help="only the families with a function of their own")
+    parser.add_argument("--converge", action="store_true", help="train each 32 steps on real text, patched and not")
+    parser.add_argument("--json", action="store_true", help="one JSON object a family, for machines")
+    parser.add_argument("--output", type=Path, help="write the tables into this file (docs/models.md is made so)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a family may take (default 120)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.description = (
+        "Builds every causal LM family of transformers tiny, from its configuration class, with random weights; patches "
+        "it; compares loss and gradients with the reverted model; prints what was patched, what was left alone and why. "
+        "Families with a function of their own are checked through it, on their classes."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.worker:
+        return _work()
+    jobs = list(_jobs(arguments.families, arguments.named, arguments.converge))
+    rows = []
+    for row in _results(jobs, arguments.timeout):
+        rows.append(row)
+        print(json.dumps(row) if arguments.json else _line(row), flush=True)
+    if arguments.output:
+        arguments.output.write_text(_page(rows))
+    wrong = [row for row in rows if row["outcome"] == "differs"]
+    if not arguments.json:
+        print(_sum(rows))
+    return 1 if wrong else 0
+
+
+def _jobs(families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
+    """(family, class, how) of every check, in order: through functions of their own first."""
+    from ..transformers import verify
+    from ..transformers.models import specs
+
+    known = {**verify.causal_lms(), **{name: spec.models[0] for name, spec in specs().items()}}
+    for name in families:
+        if name not in known:
+            raise UsageError(f"models: transformers has no causal LM family {name!r}; see `liger-hw models --named`")
+    for name, spec in specs().items():
+        if not families or name in families:
+            yield {"family": name, "class": spec.models[0], "named": True, "converge": converge}
+    if not named:
+        for name, class_name in verify.causal_lms().items():
+            if not families or name in families:
+                yield {"family": name, "class": class_name, "named": False, "converge": converge}
+
+
+def _results(jobs: list[dict[str, Any]], timeout: float) -> Iterator[dict[str, Any]]:
+    """One row a job, from a worker process that is started anew when a family crashes it or takes too long."""
+    worker = None
+    for job in jobs:
+        if worker is None or worker.poll() is not None:
+            worker = _start()
+        worker.stdin.write(json.dumps(job) + "\n")
+        worker.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.stdout, selectors.EVENT_READ)
+            line = worker.stdout.readline() if selector.select(timeout) else None
+        if line:
+            yield json.loads(line)
+            continue
+        reason = f"took more than {timeout:g} s" if line is None else "its process died"
+        worker.kill()
+        worker.wait()
+        yield {**job, "model_class": job["class"], "outcome": "cannot be built", "reason": reason}
+    if worker is not None:
+        worker.stdin.close()
+        worker.wait()
+
+
+def _start() -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "liger_hw", "models", "--worker"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+
+
+def _work() -> int:
+    """Jobs from stdin, rows to stdout, one JSON line each; what models print goes nowhere."""
+    from .. import transformers as public
+    from ..transformers import converge, verify
+    from ..transformers.models import specs
+
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    for line in sys.stdin:
+        job = json.loads(line)
+        function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
+        if job["converge"]:
+            row = converge.check(job["family"], job["class"], function)
+        else:
+            row = verify.check(job["family"], job["class"], function, classes=job["named"]).as_dict()
+        answers.write(json.dumps({**row, "named": job["named"], "converge": job["converge"]}) + "\n")
+        answers.flush()
+    return 0
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _line(row: dict[str, Any]) -> str:
+    kind = "function" if row.get("named") else "patch()"
+    if row["outcome"] != "verified":
+        return f"{row['family']:<26} {kind:<8} {row['outcome']}: {row['reason']}"
+    if row["converge"]:
+        return f"{row['family']:<26} {kind:<8} {row['reason']}"
+    done = ", ".join(f"{kernel} x{n}" for kernel, n in row["patched"].items())
+    left = f"; left alone: {len(row['left'])} kinds" if row["left"] else ""
+    return f"{row['family']:<26} {kind:<8} verified: {done}{left}"
+
+
+def _sum(rows: list[dict[str, Any]]) -> str:
+    verified = [row for row in rows if row["outcome"] == "verified"]
+    text = f"{len(verified)} of {len(rows)} verified"
+    if rows and not rows[0]["converge"]:
+        others = [row for row in rows if not row["named"]]
+        both = sum(row["outcome"] == "verified" and row["norms"] and row["loss"] for row in others)
+        own = [row for row in rows if row["named"]]
+        text += f"; {both} of {len(others)} causal LM families with norms and loss on kernels"
+        text += f"; {sum(row['outcome'] == 'verified' for row in own)} of {len(own)} functions"
+    return text
+
+
+def _page(rows: list[dict[str, Any]]) -> str:
+    import platform
+
+    import torch
+    import transformers
+
+    from .. import __version__
+
+    made = f"liger_hw {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    if rows and rows[0]["converge"]:
+        return _converge_page(rows, made)
+    lines = [
+        "# Models",
+        "",
+        "What every causal LM family of transformers runs on liger_hw's kernels. Made by `liger-hw models --output "
+        f"docs/models.md` on {date.today()} with {made}, Python {platform.python_version()}, on the CPU; do not edit.",
+        "",
+        "For each family a tiny model is built from its configuration class, one training step is taken unpatched, "
+        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of their "
+        "largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes is left "
+        "alone; the reason stands in the last column.",
+        "",
+        f"{_sum(rows)}.",
+        "",
+    ]
+    for title, named in (
+        ("Functions of their own (class patch, their defaults)", True),
+        ("`liger_hw.patch(model)`", False),
+    ):
+        chosen = [row for row in rows if row["named"] is named]
+        if chosen:
+            lines += [f"## {title}", "", "| family | class | outcome | patched | left alone |", "|---|---|---|---|---|"]
+            lines += [_cells(row) for row in chosen] + [""]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> str:
+    done = "; ".join(f"{kernel} x{n}" for kernel, n in (row.get("patched") or {}).items()) or "-"
+    left = "; ".join(row.get("left") or {}) or "-"
+    outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
+    cells = (row["family"], row["model_class"], outcome, done, left)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
+    lines = [
+        "# Convergence",
+        "",
+        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}, on the CPU in fp32; do not edit.",
+        "",
+        "| family | class | outcome | first loss | last loss | largest loss difference | parameters | top-k log-probabilities |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        numbers = [row.get(name) for name in ("first", "last", "loss_error", "parameter_error", "logprob_error")]
+        shown = [f"{n:.3g}" if isinstance(n, float) else "-" for n in numbers]
+        outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
+        lines.append("| " + " | ".join((row["family"], row["model_class"], outcome, *shown)) + " |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,104 @@
+"""Do a patched and an unpatched model learn alike? A tiny model of a family on real text, 32 steps, in fp32.
+
+The text is Python's own documentation (pydoc_data.topics), byte by byte, so it needs no download. Both arms start from
+the same weights and see the same batches; the unpatched one runs on a model whose revert was verified.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Iterator
+
+import torch
+
+from .tiny import tiny_model
+from .verify import NOT_BUILT, VERIFIED, WRONG, counted, forwards
+
+STEPS, BATCH, TOKENS, LEARNING_RATE, TOP = 32, 4, 48, 3e-3, 10
+LOSS_TOLERANCE, PARAMETER_TOLERANCE, LOGPROB_TOLERANCE = 1e-4, 5e-3, 1e-2
+"""Relative for losses; absolute for parameters (of which AdamW moves each by up to STEPS * LEARNING_RATE = 0.1) and for
+log-probabilities. Rounding differs between the arms from the first step, and training carries it on."""
+_BYTES = 256
+
+
+def text() -> torch.Tensor:
+    """Token ids of the text: its bytes, and the sizes of a model's vocabulary are at least 256."""
+    from pydoc_data import topics
+
+    words = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8).long()
+
+
+def batches(seed: int) -> Iterator[torch.Tensor]:
+    """Endless batches int64 [BATCH, TOKENS] of pieces of the text."""
+    ids, source = text(), torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(ids) - TOKENS, (BATCH,), generator=source)
+        yield torch.stack([ids[s : s + TOKENS] for s in starts])
+
+
+def check(family: str, class_name: str, apply: Any = None, seed: int = 0, steps: int = STEPS) -> dict[str, Any]:
+    """Train both arms and compare every loss, all parameters, and the top log-probabilities on a new batch.
+
+    apply: the patch function, called with `model=`; default `patch`
+    """
+    import transformers
+
+    from .apply import patch
+
+    row: dict[str, Any] = {"family": family, "model_class": class_name, "outcome": NOT_BUILT, "reason": ""}
+    cls = getattr(transformers, class_name, None)
+    try:
+        model, reference = (tiny_model(cls, seed, **_sizes(cls)) for _ in range(2))
+        expected = _train(reference, seed, steps)
+    except Exception as error:
+        row["reason"] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+        return row
+    before = forwards(model)
+    with counted() as calls:
+        with patch(model) if apply is None else apply(model=model):
+            found = _train(model, seed, steps)
+    if forwards(model) != before or not calls:
+        row |= {"outcome": WRONG, "reason": "revert() did not give every forward back" if calls else "no kernel ran"}
+        return row
+    losses = [abs(a - b) / b for a, b in zip(found, expected)]
+    moved = max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), reference.parameters()))
+    logprobs = _logprob_difference(model, reference, next(itertools.islice(batches(seed), steps, None)))
+    row |= {"first": expected[0], "last": expected[-1], "calls": dict(calls)}
+    row |= {"loss_error": max(losses), "parameter_error": moved, "logprob_error": logprobs}
+    good = max(losses) <= LOSS_TOLERANCE and moved <= PARAMETER_TOLERANCE and logprobs <= LOGPROB_TOLERANCE
+    row["outcome"] = VERIFIED if good and expected[-1] < expected[0] else WRONG
+    row["reason"] = (
+        f"loss {expected[0]:.3f} -> {expected[-1]:.3f} in {steps} steps; largest difference: loss {max(losses):.1e} "
+        f"(relative), parameters {moved:.1e}, top-{TOP} log-probabilities {logprobs:.1e}"
+    )
+    return row
+
+
+def _sizes(cls: type) -> dict[str, Any]:
+    """A vocabulary with room for every byte, in the configuration that holds it."""
+    nested = getattr(cls.config_class, "sub_configs", None) or {}
+    return {"text_config": {"vocab_size": _BYTES}} if "text_config" in nested else {"vocab_size": _BYTES}
+
+
+def _train(model: Any, seed: int, steps: int) -> list[float]:
+    """AdamW on `steps` batches; the loss of every step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    torch.manual_seed(seed)
+    losses = []
+    for ids in itertools.islice(batches(seed), steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@torch.no_grad()
+def _logprob_difference(model: Any, reference: Any, ids: torch.Tensor) -> float:
+    """Largest difference of the log-probabilities of the reference's most likely tokens, at every position."""
+    wanted = reference.eval()(input_ids=ids).logits.log_softmax(-1)
+    best = wanted.topk(TOP, dim=-1).indices
+    found = model.eval()(input_ids=ids).logits.log_softmax(-1)
+    return float((found.gather(-1, best) - wanted.gather(-1, best)).abs().max())
