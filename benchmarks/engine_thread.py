@@ -30,7 +30,7 @@ class Timed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         began = time.perf_counter()
-        ctx.saved_tensors
+        _saved = ctx.saved_tensors  # as every op asks for them
         Timed.work()
         Timed.marks.append((began, time.perf_counter()))
         return grad, None
