@@ -56,7 +56,7 @@ def _same(ours, theirs, head):
     torch.testing.assert_close(ours, theirs)
     found, expected = torch.autograd.grad(ours, head), torch.autograd.grad(theirs, head)
     for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
         torch.testing.assert_close(a.norm(), b.norm())
     assert found[1].norm() > 0
 
@@ -150,6 +150,13 @@ class _Model:
         )
 
 
+def _trained():
+    """A trainer's own model is asked for its state only."""
+    model = torch.nn.Identity().eval()
+    model.is_gradient_checkpointing = False
+    return model
+
+
 def _batch(generator):
     ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
     mask = (torch.rand(BATCH, LENGTH + 1, generator=generator) < 0.8).long()
@@ -170,7 +177,7 @@ def test_dpo(kind, head, ref, generator):
         **{"loss_types": [kind], "loss_weights": [1.0], "beta": 0.3, "label_smoothing": 0.1},
         args=SimpleNamespace(discopop_tau=0.05, gradient_checkpointing_kwargs=None),
         accelerator=_Accelerator(),
-        model=SimpleNamespace(training=False, is_gradient_checkpointing=False),
+        model=_trained(),
         ref_model=_Model(*ref),
         **{"aux_loss_enabled": False, "ld_alpha": None, "precompute_ref_logps": False, "use_weighting": False},
         **{"f_divergence_type": "reverse_kl", "_total_train_tokens": 0},
@@ -191,7 +198,7 @@ def test_kto(head, ref, generator):
         **{"loss_type": "kto", "beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, "calculate_KL": True},
         accelerator=_Accelerator(),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        model=SimpleNamespace(training=False, is_gradient_checkpointing=False),
+        model=_trained(),
         ref_model="reference",
         **{"aux_loss_enabled": False, "precompute_ref_logps": False, "_total_train_tokens": 0},
         _metrics={"eval": defaultdict(list)},
@@ -204,7 +211,7 @@ def test_kto(head, ref, generator):
     kl = (kl_logps["policy"] - kl_logps["reference"]).mean().clamp_min(0)
     x, weight = head
     loss = chunked_loss.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)
-    _same(loss(x, weight, target, None, labels, *ref, kl)[0], theirs, head)
+    _same(loss(x, weight, target, None, labels, *ref, None, kl)[0], theirs, head)
 
 
 def _sums(head, target, average):

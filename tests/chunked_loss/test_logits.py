@@ -1,0 +1,114 @@
+"""triton_grpo_loss: the GRPO family on logits that exist already."""
+
+from __future__ import annotations
+
+import inspect
+
+import formulas
+import pytest
+import torch
+
+from liger_hw.transformers.grpo_loss import triton_grpo_loss
+
+BATCH, LENGTH, VOCAB = 3, 4, 37
+SIGNATURE = (  # liger-kernel 0.8.5
+    "logits, old_logp, ref_logp, completion_ids, advantages, completion_mask=None, temperature=0.9, beta=0.04, eps_low=0.2, "
+    "eps_high=0.4, inplace=True, loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
+    "reduce=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None, "
+    "use_bias_correction_kl=False, num_items_in_batch=None, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, "
+    "vespo_lambda_neg=2.0"
+)
+OPTIONS = [
+    {},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.1},
+    {"loss_type": "sapo", "beta": 0.0},
+    {"loss_type": "vespo", "temperature": 1.0},
+    {"loss_type": "luspo", "use_bias_correction_kl": True},
+]
+
+
+class _Made:
+    def __init__(self, lane, generator):
+        def random(*shape, scale=1.0):
+            return (torch.randn(shape, generator=generator) * scale).to(lane.device)
+
+        self.logits = random(BATCH, LENGTH + 1, VOCAB).requires_grad_()
+        self.ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator).to(lane.device)
+        self.mask = (torch.rand(BATCH, LENGTH, generator=generator) < 0.7).long().to(lane.device)
+        self.mask[:, 0] = 1
+        self.advantages = random(BATCH)
+        self.old, self.ref = random(BATCH, LENGTH, scale=0.3) - 3.6, random(BATCH, LENGTH, scale=0.3) - 3.6
+
+    def ours(self, logits, **options):
+        refs = self.ref if options.get("beta", 0.04) else None
+        return triton_grpo_loss(logits, self.old, refs, self.ids, self.advantages, self.mask, **options)
+
+    def exact(self, logits, **options):
+        options = {"temperature": 0.9, "epsilon_high": 0.4, **options}
+        logps = formulas.token_logps(logits[:, :-1] / options.pop("temperature"), self.ids)
+        refs = self.ref.double() if options.get("beta", 0.04) else None
+        given = self.mask, self.advantages.double(), refs, self.old.double()
+        return formulas.grpo_from_logps(logps, *given, **{**formulas.GRPO_DEFAULTS, **options})
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o.get("loss_type", "default"))
+def test_reduced(lane, options, inplace, generator):
+    made = _Made(lane, generator)
+    exact_logits = made.logits.detach().double().requires_grad_()
+    expected, metrics = made.exact(exact_logits, **options)
+    (exact_grad,) = torch.autograd.grad(expected, exact_logits)
+    found, seen = made.ours(made.logits * 1.0, reduce=True, inplace=inplace, **options)
+    (grad,) = torch.autograd.grad(found, made.logits)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-4, atol=1e-7)
+    assert len(seen) == len(metrics) and not grad[:, -1].any()
+    for a, b in zip(seen, metrics):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_each_token(lane, generator):
+    made = _Made(lane, generator)
+    losses, kl, clipped = made.ours(made.logits, inplace=False)
+    assert losses.shape == kl.shape == clipped.shape == made.mask.shape
+    for t in (losses, kl, clipped):
+        assert not t[made.mask == 0].any()
+    reduced, (mean_kl, share) = made.ours(made.logits, inplace=False, reduce=True)
+    count = made.mask.sum()
+    for whole, part in ((reduced, losses), (mean_kl, kl), (share, clipped)):
+        torch.testing.assert_close(part.sum() / count, whole)
+    assert made.ours(made.logits, beta=0.0, inplace=False)[1] is None
+
+
+@pytest.mark.lanes("cpu", "gpu")
+def test_where_the_gradient_goes(lane, generator):
+    """inplace=True writes it over the logits, once: not while the graph is kept. inplace=False leaves them alone."""
+    made = _Made(lane, generator)
+    for inplace, kept, overwritten in ((False, False, False), (True, True, False), (True, False, True)):
+        logits = made.logits * 1.0
+        before = logits.detach().clone()
+        loss, _ = made.ours(logits, reduce=True, inplace=inplace)
+        torch.autograd.grad(loss, made.logits, retain_graph=kept)
+        assert torch.equal(logits, before) != overwritten
+
+
+def test_signature():
+    found = inspect.signature(triton_grpo_loss)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    assert str(found.replace(parameters=plain, return_annotation=found.empty))[1:-1] == SIGNATURE
+
+
+@pytest.mark.lanes("cpu")
+def test_errors(lane, generator):
+    made = _Made(lane, generator)
+    with pytest.raises(ValueError, match=r"logits must be \[batch, length \+ 1, vocab\]"):
+        made.ours(made.logits[:, :-1])
+    with pytest.raises(ValueError, match="beta=0.04 needs ref_logp"):
+        triton_grpo_loss(made.logits, None, None, made.ids, made.advantages)
+    with pytest.raises(ValueError, match=r"completion_mask must have shape \(3, 4\)"):
+        triton_grpo_loss(made.logits, None, made.ref, made.ids, made.advantages, made.mask[:2])
+    with pytest.raises(ValueError, match="loss_type must be one of"):
+        made.ours(made.logits, loss_type="ppo")
+    made.ids[0, 0] = VOCAB
+    with pytest.raises(IndexError, match=r"target\[0\] = 37 is out of range"):
+        made.ours(made.logits)
