@@ -2,10 +2,10 @@
 
 Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched; where
 Triton also builds a C launcher for each signature (3.6), that is 0.3 to 0.7 s a kernel. So a patched forward calls
-`at_first_forward`: a thread works out what the model launches at this batch's shape (`models.sizes_of`) by running each op
-forward and backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads compile
-them. A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as
-ever. Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
+`at_first_forward`: a thread works out what the model launches at this batch's shape by running each op forward and
+backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads compile them. A launch that
+comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as ever. Nothing changes but
+when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("liger_hw")
 
 Note = Callable[[registry.Plan, Any, tuple, tuple, tuple], None]
+Job = tuple[str, tuple[int, ...], Mapping[str, Any]]
 _started: set[int] = set()
 
 
@@ -40,7 +41,7 @@ def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Fut
     if id(model.config) in _started:
         return None
     _started.add(id(model.config))
-    given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, torch.Tensor)]
+    given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if type(t) is torch.Tensor]
     if not given or given[0].dim() < 2 or torch.is_autocast_enabled(given[0].device.type):
         return None
     batch, seq = given[0].shape[:2]
@@ -53,16 +54,16 @@ def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torc
     The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device, switched
     off, a graph being captured, a config without the usual fields.
     """
-    if not _launch.CAN_BE_FAST or device.type == "cpu" or registry.is_quiet():
+    if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return None
     if not (env.get("LIGER_HW_COMPILE_AHEAD") and registry.backend_of(device).fast_launch):
         return None
     try:
-        model = models.from_config(config.to_dict(), type(config).__name__)
+        jobs = foresee(config, batch, seq)
     except (AttributeError, ValueError):
         return None
     pool = ThreadPoolExecutor(_threads(), thread_name_prefix="liger_hw-compile")
-    return pool.submit(_compile_all, pool, model, batch, seq, dtype, device)
+    return pool.submit(_compile_all, pool, jobs, dtype, device)
 
 
 def _threads() -> int:
@@ -71,7 +72,7 @@ def _threads() -> int:
     return max(2, min(8, (os.cpu_count() or 2) // 2 // max(1, ranks)))
 
 
-def _compile_all(pool: ThreadPoolExecutor, model: models.Model, batch: int, seq: int, dtype: Any, device: Any) -> None:
+def _compile_all(pool: ThreadPoolExecutor, jobs: list[Job], dtype: "torch.dtype", device: "torch.device") -> None:
     waiting: list[Future] = []
 
     def note(plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
@@ -81,7 +82,7 @@ def _compile_all(pool: ThreadPoolExecutor, model: models.Model, batch: int, seq:
             pool.submit(_compile, future, likeness, plan, kernel, args, flags, device)
 
     try:
-        foresee(model, batch, seq, dtype, device, note)
+        note_launches(jobs, dtype, device, note)
     except Exception as error:  # a step that compiles its kernels itself is no failure
         log.debug("liger_hw: compiling ahead stopped: %s: %s", type(error).__name__, error)
     pool.shutdown(wait=False)
@@ -89,36 +90,39 @@ def _compile_all(pool: ThreadPoolExecutor, model: models.Model, batch: int, seq:
         future.exception()
 
 
-def foresee(model: models.Model, batch: int, seq: int, dtype: Any, device: Any, note: Note) -> None:
-    """Call `note(plan, kernel, grid, args, flags)` for each launch of a training step of `model`, made or not."""
+def foresee(config: Any, batch: int, seq: int) -> list[Job]:
+    """(op, sizes, options of its sample) of what a patched causal LM of `config` runs, in the order of first launches.
+
+    Raises `ValueError` for a config without the usual fields.
+    """
+    data = config.to_dict()
+    model = models.from_config(data, type(config).__name__)
+    gemma = model.activation.startswith("gelu")
+    softcap = data.get("final_logit_softcapping")
+    options: dict[str, Mapping[str, Any]] = {
+        "rms_norm": {"casting_mode": "gemma", "offset": 1.0} if gemma else {},
+        "rope": {"shared": True},
+        "swiglu": {},
+        "geglu": {},
+        "fused_linear_cross_entropy": {"softcap": softcap} if softcap else {},
+    }
+    return [(op, sizes, chosen) for op, chosen in options.items() for sizes in models.sizes_of(op, model, batch, seq)]
+
+
+def note_launches(jobs: list[Job], dtype: "torch.dtype", device: "torch.device", note: Note) -> None:
+    """Call `note(plan, kernel, grid, args, flags)` for each launch of the jobs, forward and backward; none is made."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from .compile import _launcher_mode, _tensors
 
-    for op, options in _OPS.items():
-        for sizes in models.sizes_of(op, model, batch, seq):
-            entry = registry.get_op(op)
-            chosen = options(model)
-            with FakeTensorMode(), _launcher_mode(), _noting(note), torch.autograd.set_multithreading_enabled(False):
-                sample = entry.sample(sizes, dtype, device, None, **chosen)
-                outputs = [o for o in _tensors(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
-                inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
-                torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
-
-
-def _norm_options(model: models.Model) -> Mapping[str, Any]:
-    return {"casting_mode": "gemma", "offset": 1.0} if model.activation.startswith("gelu") else {}
-
-
-_OPS: Mapping[str, Callable[[models.Model], Mapping[str, Any]]] = {
-    "rms_norm": _norm_options,
-    "rope": lambda model: {"shared": True},
-    "swiglu": lambda model: {},
-    "geglu": lambda model: {},
-    "fused_linear_cross_entropy": lambda model: {},
-}
-"""The ops a patch puts into a causal LM, in the order of their first launch -> options of their samples."""
+    for op, sizes, options in jobs:
+        entry = registry.get_op(op)
+        with FakeTensorMode(), _launcher_mode(), _noting(note), torch.autograd.set_multithreading_enabled(False):
+            sample = entry.sample(sizes, dtype, device, None, **options)
+            outputs = [o for o in _tensors(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
+            inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
 
 
 @contextlib.contextmanager
