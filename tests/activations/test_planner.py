@@ -1,0 +1,161 @@
+"""Predictions: against bytes that autograd saves here, against an H200, and what is chosen from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_hw
+from liger_hw.autotune import models
+from liger_hw.cli import main
+from liger_hw.recompute.levels import LEVELS
+from liger_hw.recompute.planner import Assumptions, Planner, of_module
+
+pytestmark = pytest.mark.cpu
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+GIB = 1 << 30
+
+
+def levels_of(words):
+    """`mlp x16, cheap x16` -> the levels of every layer; one word is that level in all 32."""
+    parts = [part.split(" x") for part in words.split(", ")]
+    return tuple(level for level, *count in parts for _ in range(int(count[0]) if count else 32))
+
+
+def measured(name):
+    found = json.loads((RESULTS / name).read_text())
+    if "measured" in found:
+        runs = [found["measured"]]
+    else:
+        runs = [run["measured"] for run in found["runs"]]
+    for run in runs:
+        ours = [row for row in run if row["library"] == "liger_hw"]
+        kept = next(row for row in ours if levels_of(row["levels"]) == ("keep",) * 32)
+        for row in ours:
+            yield levels_of(row["levels"]), row["peak_gib"], row["tokens_per_second"] / kept["tokens_per_second"]
+
+
+@pytest.mark.parametrize("name, window", [("mistral-7b", 0), ("mistral-7b-window", 4096)])
+def test_an_h200_agrees(name, window):
+    """Every mix that was run: peak memory within 1%, speed against keep within 1%."""
+    planner = Planner(replace(models.find("mistral-7b"), window=window), 4, 4096)
+    rows = list(measured(f"activations-{name}-h200.json"))
+    assert len(rows) >= 8
+    for levels, gib, speed in rows:
+        found = planner.predict(levels)
+        assert found.peak / GIB == pytest.approx(gib, rel=0.01), levels
+        assert found.speed == pytest.approx(speed, rel=0.01), levels
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
+def test_bytes_of_a_layer(family, ledger):
+    """What autograd keeps less of, from level to level, is what the planner counts, to the byte."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=None,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    liger_hw.transformers.patch(model)
+    ids = torch.randint(61, (2, 11))
+    kept = {}
+    forwards = [layer.forward for layer in model.model.layers]
+    for layer, forward in zip(model.model.layers, forwards):
+
+        def noted(*args, forward=forward, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(ledger.note, lambda t: t):
+                return forward(*args, **kwargs)
+
+        layer.forward = noted
+    out = model(input_ids=ids, labels=ids, use_cache=False).loss
+    kept["keep"] = ledger.elements
+    for layer, forward in zip(model.model.layers, forwards):
+        layer.forward = forward
+    for level in ("cheap", "mlp"):
+        ledger.kept.clear()
+        with liger_hw.activations([level] * 3, model):
+            out = model(input_ids=ids, labels=ids, use_cache=False).loss
+        kept[level] = ledger.elements
+    del out
+    planned = of_module(model, config, 2, 11).layer.kept
+    for more, less in (("keep", "cheap"), ("cheap", "mlp")):
+        assert 4 * (kept[more] - kept[less]) == 3 * (planned[more] - planned[less]), (more, less)
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "llama-3-8b", "qwen3-8b", "gemma-2-2b"])
+def test_the_best_mix_fits_and_more_memory_is_never_slower(name):
+    planner = Planner(models.find(name), 2, 4096)
+    least, most = planner.pure()[-1].peak, planner.pure()[0].peak
+    speeds = []
+    for tenth in range(11):
+        budget = least + (most - least) * tenth // 10
+        found = planner.best(budget)
+        assert found.peak <= budget and len(found.levels) == planner.model.layers
+        speeds.append(found.speed)
+    assert speeds == sorted(speeds) and speeds[-1] == 1.0
+    with pytest.raises(ValueError, match="even with"):
+        planner.best(least // 2)
+
+
+def test_no_mix_of_any_kind_beats_the_best_by_much():
+    """All mixes of four levels in one order, for a small model: the two-level search loses at most half a percent."""
+    planner = Planner(replace(models.find("mistral-7b"), layers=8), 4, 4096)
+    mixes = [
+        ("full",) * a + ("mlp",) * b + ("cheap",) * c + ("keep",) * (8 - a - b - c)
+        for a in range(9)
+        for b in range(9 - a)
+        for c in range(9 - a - b)
+    ]
+    everything = [planner.predict(mix) for mix in mixes]
+    for gib in (20, 22, 25, 28, 31):
+        fitting = [found.speed for found in everything if found.peak <= gib * GIB]
+        assert planner.best(gib * GIB).speed >= max(fitting) - 0.005
+
+
+def test_assumptions_move_what_they_should():
+    model = models.find("llama-3-8b")
+
+    def peak(batch=1, **given):
+        return Planner(model, batch, 4096, Assumptions(**given)).predict(("mlp",) * 32).peak
+
+    base = peak()
+    parameters = 8.03e9
+    assert base - peak(optimizer="sgd") == pytest.approx(4 * parameters, rel=0.02)
+    assert peak(dtype_bytes=4) - base > 6 * parameters
+    assert peak(trainable=0.01) < base / 2
+    assert peak(shards=8) < base / 3
+    assert peak(8, fused_loss=False) - peak(8) == pytest.approx(8 * 4096 * 128256 * 8, rel=0.2), (
+        "logits, and their fp32"
+    )
+    with pytest.raises(ValueError, match="unknown optimizer 'adamq'; known: adamw"):
+        Assumptions(optimizer="adamq")
+    with pytest.raises(ValueError, match="does not know layers with experts; name a level"):
+        Planner(replace(model, experts=8), 1, 4096)
+    with pytest.raises(ValueError, match="has 32 layers, got 3"):
+        Planner(model, 1, 4096).predict(("keep",) * 3)
+
+
+def test_plan_command(capsys):
+    arguments = ["plan", "--model", "mistral-7b", "--batch", "4", "--seq", "4096"]
+    assert main([*arguments, "--memory", "75GiB"]) == 0
+    table = capsys.readouterr().out
+    assert "cheap x32                  88.0      98.9%" in table
+    assert "75GiB         mlp x15, cheap x17" in table
+    assert "Assumed: parameters in bf16/fp16" in table and "flash attention" in table
+    assert main([*arguments, "--memory", "61GiB", "--json"]) == 0
+    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(LEVELS) < set(rows) and rows["61GiB"]["peak_bytes"] <= 61 * GIB
+    assert main([*arguments, "--memory", "20GiB"]) == 1
+    assert "20GiB: mistral-7b at 4 x 4096 needs 56.2 GiB even with full" in capsys.readouterr().out
+    assert main([*arguments, "--memory", "lots"]) == 2
+    assert "--memory 'lots' is no size; write it as 80GiB" in capsys.readouterr().err
