@@ -141,9 +141,8 @@ def _compile(future: Future, likeness: tuple, plan: Any, kernel: Any, args: tupl
         import torch
 
         with torch.get_device_module(device).device(device):
-            entry = _launch.compile_only(plan, kernel, args, flags)
-        plan.compiled[likeness] = entry
-        future.set_result(entry)
+            _launch.compile_only(plan, kernel, args, flags)
+        future.set_result(None)
     except BaseException as error:  # whoever launches it meets the error again, and knows what to do with it
         plan.compiled.pop(likeness, None)
         future.set_exception(error)

@@ -11,6 +11,7 @@ passed as integers, which spares the driver's pointer query per tensor.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 from threading import get_ident
 from typing import Any, Callable
@@ -119,8 +120,9 @@ def _find_or_compile(
     compiled = plan.compiled
     alike = _likeness(name, flags, numbers, rest)
     found = compiled.get(alike)
-    if isinstance(found, Future):  # being compiled in another thread
-        found = found.result() if found.exception() is None else None
+    if isinstance(found, Future):  # another thread compiles it, or has: wait, and Triton will find it
+        found.exception()
+        found = None
     if found is None:
         kernel_object = _launch_ordinary(plan, kernel, grid, args, flags)
         compiled[alike] = compiled[key] = (*_entry(kernel_object), flags + _tunables(plan, kernel, len(args) + len(flags)))
@@ -133,14 +135,17 @@ def _find_or_compile(
     return found
 
 
-def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> tuple:
-    """What `_find_or_compile` would find for a launch, compiled and loaded on the current device, not launched.
+def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
+    """Let Triton compile what a launch on the current device would, and build its launcher; nothing is loaded.
 
-    The tensors may be fake: Triton is shown stand-ins.
+    The tensors may be fake: Triton is shown stand-ins. Loading is left to the first launch: in another thread it would
+    spoil a graph that is being captured meanwhile.
     """
     constants = flags + _tunables(plan, kernel, len(args) + len(flags))
     shown = [_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args]
-    return *_entry(kernel.warmup(*shown, *constants, grid=(1,), **plan.options)), constants
+    compiled = kernel.warmup(*shown, *constants, grid=(1,), **plan.options)
+    with contextlib.suppress(AttributeError, TypeError):  # not Triton's public face: where it moved, the launch builds it
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 class _StandIn:
