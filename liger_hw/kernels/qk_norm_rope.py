@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 
 from .. import registry
+from ..recompute.recipes import offer_all
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import cdiv, check, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
@@ -204,7 +205,7 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     if found:
         plan, programs, strides, sizes, widths = found
         args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, eps, offset)
-        flags = (*widths, trig, alignment(strides[:-2]), casting)
+        flags = (*widths, trig, alignment(strides), casting)
         launch(plan, _qk_norm_rope_fwd_kernel, (programs,), args, flags)
     return out_q, out_k
 
@@ -224,7 +225,7 @@ def _bwd(
     strides = (*(dq.stride(axis) for axis in axes), *(dk.stride(axis) for axis in axes), *strides)
     partial = q.new_empty((programs, width), dtype=torch.float32) if needs_dw else None
     args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, eps, offset)
-    launch(plan, _qk_norm_rope_bwd_kernel, (programs,), args, (*widths, trig, alignment(strides[:-2]), casting))
+    launch(plan, _qk_norm_rope_bwd_kernel, (programs,), args, (*widths, trig, alignment(strides), casting))
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 
 
@@ -308,7 +309,9 @@ class LigerQKNormRopeFunction(torch.autograd.Function):
         inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
         ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, trig
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        return qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
+        outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
+        offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
+        return outputs
 
     @staticmethod
     @first_order

@@ -11,18 +11,20 @@ the same inputs. So gradients are bit-identical to keeping it.
 
 Inputs of a recipe are packed like everything else, so recipes chain. What has no recipe is saved as torch would save
 it, with torch's check that nobody changed it in place (which torch itself leaves out once hooks are used).
-This file knows torch alone; ops import it, levels and models are the business of the files beside it.
+This file and replay.py know torch alone; ops import them, levels and models are the business of the files beside.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import operator
 import threading
 import weakref
 from typing import Any, Callable
 
 import torch
+
+from . import replay
 
 log = logging.getLogger("liger_hw")
 
@@ -69,7 +71,7 @@ def offer(
     if not _scopes_open or torch.compiler.is_compiling():
         return
     scope = _local.scope
-    if scope is None or scope.may == KEEP or not any(ctx.needs_input_grad) or _in_functorch():
+    if scope is None or scope.may == KEEP or not any(ctx.needs_input_grad) or replay.in_functorch():
         return
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
@@ -78,6 +80,15 @@ def offer(
     if output.dtype is torch.float32 and torch.is_autocast_enabled(output.device.type):
         _casts_seen = True
         ctx.__dict__.setdefault(_MARK, {})[number] = weakref.ref(recipe)  # weak: the node outlives what it saved
+
+
+def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
+    """As `offer` for a Function all of whose outputs are `call(*args)`: one computation serves every one of them."""
+    if not _scopes_open or torch.compiler.is_compiling() or _local.scope is None or _local.scope.may == KEEP:
+        return
+    whole = Recipe(call, args, None, outputs[0])
+    for number, output in enumerate(outputs):
+        offer(ctx, output, operator.itemgetter(number), (Handle(whole),), number=number)
 
 
 def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +101,11 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if _scopes_open and not torch.compiler.is_compiling():
         scope = _local.scope
         if scope is not None and scope.may >= MLP and torch.is_grad_enabled() and type(y) is torch.Tensor:
-            if y.grad_fn is not None and not _in_functorch() and (found := _replayable(module, x)) is not None:
+            if (
+                y.grad_fn is not None
+                and not replay.in_functorch()
+                and (found := replay.of_module(module, x)) is not None
+            ):
                 recipe = Recipe(*found, None, y)
                 setattr(y, _MARK, recipe)
                 if y._base is not None:
@@ -165,6 +180,27 @@ def unpack(packed: Any) -> torch.Tensor:
     return t
 
 
+def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
+    """The recipe of autocast's copy of an output, made (once for all copies) from the output's."""
+    node = t.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source, number = node.next_functions[0]
+    parent = getattr(source, _MARK, {}).get(number, _nothing)()
+    if parent is None or (t.shape, t.stride()) != parent.geometry[:2] or t.device != parent.device or t._version:
+        return None
+    recipe = parent.casts.get(t.dtype, _nothing)()
+    if recipe is None:
+        recipe = Recipe(replay.cast, (t.dtype, Handle(parent)), None, t)
+        parent.casts[t.dtype] = weakref.ref(recipe)
+    recipe.place = t.untyped_storage().data_ptr()  # q, k and v each made a copy of their own
+    return recipe
+
+
+def _nothing() -> None:
+    return None
+
+
 class Recipe:
     """How to compute one tensor again. Owned by that tensor and by the handles saved in its place.
 
@@ -180,11 +216,11 @@ class Recipe:
     def __init__(self, call: Callable[..., Any], args: tuple, index: int | None, output: torch.Tensor) -> None:
         self.call, self.index = call, index
         self.name = getattr(call, "__name__", None) or str(call)
-        self.args = [_Input(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.args = [_Input(arg) if isinstance(arg, (torch.Tensor, Handle)) else arg for arg in args]
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
         self.place = output.untyped_storage().data_ptr()
         self.geometry = output.shape, output.stride(), output.storage_offset()
-        self.overrides = _overrides()
+        self.overrides = replay.overrides()
         self.casts: dict[torch.dtype, weakref.ref] = {}
         self.live = self.waiting = self.epoch = 0
         self.value = self.stream = None
@@ -195,7 +231,7 @@ class Recipe:
 
     def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
         """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""
-        stream = _stream(self.device)
+        stream = replay.stream_of(self.device)
         value = self.value
         if value is None:
             value = self._compute()
@@ -222,7 +258,7 @@ class Recipe:
 
     def _compute(self) -> torch.Tensor:
         args = [arg.restore(self.name, i) if type(arg) is _Input else arg for i, arg in enumerate(self.args)]
-        with torch.no_grad(), _overridden(self.overrides):
+        with torch.no_grad(), replay.overridden(self.overrides):
             result = self.call(*args)
         return result if self.index is None else result[self.index]
 
@@ -351,98 +387,3 @@ def note_compiling() -> None:
 
 
 note_compiling._dynamo_marked_constant = True  # run while tracing, not traced: torch.compiler.assume_constant_result
-
-
-# -- what makes a recomputation equal --------------------------------------------------------------------------------
-
-
-def _recipe_of_cast(t: torch.Tensor) -> Recipe | None:
-    """The recipe of autocast's copy of an output, made (once for all copies) from the output's."""
-    node = t.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return None
-    source, number = node.next_functions[0]
-    parent = getattr(source, _MARK, {}).get(number, _nothing)()
-    if parent is None or parent.geometry[0] != t.shape or t._version:
-        return None
-    known = parent.casts.get(t.dtype)
-    recipe = None if known is None else known()
-    if recipe is None:
-        recipe = Recipe(_cast, (t.dtype,), None, t)
-        recipe.args.append(_Input(Handle(parent)))
-        parent.casts[t.dtype] = weakref.ref(recipe)
-    recipe.place = t.untyped_storage().data_ptr()  # q, k and v each made a copy of their own
-    return recipe
-
-
-def _in_functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _nothing() -> None:
-    return None
-
-
-def _cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
-    return source.to(dtype)
-
-
-def _replayable(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable, tuple] | None:
-    """(call, arguments) that compute `module(x)` again with the same bits, or None."""
-    kind = x.device.type
-    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    if type(module) is torch.nn.Linear:
-        return None if _hooked(module) else (_linear, (autocast, x, module.weight, module.bias))
-    if not all(_deterministic(part) and not _hooked(part) for part in module.modules()):
-        return None
-    return _call, (autocast, module, x, *module.parameters())
-
-
-def _linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    kind, dtype, enabled = autocast
-    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-        return torch.nn.functional.linear(x, weight, bias)
-
-
-def _call(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    kind, dtype, enabled = autocast  # the parameters are arguments for the check that nobody changed them
-    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-        return module(x)
-
-
-def _hooked(module: torch.nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or hasattr(module, "_hf_hook")
-
-
-def _deterministic(module: torch.nn.Module) -> bool:
-    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-        return module.p == 0 or not module.training
-    plain = (torch.nn.Linear, torch.nn.Identity, torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict)
-    return isinstance(module, plain) or any(True for _ in module.children())
-
-
-def _stream(device: torch.device) -> Any:
-    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
-
-
-def _overrides() -> tuple:
-    from .. import registry
-
-    return tuple(registry._overrides)
-
-
-@contextlib.contextmanager
-def _entered(overrides: tuple):
-    from .. import registry
-
-    with contextlib.ExitStack() as stack:
-        for scope, config in overrides:
-            stack.enter_context(registry.override(scope, config))
-        yield
-
-
-def _overridden(overrides: tuple) -> Any:
-    """The launch configurations that were forced at the forward, where they are forced no more."""
-    return contextlib.nullcontext() if overrides == _overrides() else _entered(overrides)
