@@ -4,7 +4,7 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
     pytorch   loss = (1 - e) (lse - s[y]) + e (lse - mean(s))
     megatron  the same with e V / (V - 1) for e
     mode "global" takes the mean over the whole vocabulary; "partition" over each rank's own part, V being its width, as
-    Megatron does: the ranks' losses then differ, one collective's number fewer is exchanged
+    Megatron does: the ranks' losses then differ, and a row exchanges one number less
 Rank r of the group holds columns r * n_cols .. (r + 1) * n_cols. Rows whose target is ignore_index have no loss and a
 gradient of exactly zero.
 Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices of
@@ -70,14 +70,24 @@ def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
 FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"), _key)
 
 
+def _own(logits, target, start: int, ignore_index: int):
+    """(column of each row's target in this rank's part, whether it is there, the logit there or zero)."""
+    ignored = target == ignore_index
+    here = (target >= start) & (target < start + logits.shape[1]) & ~ignored
+    mine = torch.where(here, target - start, 0)
+    s_y = logits.gather(1, mine[:, None])[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
+    return mine.masked_fill(ignored, _IGNORED), here, torch.where(here, s_y, 0.0)
+
+
 @torch.no_grad()
-def _fwd(logits, mine, logit_sum):
-    logits, mine = row_major(logits), mine.contiguous()
-    out = log_prob_buffers(logits.shape[0], logits.device, logit_sum=True)
-    out = out if logit_sum else out._replace(logit_sum=None)
+def _fwd(logits, target, start, vocab, ignore_index, logit_sum):
+    logits, target, device = row_major(logits), target.contiguous(), logits.device
+    none = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
+    launch_stats(_NAME, target, None, vocab, none, device)  # asserts the targets
+    mine, here, s_y = _own(logits, target, start, ignore_index)
+    out = log_prob_buffers(logits.shape[0], device, logit_sum=logit_sum)
     row_log_probs(logits, mine, out, ignore_index=_IGNORED, owned=False, tunable=FWD)
-    total = out.lse.new_zeros(0) if out.logit_sum is None else out.logit_sum
-    return out.lse, total
+    return out.lse, s_y, s_y.new_empty(0) if out.logit_sum is None else out.logit_sum, mine, here
 
 
 @torch.no_grad()
@@ -94,10 +104,12 @@ def _bwd(logits, mine, lse, push, pull, flat):
 
 
 @torch.no_grad()
-def _fwd_reference(logits, mine, logit_sum):
-    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    lse = torch.logsumexp(s, -1)
-    return lse.masked_fill(mine == _IGNORED, 0.0), s.sum(-1) if logit_sum else lse.new_empty(0)
+def _fwd_reference(logits, target, start, vocab, ignore_index, logit_sum):
+    check_targets(_NAME, target, vocab, ignore_index)
+    mine, here, s_y = _own(logits, target, start, ignore_index)
+    s = logits.to(s_y.dtype)
+    lse = torch.logsumexp(s, -1).masked_fill(mine == _IGNORED, 0.0)
+    return lse, s_y, s.sum(-1) if logit_sum else lse.new_empty(0), mine, here
 
 
 @torch.no_grad()
@@ -109,9 +121,10 @@ def _bwd_reference(logits, mine, lse, push, pull, flat):
     return g.masked_fill(ignored[:, None], 0.0).to(logits.dtype)
 
 
-def _fwd_fake(logits, mine, logit_sum):
-    wide, n_rows = torch.promote_types(logits.dtype, torch.float32), logits.shape[0]
-    return logits.new_empty(n_rows, dtype=wide), logits.new_empty(n_rows if logit_sum else 0, dtype=wide)
+def _fwd_fake(logits, target, start, vocab, ignore_index, logit_sum):
+    wide, n = torch.promote_types(logits.dtype, torch.float32), logits.shape[0]
+    sizes = (n, wide), (n, wide), (n if logit_sum else 0, wide), (n, torch.int64), (n, torch.bool)
+    return tuple(logits.new_empty(size, dtype=dtype) for size, dtype in sizes)
 
 
 def _bwd_fake(logits, *rest):
@@ -119,7 +132,8 @@ def _bwd_fake(logits, *rest):
 
 
 vocab_parallel_rows = define(
-    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor mine, bool logit_sum) -> (Tensor, Tensor)",
+    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor target, int start, int vocab, int ignore_index, "
+    "bool logit_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
@@ -149,24 +163,17 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
     ):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten().long()
         n_cols, world, rank = logits.shape[1], *_place(tp_group)
-        start, partition = rank * n_cols, label_smoothing_mode == "partition"
-        width = n_cols if partition else n_cols * world
-        _assert_targets(y, n_cols * world, ignore_index, logits.device)
-        ignored = y == ignore_index
-        here = (y >= start) & (y < start + n_cols) & ~ignored
-        mine = torch.where(here, y - start, 0).masked_fill(ignored, _IGNORED)
+        vocab, partition = n_cols * world, label_smoothing_mode == "partition"
+        width = n_cols if partition else vocab
         smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
-        lse, total = vocab_parallel_rows(logits, mine, smoothing != 0.0)
-        s_y = logits.gather(1, mine.clamp_min(0)[:, None])[:, 0].to(lse.dtype)
-        parts = [torch.where(here, s_y, 0.0)]
-        if smoothing and not partition:
-            parts.append(total)
-        lse, parts = _combined(lse, parts, tp_group, world)
+        call = logits, y, rank * n_cols, vocab, ignore_index, smoothing != 0.0
+        lse, s_y, total, mine, here = vocab_parallel_rows(*call)
+        apart = not smoothing or partition
+        lse, (s_y, *summed) = _combined(lse, [s_y] if apart else [s_y, total], tp_group, world)
+        loss = lse - (1.0 - smoothing) * s_y
         if smoothing:
-            total = total if partition else parts[1]
-        loss = lse - (1.0 - smoothing) * parts[0] - (smoothing / width * total if smoothing else 0.0)
-        inside = (y >= 0) & (y < n_cols * world)
-        loss = torch.where(inside, loss, float("nan")).masked_fill(ignored, 0.0)
+            loss = loss - smoothing / width * (total if apart else summed[0])
+        loss = torch.where((y >= 0) & (y < vocab), loss, float("nan")).masked_fill(y == ignore_index, 0.0)
         ctx.save_for_backward(vocab_parallel_logits, mine, here, lse)
         ctx.smoothing, ctx.flat = smoothing, smoothing / width
         return loss.view(target.shape)
@@ -187,15 +194,6 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
 def _place(group: Any) -> tuple[int, int]:
     """(ranks, this rank) of a group; (1, 0) for None."""
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def _assert_targets(y, vocab: int, ignore_index: int, device: torch.device) -> None:
-    if device.type in ("cpu", "meta"):
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            check_targets(_NAME, y, vocab, ignore_index)
-        return
-    if not torch.compiler.is_compiling():
-        launch_stats(_NAME, y, None, vocab, Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
 
 
 def _combined(lse, parts: list[torch.Tensor], group: Any, world: int):

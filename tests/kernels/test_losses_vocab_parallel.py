@@ -1,0 +1,108 @@
+"""Cross entropy over a vocabulary split between two processes: what one process gives on the whole."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_hw.kernels.vocab_parallel_cross_entropy import (
+    LigerVocabParallelCrossEntropy,
+    liger_vocab_parallel_cross_entropy,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = """
+import sys, torch, torch.distributed as dist, torch.nn.functional as F
+from liger_hw.kernels.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy as parallel
+rank, kind = int(sys.argv[1]), sys.argv[3]
+device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
+if kind != "cpu":
+    torch.accelerator.set_device_index(rank)
+dist.init_process_group("gloo" if kind == "cpu" else None, init_method=sys.argv[2], rank=rank, world_size=2)
+group = dist.group.WORLD
+generator = torch.Generator().manual_seed(7)
+whole = torch.randn(3, 4, 46, generator=generator).to(device)
+whole[0, 0, :23] = float("-inf")  # classes that cannot be, the whole part of a rank
+target = torch.randint(46, (3, 4), generator=generator).to(device)
+target[0, 0], target[1, 2], target[2, 3] = 30, -100, 22
+flowing = torch.randn(3, 4, generator=generator).to(device)
+mine = slice(rank * 23, rank * 23 + 23)
+for smoothing, formula, mode in ((0.0, "pytorch", "global"), (0.1, "pytorch", "global"), (0.1, "megatron", "global"),
+                                 (0.1, "megatron", "partition")):
+    logits = whole.clamp_min(-9.0) if smoothing else whole  # smoothing over an impossible class is infinite
+    part = logits[..., mine].clone().requires_grad_()
+    loss = parallel(part, target, group, -100, smoothing, formula, mode)
+    (grad,) = torch.autograd.grad(loss, part, flowing)
+    exact = logits.double().requires_grad_()
+    width = 23 if mode == "partition" else 46
+    e = smoothing * width / (width - 1) if formula == "megatron" else smoothing
+    log_p = torch.log_softmax(exact, -1)
+    ignored = target == -100
+    nll = -log_p.gather(-1, target.masked_fill(ignored, 0)[..., None])[..., 0]
+    expected = (1 - e) * nll - (e * log_p[..., mine if mode == "partition" else slice(None)].mean(-1) if e else 0)
+    expected = expected.masked_fill(ignored, 0.0)
+    (exact_grad,) = torch.autograd.grad(expected, exact, flowing.double())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), exact_grad[..., mine].nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+    assert not grad[1, 2].any()
+    if mode == "global":
+        both = [torch.empty_like(loss) for _ in range(2)]
+        dist.all_gather(both, loss.detach())
+        assert torch.equal(*both), "the ranks disagree"
+print("fine")
+dist.destroy_process_group()
+"""
+
+
+def _run(kind: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", RANK]
+    running = [
+        subprocess.Popen([*command, str(rank), address, kind], env=environment, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=200) for process in running]
+    assert all(out.strip() == "fine" for out, _ in outputs), [errors[-2000:] for _, errors in outputs]
+
+
+@pytest.mark.cpu
+def test_two_processes():
+    _run("cpu")
+
+
+@pytest.mark.multigpu
+def test_two_gpus():
+    _run(torch.accelerator.current_accelerator().type)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_without_a_group_it_is_the_cross_entropy(lane, generator, smoothing):
+    x = torch.randn(2, 3, 37, generator=generator).to(lane.device).requires_grad_()
+    target = torch.tensor([[0, 36, -100], [5, 5, 1]], device=lane.device)
+    found = LigerVocabParallelCrossEntropy(label_smoothing=smoothing)(x, target)
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    expected = F.cross_entropy(x.flatten(0, 1), target.flatten(), **options).view(2, 3)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+@pytest.mark.cpu
+def test_what_is_refused():
+    x, target = torch.randn(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="reduction must be 'none'"):
+        LigerVocabParallelCrossEntropy(reduction="mean")
+    with pytest.raises(ValueError, match="label_smoothing_formula must be one of pytorch, megatron"):
+        liger_vocab_parallel_cross_entropy(x, target, label_smoothing_formula="other")
+    with pytest.raises(IndexError, match=r"target\[4\] = 7 is out of range"):
+        liger_vocab_parallel_cross_entropy(x, target.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(7)))
