@@ -39,7 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
     "transformers.monkey_patch": (_TRANSFORMERS,),
     "transformers.auto_model": (_TRANSFORMERS,),
-    "transformers.grpo_loss": (_LOSSES,),
+    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss",),
     "transformers.experimental": (),
     "transformers.model": (),
     "ops": ("liger_hw.kernels",),
@@ -64,7 +64,8 @@ def homes(name: str) -> tuple[str, ...] | None:
         more = (_TRANSFORMERS, _MODULES) if group == "transformers" else ()
         return (home, *more) if not op.startswith("_") and importlib.util.find_spec(home) else None
     if group == "chunked_loss" and op:
-        return (_LOSSES,)
+        home = f"{_LOSSES}.{op}"
+        return (home,) if not op.startswith("_") and importlib.util.find_spec(home) else None
     return None
 
 
