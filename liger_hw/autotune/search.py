@@ -8,7 +8,7 @@ For each job (one tunable at one key):
       differ by, and the spread of each arm, is the noise that the gain must exceed
     5 the whole op with the winner is compared with the reference
     6 the winner and the heuristic are timed at other sizes of the same key: an entry answers for all of them, so it is
-      stored only when it beats the heuristic there too (on the H200, two entries in 28 were 7% and 20% slower there)
+      stored only when it beats the heuristic there too (on the H200, 6 entries in 28 did not, one was 20% slower)
 Every measurement goes to the journal as it is taken. A candidate that kills or hangs its worker is noted and the search
 goes on without it.
 """
