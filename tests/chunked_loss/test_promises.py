@@ -11,7 +11,7 @@ from harness import tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
-from liger_hw import env
+from liger_hw import compat, env
 from liger_hw.chunked_loss import _head, functional, grpo_loss
 from liger_hw.kernels import _linear_head
 from liger_hw.kernels._linear_head import DEFAULT_MIB, MOST_ROUNDINGS, SMALLEST
@@ -297,6 +297,8 @@ def test_names():
     assert set(chunked_loss.__all__) == set(LIGER)
     for name in ("k3_loss_fn", "get_gamma_weights", "sapo_loss_fn", "clip_coef_fn", "LigerFusedLinearGRPOFunction"):
         assert callable(getattr(grpo_loss, name)) or name.endswith("Function")
+    for module in ("dpo_loss", "kto_loss", "grpo_loss", "functional"):  # the shim's liger_kernel.chunked_loss.<module>
+        assert compat.homes(f"chunked_loss.{module}") == (f"liger_hw.chunked_loss.{module}",)
     with pytest.raises(AttributeError, match="LigerFusedLinearDPOLoss"):
         chunked_loss.LigerFusedLinearPPOLoss  # noqa: B018
 
