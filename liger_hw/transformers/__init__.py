@@ -26,6 +26,7 @@ _HOME = {
     "LigerJSD": "kernels.jsd",
     "LigerKLDIVLoss": "kernels.kl_div",
     "LigerTVDLoss": "kernels.tvd",
+    "LigerVocabParallelCrossEntropy": "kernels.vocab_parallel_cross_entropy",
     "LigerEmbedding": "kernels.embedding",
     "LigerMultiTokenAttention": "kernels.multi_token_attention",
     "LigerQKNormRope": "kernels.qk_norm_rope",

@@ -27,6 +27,7 @@ _HOME = {
     "liger_kl_div": "kl_div",
     "liger_tvd": "tvd",
     "liger_fused_ce_tvd": "fused_ce_tvd",
+    "liger_vocab_parallel_cross_entropy": "vocab_parallel_cross_entropy",
     "liger_group_norm": "group_norm",
     "liger_modulated_rms_norm": "modulated_rms_norm",
     "liger_poly_norm": "poly_norm",
