@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from liger_hw.autotune import matrix
 from liger_hw.backends import backend, known_target
 
 pytestmark = pytest.mark.aot
-ARCHS = tuple(arch for vendor in ("cuda", "rocm") for arch in backend(vendor).known_archs())
+RELATIVES = {"sm86": "sm80", "sm89": "sm80", "gfx1151": "gfx1100"}
+"""Architecture -> one that the compilers make the same code for: its limits are checked on the other's binaries."""
+ARCHS = tuple(a for vendor in ("cuda", "rocm") for a in backend(vendor).known_archs() if a not in RELATIVES)
 DEEP = ("sm90", "gfx942")
 
 # (tunable, architectures) -> most registers it may spill, and why that is so
@@ -111,6 +114,30 @@ def test_shipped_tables(table, name, workers, record_property):
                 assert not backend(target.vendor).illegal_resources(relative, certificate.resources), relative.arch
 
 
+@pytest.mark.parametrize("arch", RELATIVES)
+def test_relatives(op, arch, workers):
+    """What would be launched on one, compiled as for the other (mostly done already), within its own limits."""
+    target, other = known_target(arch), known_target(RELATIVES[arch])
+    launches = [replace(launch, target=other) for _, launch in matrix.launches(op, target, "quick", shipped=False)]
+    assert launches
+    for certificate in aot.certify(launches, workers):
+        assert not certificate.error, str(certificate)
+        assert not backend(target.vendor).illegal(target, certificate.launch.config), str(certificate)
+        assert not backend(target.vendor).illegal_resources(target, certificate.resources), str(certificate)
+
+
+@pytest.mark.parametrize("arch", RELATIVES)
+def test_relatives_are_alike(arch, workers):
+    """One op's launches compiled for both: the same spills, shared memory and widths, and about as many registers."""
+    launches = _first(arch, shipped=False)
+    twins = [replace(launch, target=known_target(RELATIVES[arch])) for launch in launches]
+    mine, theirs = ({c.launch.kernel: c.resources for c in aot.certify(found, workers)} for found in (launches, twins))
+    assert mine.keys() == theirs.keys() and mine
+    for a, b in ((mine[kernel], theirs[kernel]) for kernel in mine):
+        assert (a.spills, a.shared, a.loads, a.stores) == (b.spills, b.shared, b.loads, b.stores)
+        assert abs(a.registers - b.registers) <= 0.25 * b.registers
+
+
 # -- the compiler's own tests ----------------------------------------------------------------------------------------
 
 
@@ -182,8 +209,6 @@ def test_what_compiles_may_still_be_illegal():
 
 def test_an_abort_of_the_compiler_is_a_finding(workers):
     """waves_per_eu=0.5 ends the process inside LLVM; the next kernel compiles in a new one."""
-    from dataclasses import replace
-
     launch = _first()[0]
     bad = replace(launch, options=(*launch.options, ("waves_per_eu", 0.5)))
     refused, good = sorted(aot.certify([bad, launch], workers), key=lambda c: c.ok)
@@ -191,8 +216,6 @@ def test_an_abort_of_the_compiler_is_a_finding(workers):
 
 
 def test_an_unknown_option_is_a_finding(workers):
-    from dataclasses import replace
-
     launch = _first()[0]
     (certificate,) = aot.certify([replace(launch, options=(*launch.options, ("grf_mode", "256")))], workers)
     assert "grf_mode" in certificate.error
