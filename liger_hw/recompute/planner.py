@@ -127,7 +127,8 @@ class Planner:
             keep += unit * (2 * q + 2 * kv)  # q, k, v and the output
         keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
         keep += linear * given.compute_bytes if autocast else 0  # autocast's copies of the weights
-        cheap = keep - normed - unit * wide - rotated
+        copied = m.qk_norm and kv < q and (m.softcap or self.masked)  # k for every head has no recipe
+        cheap = keep - normed - unit * wide - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide, "full": stream * m.hidden}
 
         # the worst moment is the down projection's: gradients of its input, of its output and of its weight

@@ -167,7 +167,7 @@ def test_with_gradient_checkpointing(reentrant, ledger):
     """transformers checkpoints two layers, the dial runs all: what is checkpointed is left to that."""
     model = tiny()
     liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
-    expected = step(model)
+    expected = step(model, use_cache=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for layer in model.model.layers[:2]:
         layer.gradient_checkpointing = False
