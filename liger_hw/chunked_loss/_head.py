@@ -78,9 +78,9 @@ class Spec(NamedTuple):
 
 
 LOSSES: dict[str, Any] = {}
-"""Name -> description. Each has `value(seen)`, the part of the loss that these groups make; `slopes(seen)`, its derivatives
-by logp and by second (None without one), of their shape; `metrics(seen)`; `sums_logits`, whether these need logit_sum.
-Derivatives are written out: autograd is not there where an operator runs in a compiled graph."""
+"""Name -> description. Each has `slopes(seen)`, the loss's derivatives by these groups' logp and second (None without one),
+of their shape; `results(seen)`, (loss, *metrics) of all groups; `sums_logits`, whether these need logit_sum. Derivatives are
+written out: autograd is not there where an operator runs in a compiled graph."""
 
 
 def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
@@ -246,7 +246,7 @@ def _run(x, weight, bias, target, second, extras, *call):
             others = _slopes(loss, rows, start // width, (start + logits.shape[0]) // width, width, *known, scale)
             rows.write(logits, start, others)
     seen = _seen(rows, 0, n_rows // width if width else 0, width, *known)
-    return [loss.value(seen), *loss.metrics(seen), *head_gradients(grads, flat, bias)]
+    return [*loss.results(seen), *head_gradients(grads, flat, bias)]
 
 
 def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
@@ -275,7 +275,7 @@ def _fake(x, weight, bias, target, second, extras, *call):
     )
     likes = x.reshape(-1, x.shape[-1]), weight, weight[:, 0] if bias is None else bias
     grads = [like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, wanted)]
-    return [loss.value(seen), *loss.metrics(seen), *grads]
+    return [*loss.results(seen), *grads]
 
 
 chunked_loss = define(

@@ -42,21 +42,19 @@ class Labelled(NamedTuple):
         _, ratio = self._logps(seen)
         return -self.beta * sign * (ratio if kl is None else ratio - kl)
 
-    def value(self, seen: Seen) -> torch.Tensor:
-        return torch.sigmoid(self._under(seen)).sum() / seen.n_groups
-
     def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
         sign, counts, _, _ = seen.grouped
         under = self._under(seen)
         slopes = -self.beta * sign * torch.sigmoid(under) * torch.sigmoid(-under) / seen.n_groups
         return (slopes / counts if self.average else slopes)[:, None].expand_as(seen.logp), None
 
-    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        """Sums over the good and over the bad answers of log pi, of the logits and of the reward beta * c."""
+    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        """The loss; then sums over the good and over the bad answers of log pi, of the logits and of the reward beta * c."""
+        loss = torch.sigmoid(self._under(seen)).sum() / seen.n_groups
         good = seen.grouped[0] > 0
         logps, ratio = self._logps(seen)
         values = logps, seen.logit_sum.sum(-1), self.beta * ratio
-        return tuple(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
+        return loss, *(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
 
 
 LOSSES["kto"] = Labelled

@@ -149,13 +149,8 @@ class Policy(NamedTuple):
             losses = losses + self.beta * kl
         return losses, kl, was_clipped
 
-    def value(self, seen: Seen) -> torch.Tensor:
-        advantages, share, *others = seen.grouped
-        losses, _, _ = self.terms(seen.logp, advantages, share, *others)
-        return torch.where(share != 0, losses * share, 0.0).sum()
-
     def slopes(self, seen: Seen) -> tuple[torch.Tensor, None]:
-        """By hand what autograd makes of `value`, by way of log w where the ratio is what logp acts through."""
+        """By hand what autograd makes of the loss, by way of log w where the ratio is what logp acts through."""
         advantages, share, old, ref, vllm = seen.grouped
         logp, mask = seen.logp, share != 0
         log_ratio = logp - (logp if old is None else old)
@@ -189,16 +184,17 @@ class Policy(NamedTuple):
             by_weight = by_weight.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
         return direct + by_weight, None
 
-    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        """The mean KL (only with beta), and the share of tokens (of sequences, by sequence) that were clipped."""
-        advantages, share, *others = seen.grouped
+    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+        return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
+
+    def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
+        """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence) clipped."""
         mask = share != 0
-        _, kl, clipped = self.terms(seen.logp, advantages, share, *others)
-        if self.by_sequence and advantages.shape[1] == 1:
-            share_clipped = clipped.to(kl.dtype).mean()
-        else:
-            share_clipped = masked_mean(clipped.to(kl.dtype), mask)
-        return (masked_mean(kl, mask), share_clipped) if self.beta else (share_clipped,)
+        loss = torch.where(mask, losses * share, 0.0).sum()
+        clipped = clipped.to(kl.dtype)
+        by_sequence = self.by_sequence and clipped.shape[1] == 1
+        clipped = clipped.mean() if by_sequence else masked_mean(clipped, mask)
+        return (loss, masked_mean(kl, mask), clipped) if self.beta else (loss, clipped)
 
 
 LOSSES["policy"] = Policy

@@ -59,11 +59,6 @@ class Pairs(NamedTuple):
         logp = seen.logp if seen.second is None else seen.second
         return -logp.view(logp.shape[0], 2, -1)[:, 0].sum() / seen.shared[0]
 
-    def value(self, seen: Seen) -> torch.Tensor:
-        _, chosen, rejected = self._margins(seen)
-        loss = PAIR_LOSSES[self.kind](chosen, rejected, self)[0].sum() / seen.n_groups
-        return loss + self.alpha * self._nll(seen) if self.has_nll else loss
-
     def slopes(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor | None]:
         counts, _ = seen.grouped
         _, chosen, rejected = self._margins(seen)
@@ -78,15 +73,18 @@ class Pairs(NamedTuple):
         nll[:, 0] = -self.alpha / seen.shared[0]
         return (slopes + nll, None) if seen.second is None else (slopes, nll)
 
-    def metrics(self, seen: Seen) -> tuple[torch.Tensor, ...]:
+    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         reported, chosen, rejected = self._margins(seen)
+        nll = self._nll(seen)
+        loss = PAIR_LOSSES[self.kind](chosen, rejected, self)[0].sum() / seen.n_groups
+        loss = loss + self.alpha * nll if self.has_nll else loss
         means = seen.logit_sum.view(reported.shape[0], 2, -1).mean((0, 2)) / seen.vocab
         rewards = self.beta * chosen, self.beta * rejected
         if self.kind in AVERAGED and not self.average:
             rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
         more = PAIR_METRICS[self.kind](chosen, rejected, self) if self.kind in PAIR_METRICS else ()
         logps = (t.clone() for t in reported.unbind(1))
-        return *logps, *(t.clone() for t in means), self._nll(seen), *rewards, *more
+        return loss, *logps, *(t.clone() for t in means), nll, *rewards, *more
 
 
 LOSSES["pairs"] = Pairs

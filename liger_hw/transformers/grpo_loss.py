@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..chunked_loss.policy import check_policy, make_policy, masked_mean, policy_tensors, token_shares
+from ..chunked_loss.policy import check_policy, make_policy, policy_tensors, token_shares
 from ..kernels._op import check, check_tensors
 from ..kernels._selected_log_probs import IGNORED, SelectedLogProbsFunction
 
@@ -78,10 +78,7 @@ def triton_grpo_loss(
     share = token_shares(mask, loss_type, max_completion_length or 1, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:
-        loss = torch.where(mask, losses * share, 0.0).sum()
-        by_sequence = policy.by_sequence and clipped.shape[1] == 1
-        part = clipped.to(kl.dtype)
-        part = part.mean() if by_sequence else masked_mean(part, mask)
-        return loss, ([masked_mean(kl, mask).detach()] if beta else []) + [part]
+        loss, *metrics = policy.summary(losses, kl.detach(), clipped, share)
+        return loss, metrics
     losses = torch.where(mask, losses, 0.0)
     return losses, torch.where(mask, kl, 0.0).detach() if beta else None, (clipped & mask).to(kl.dtype)
