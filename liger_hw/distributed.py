@@ -30,17 +30,23 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
 
     device: this rank's device (default: the current accelerator, or the CPU). Collective: every rank must call it.
     What any rank has set aside as failing is set aside on all. Holds until `registry.reload()`. Without an initialised
-    process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ: other devices,
-    other kernel sources, another LIGER_HW_DETERMINISTIC.
+    process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
+    other kernel sources, another LIGER_HW_DETERMINISTIC) or when one cannot use its LIGER_HW_LOCK_FILE.
     """
     import torch.distributed as dist
 
     target = registry._target_named(device)
     if not (dist.is_available() and dist.is_initialized()):
         return digest(target)
-    failed = [[list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in _failed(target).items()]
-    mine = {"layers": _as_json(target) if dist.get_rank(group) == 0 else [], "failed": failed}
+    try:
+        failed = [[list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in _failed(target).items()]
+        mine = {"layers": _as_json(target) if dist.get_rank(group) == 0 else [], "failed": failed}
+    except env.SettingError as error:  # raised alone, it would leave the other ranks waiting
+        mine = {"refused": str(error)}
     everyone = _all_gather(mine, group)
+    refused = [f"rank {number}: {rank['refused']}" for number, rank in enumerate(everyone) if "refused" in rank]
+    if refused:
+        raise RuntimeError(f"liger_hw.distributed.sync: {len(refused)} of {len(everyone)} ranks cannot: {refused[0]}")
     source = f"rank 0 of {len(everyone)}"
     layers = []
     for layer, records in everyone[0]["layers"]:

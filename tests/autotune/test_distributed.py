@@ -38,6 +38,8 @@ if what == "failed before" and rank:  # noted on this node's disk by an earlier 
     for made_for, of in ((fwd.kernel_hash(), fwd), ("another source", bwd)):
         config = of.heuristic(target, (4096, 9, 2))
         notes.save_quarantined(target, of.name, (4096, 9, 2), config, "out of shared memory", made_for)
+if what == "lock" and rank:
+    os.environ["LIGER_HW_LOCK_FILE"] = "no-such.lock"
 registry.reload()
 with registry.pretend(target):
     device = torch.device("cuda", 0)
@@ -45,7 +47,7 @@ with registry.pretend(target):
         registry.quarantine(fwd.plan(device, (4096, 9, 2)), RuntimeError("out of shared memory"))
     if what == "deterministic" and rank:
         registry.set_deterministic(True)
-    before = liger_hw.distributed.digest(target)
+    before = None if what == "lock" else liger_hw.distributed.digest(target)
     try:
         digest = liger_hw.distributed.sync()
     except RuntimeError as error:
@@ -93,7 +95,12 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
 
 
 @pytest.mark.parametrize(
-    "what, word", [("device", "multiprocessors 66 instead of 132"), ("deterministic", "deterministic True")]
+    "what, word",
+    [
+        ("device", "multiprocessors 66 instead of 132"),
+        ("deterministic", "deterministic True"),
+        ("lock", "LIGER_HW_LOCK_FILE=no-such.lock: no such file"),
+    ],
 )
 def test_ranks_that_still_differ_are_all_told(clean_registry, tmp_path, what, word):
     one, two = ranks(tmp_path, what)
