@@ -13,6 +13,7 @@ Recompiling what was compiled before comes from Triton's own cache on disk.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -80,6 +81,8 @@ class StaticTuner:
         gain = 1 - times[winner] / times[heuristic]
         if gain <= min(MARGINS[c.level] for c in search.certificates(winner)):
             winner = heuristic
+        elif self._loses_elsewhere(job, tunable, heuristic, winner):
+            winner, result.note = heuristic, "the heuristic stays: it is faster at other sizes of the key"
         result.tried, result.failed = len(search.traced), len(search.dropped)
         result.heuristic_us, result.winner_us = round(times[heuristic], 2), round(times[winner], 2)
         result.gain, result.config = round(gain if winner != heuristic else 0.0, 4), winner.to_json()
@@ -93,6 +96,18 @@ class StaticTuner:
         if winner != heuristic:
             self._keep(job, tunable, winner, search.certificates(winner), result)
         return result
+
+    def _loses_elsewhere(self, job: Job, tunable: Any, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
+        """Whether the heuristic is as fast at other sizes that have the same key: an entry answers for all of them."""
+        sizes = space.elsewhere(tunable, job.sizes, job.key, job.dtype)
+        if sizes is None:
+            return False
+        search = _Candidates(self, replace(job, sizes=tuple(sizes)), heuristic)
+        try:
+            search.add([heuristic, winner])
+        except ValueError:  # sizes that the op does not take, as channels that no longer divide
+            return False
+        return search.times.get(winner, math.inf) >= search.times.get(heuristic, math.inf)
 
     def _keep(self, job: Job, tunable: Any, winner: LaunchConfig, certificates: list[Certificate], result: Result) -> None:
         own = next(c.resources for c in certificates if c.launch.tunable == job.name)
