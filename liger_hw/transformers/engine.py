@@ -19,7 +19,7 @@ from . import parts, probing
 from .loss import causal_lm_forward, head_path
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .report import ALREADY, MARK, PATCHED, Patch, PatchReport, PatchRow
+from .report import ALREADY, MARK, PATCHED, NewModels, Patch, PatchReport, PatchRow
 
 log = logging.getLogger("liger_hw")
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
@@ -241,7 +241,7 @@ class _Classes(_Engine):
         yield from groups.items()
 
     def modules(self, wanted: set[str]) -> None:
-        shared: dict[tuple[str, str], str] = {}
+        shared: dict[tuple[str, type], Match] = {}
         for cls, modules in self._by_class():
             mark = next(
                 (m for s in ("forward", "_apply_gate") if (m := getattr(getattr(cls, s, None), MARK, None))), None
@@ -258,25 +258,40 @@ class _Classes(_Engine):
                 continue
             if cls.__module__ == self.modeling.__name__:
                 self._class(cls, part, found)
+            elif match := next((f for _, f in found if isinstance(f, Match)), None):
+                shared[part, cls] = match
             else:
-                shared[part, cls.__name__] = kernel
-        for (part, name), kernel in shared.items():
-            self.leave(part, f"{name}.forward", kernel, "left alone: not a class of this family; patch a live model")
+                reason = next(f.reason for _, f in found if isinstance(f, Refused))
+                self.leave(part, f"{cls.__name__}.forward", kernel, f"left alone: {reason}")
+        if shared:
+            self._new_models(wanted, shared)
+
+    def _new_models(self, wanted: set[str], shared: dict[tuple[str, type], Match]) -> None:
+        """Parts that the family takes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) belong to others too, so
+        their classes stay; the family's models made from now on have them patched, each as it is finished."""
+        patch = NewModels({type(model) for model in self.samples}, lambda model: _patch_new(model, wanted - {*LOSSES}))
+        patch.apply()
+        self.report.patches.append(patch)
+        for (part, cls), match in shared.items():
+            row = PatchRow(part, f"{cls.__name__}.forward of new models", match.kernel, PATCHED, match.variant)
+            self.report.rows.append(row)
 
     def _class(self, cls: type, part: str, found: list[tuple[Any, Match | Refused | None]]) -> None:
         """One forward for all of a class's instances: each match under what its sample had that decides it."""
         matches: list[tuple[probing.Guards, Match]] = []
         slot = next((f.slot for _, f in found if isinstance(f, Match)), "forward")
         where, original = f"{cls.__name__}.{slot}", getattr(cls, slot)
+        unknown = probing.EVERYTHING in probing.reads(cls, original)
         for module, result in found:
-            if isinstance(result, Match):
+            if isinstance(result, Match) and not unknown:
                 guards = probing.guards_of(module, original, result.used)
                 if not any(g == guards and m is result for g, m in matches):
                     matches.append((guards, result))
         matches = [pair for pair in matches if not any(_contradicts(*pair, *sample) for sample in found)]
         refused = next((f for _, f in found if isinstance(f, Refused)), None)
         if not matches:
-            reason = refused.reason if refused else "its instances differ in ways that cannot be told apart"
+            reason = "it hands itself on" if unknown else "its instances differ in ways that cannot be told apart"
+            reason = refused.reason if refused else f"{reason}; patch a live model"
             self.leave(part, where, refused.kernel if refused else part, f"left alone: {reason}")
             return
         forward = original
@@ -330,6 +345,10 @@ class _Classes(_Engine):
         if not done:
             where = self.modeling.__name__.rpartition(".")[2]
             self.leave("rope", where, "rope", "left alone: no attention of its own calls a rotary function")
+
+
+def _patch_new(model: Any, wanted: set[str]) -> None:
+    _Instance(model, PatchReport(type(model).__name__, "a new model")).patch(wanted)
 
 
 def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 log = logging.getLogger("liger_hw")
 _MISSING = object()
@@ -87,6 +89,38 @@ def revert(model: Any) -> int:
     return count
 
 
+class NewModels:
+    """`prepare(model)` for every model of these classes (of transformers) made while it is applied; see `Patch`."""
+
+    def __init__(self, classes: set[type], prepare: Callable[[Any], None]) -> None:
+        self.models: weakref.WeakSet = weakref.WeakSet()
+        self.patches = [Patch(cls, "post_init", self._finishing(cls, prepare)) for cls in classes]
+
+    def _finishing(self, cls: type, prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+        original = cls.post_init
+
+        @functools.wraps(original)
+        def post_init(model: Any) -> None:
+            original(model)
+            if model not in self.models:  # a subclass of a patched class comes here twice
+                self.models.add(model)
+                prepare(model)
+
+        setattr(post_init, MARK, ("new models", ""))
+        return post_init
+
+    def apply(self) -> None:
+        for patch in self.patches:
+            patch.apply()
+
+    def revert(self) -> bool:
+        self.patches = [patch for patch in self.patches if not patch.revert()]
+        for model in list(self.models):
+            revert(model)
+        self.models.clear()
+        return not self.patches
+
+
 def _own_method(owner: Any, name: str) -> Any:
     return types.MethodType(getattr(type(owner), name), owner)
 
@@ -102,7 +136,7 @@ class PatchReport:
     family: str
     target: str
     rows: list[PatchRow] = field(default_factory=list)
-    patches: list[Patch] = field(default_factory=list, repr=False)
+    patches: list[Patch | NewModels] = field(default_factory=list, repr=False)
 
     @property
     def patched(self) -> list[PatchRow]:

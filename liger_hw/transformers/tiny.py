@@ -8,6 +8,7 @@ a few families need beside.
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 from typing import Any
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, LAYERS, VOCAB, POSITIONS, EXPERTS = 64, 4, 2, 16, 96, 4, 128, 128, 4
@@ -72,7 +73,9 @@ _VALUES = {name: value for value, names in _SIZES for name in names.split()} | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "layerdrop")
+_TAKES_CONFIGS = int(version("transformers").split(".")[0]) >= 5
+"""Before 5, some composite configurations take their parts as dictionaries only."""
+_DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerdrop")
 
 
 def tiny_config(config_class: type, **own: Any) -> Any:
@@ -95,7 +98,8 @@ def tiny_config(config_class: type, **own: Any) -> Any:
         current = getattr(default, name, None)
         kind = type(current) if hasattr(type(current), "sub_configs") else sub_class
         if isinstance(inner, dict) and hasattr(kind, "to_dict") and (current is not None or inner):
-            values[name] = tiny_config(kind, **inner)
+            small = tiny_config(kind, **inner)
+            values[name] = small if _TAKES_CONFIGS else small.to_dict()
     config = config_class(**{**values, **given})
     config.use_cache = False
     return config
@@ -112,26 +116,36 @@ def _field_names(config_class: type, default: Any) -> set[str]:
     return names - {"self", "kwargs"} - mapped
 
 
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_parameters" if _TAKES_CONFIGS else "rope_scaling": _SECTIONS}
+_MROPE_WHOLE = {name: {**value, "partial_rotary_factor": 1.0} for name, value in _MROPE.items()}
+_INDEXER = {"indexer_budget": 8, "indexer_compress_ratio": 2, "output_gate_type": "silu"}
 _OWN: dict[str, dict[str, Any]] = {
     "BailingHybridConfig": {"n_group": 1, "num_experts": EXPERTS, "layer_group_size": 2},
-    "CohereCompassTextConfig": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "BigBirdConfig": {"attention_type": "original_full"},
+    "CohereCompassTextConfig": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _SECTIONS),
+    },
     "DbrxConfig": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": KV_HEADS, "clip_qkv": 8.0}},
     "Dots3NoteConfig": {"index_n_heads": 2},
     "Dots3NoteTextConfig": {"index_n_heads": 2},
     "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
     "Gemma4AssistantConfig": {"text_config": {"hidden_size_per_layer_input": 0}},
     "Gemma4UnifiedAssistantConfig": {"text_config": {"num_kv_shared_layers": 0}},
-    "Glm4vTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
-    "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+    "Glm4vTextConfig": _MROPE_WHOLE,
+    "Glm4vMoeTextConfig": {**_MROPE_WHOLE, **({} if _TAKES_CONFIGS else {"partial_rotary_factor": 1.0})},
     "GitConfig": {"vision_config": {"image_size": 4}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
     "KimiLinearConfig": {"linear_head_dim": 16, "linear_num_heads": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
-    "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
-    "Qwen2_5_VLTextConfig": {"rope_parameters": _MROPE},
-    "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "MllamaTextConfig": {"rope_scaling": {"rope_type": "default"}},
+    "Qwen2VLTextConfig": _MROPE,
+    "Qwen2_5_VLTextConfig": _MROPE,
+    "Qwen3VLTextConfig": {} if _TAKES_CONFIGS else _MROPE,
+    "Qwen3VLMoeTextConfig": {} if _TAKES_CONFIGS else _MROPE,
+    "Qwen4ExpTextConfig": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, **_INDEXER},
     "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4},
     "XmodConfig": {"default_language": "en_XX", "languages": ["en_XX"]},
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16, "n_mamba_heads": 8},

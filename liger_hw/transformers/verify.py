@@ -7,6 +7,7 @@ unpatched arm runs on the same model, after `revert()` was verified to have give
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Iterator
@@ -112,6 +113,8 @@ def tiny_training(class_name: str, seed: int) -> tuple[Any, Callable[[], torch.T
         ids = torch.randint(5, min(size, 100), (2, TOKENS), generator=source)
         inputs = {"input_ids": ids, "labels": ids.clone()}
         inputs["labels"][0, :3] = -100
+        if "attention_mask" in inspect.signature(model.forward).parameters:
+            inputs["attention_mask"] = torch.ones_like(ids)
     if not inputs and not towers:
         raise ValueError("it has no output head, and no vision tower that takes plain images")
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from . import mlps, norms
-from .twin import Guards, Match, Refused, current_forward, guards_of, holds, quiet
+from .twin import EVERYTHING, Guards, Match, Refused, current_forward, guards_of, holds, quiet, reads
 
-__all__ = ["Guards", "Match", "Refused", "current_forward", "guards_of", "holds", "recognise"]
+__all__ = ["EVERYTHING", "Guards", "Match", "Refused", "current_forward", "guards_of", "holds", "reads", "recognise"]
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:

@@ -12,7 +12,7 @@ from ...kernels.geglu import geglu_reference
 from ...kernels.relu_squared import relu_squared_reference
 from ...kernels.swiglu import swiglu_reference
 from .. import parts
-from .twin import BATCH, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
+from .twin import BATCH, EVERYTHING, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
 
 _NAMED = ("mlp", "ffn", "feedforward", "experts")
 _TWO_HALVES = "halves"
@@ -117,7 +117,7 @@ class _Probe:
     def __init__(self, module: nn.Module, forward: Callable, linears: dict[str, nn.Module]) -> None:
         self.module, self.forward, self.linears = module, forward, linears
         own, named = vars(module), reads(type(module), forward)
-        self.numbers = [name for name in own if type(own[name]) is float and name in named]
+        self.numbers = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
         self.scales: dict[str, float] = {}
 
     def answer(self) -> Match | Refused:

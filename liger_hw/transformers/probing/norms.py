@@ -12,7 +12,7 @@ from torch import nn
 from ...kernels.layer_norm import layer_norm_reference
 from ...kernels.rms_norm import CASTING_MODES, rms_norm_reference
 from .. import parts
-from .twin import BATCH, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
+from .twin import BATCH, EVERYTHING, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
 
 _PROBE_EPS = 0.25
 """Set in place of the module's own epsilon: large beside the variance, so that a wrong one cannot agree."""
@@ -82,7 +82,7 @@ class _Probe:
         self.weights = {name: random(*shape, source=source) for name, shape in shapes.items()}
         self.x = random(*BATCH, next(iter(shapes.values()))[0] if shapes else _width_of(module), source=source)
         own, named = vars(module), reads(type(module), forward)
-        attributes = [name for name in own if type(own[name]) is float and name in named]
+        attributes = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
         numbers = [c for c in _constants(forward) if 0.0 < c < 1e-2]
         self.epsilons: list[str | float] = [*attributes, *numbers]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import types
@@ -133,7 +134,10 @@ def widths(module: nn.Module) -> set[int]:
 
 @functools.lru_cache(maxsize=1024)
 def reads(cls: type, function: Callable) -> frozenset[str]:
-    """Names that `function` may look up on self: its own, those of the methods it names, and of what it decorates."""
+    """Names that `function` may look up on self: its own, those of the methods it names, and of what it decorates.
+
+    `EVERYTHING` is among them when it hands itself on, to a function that may read anything.
+    """
     seen: set[str] = set()
     waiting: list[Any] = [function]
     done: set[types.CodeType] = set()
@@ -142,8 +146,11 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
         if isinstance(item, property):
             item = item.fget
         while item is not None:
-            names = _names(getattr(item, "__code__", None), done)
+            code = getattr(item, "__code__", None)
+            names = _names(code, done)
             seen |= names
+            if code is not None and not hasattr(item, "__wrapped__") and _hands_itself_on(code):
+                seen.add(EVERYTHING)
             inherited = "super" in names or "__class__" in names
             for name in (names | {item.__name__}) if inherited else names:
                 for base in cls.__mro__ if inherited else ():
@@ -155,6 +162,25 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
                     waiting.append(member)
             item = getattr(item, "__wrapped__", None)
     return frozenset(seen)
+
+
+EVERYTHING = "*"
+
+
+def _hands_itself_on(code: types.CodeType) -> bool:
+    """Whether a method uses self other than to look something up on it."""
+    me = code.co_varnames[0] if code.co_argcount else None
+    steps = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY_FREE_VARS", "MAKE_CELL", "RESUME")
+    ]
+    for step, after in zip(steps, [*steps[1:], None]):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or me not in loaded:
+            continue
+        looks_up = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
+        if me in loaded[:-1] or not looks_up:
+            return True
+    return any(isinstance(constant, types.CodeType) and me in constant.co_freevars for constant in code.co_consts)
 
 
 def _names(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:
@@ -179,6 +205,8 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
     Every attribute that `function` reads counts, except those `used` by the kernel itself and the sizes of the weights.
     """
     names = reads(type(module), function)
+    if EVERYTHING in names:
+        names = names | vars(module).keys() | module._modules.keys() | module._parameters.keys()
     own_widths = widths(module)
     found: list[tuple[str, str, Any]] = []
     for name in sorted(names - used):

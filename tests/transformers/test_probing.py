@@ -1,0 +1,398 @@
+"""Recognition: each variant of a norm, MLP or rotary function is found by what it computes, and a near miss is refused."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_hw.transformers import probing
+from liger_hw.transformers.probing import Match, Refused, rotary
+
+pytestmark = pytest.mark.cpu
+
+WIDTH = 24
+
+
+class _Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.eps = 1e-6
+
+    def normed(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def norm(body, bias=False, name="SomeRMSNorm"):
+    """A norm module whose forward is `body(self, x)`."""
+    module = type(name, (_Norm,), {"forward": body})()
+    if bias:
+        module.bias = nn.Parameter(torch.zeros(WIDTH))
+    return module
+
+
+def _llama(self, x):
+    return self.weight * self.normed(x.float()).to(x.dtype)
+
+
+def _gemma(self, x):
+    return (self.normed(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+def _olmo2(self, x):
+    return (self.weight * self.normed(x.float())).to(x.dtype)
+
+
+def _t5(self, x):
+    x = self.normed_t5(x)
+    return self.weight * (x.to(self.weight.dtype) if self.weight.dtype == torch.bfloat16 else x)
+
+
+def _unweighted(self, x):
+    return self.normed(x.float()).type_as(x)
+
+
+def _layer_norm(self, x):
+    return F.layer_norm(x, (WIDTH,), self.weight, self.bias, self.eps)
+
+
+def _layer_norm_1p(self, x):
+    return F.layer_norm(x, (WIDTH,), self.weight + 1.0, self.bias, 1e-5)
+
+
+NORMS = {
+    "llama": (lambda: norm(_llama), "rms_norm", "llama"),
+    "gemma": (lambda: norm(_gemma), "rms_norm", "gemma, offset 1"),
+    "olmo2": (lambda: norm(_olmo2), "rms_norm", "gemma"),
+    "nn.LayerNorm": (lambda: nn.LayerNorm(WIDTH), "layer_norm", ""),
+    "nn.LayerNorm without bias": (lambda: nn.LayerNorm(WIDTH, bias=False), "layer_norm", "no bias"),
+    "nn.LayerNorm without weight": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), "layer_norm", "no weight"),
+    "layer norm by hand": (lambda: norm(_layer_norm, bias=True), "layer_norm", ""),
+    "epsilon in the code": (lambda: norm(_layer_norm_1p, bias=True), "layer_norm", "offset 1"),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    make, kernel, variant = NORMS[name]
+    found = probing.recognise(make())
+    assert isinstance(found, Match), found
+    assert (found.kernel, found.variant) == (kernel, variant)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_s_core_computes_it(name):
+    module = NORMS[name][0]()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+    module = module.bfloat16()
+    found = probing.recognise(module)
+    torch.testing.assert_close(found.core(module, x), module(x), rtol=2**-7, atol=1e-3)
+
+
+NOT_NORMS = {
+    "rstd rounded": (lambda self, x: x * self.normed_rstd(x), "rounds in bf16 unlike"),
+    "epsilon unused": (lambda self, x: self.weight * F.normalize(x, dim=-1) * WIDTH**0.5, "no epsilon of its own"),
+    "epsilon outside the root": (
+        lambda self, x: self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)),
+        "neither an RMSNorm nor a LayerNorm",
+    ),
+    "another axis": (
+        lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.eps),
+        "neither",
+    ),
+    "scale detached": (lambda self, x: self.weight * self.normed(x.float()).detach().to(x.dtype), "gradients are not"),
+    "a gate": (lambda self, x, gate=None: _llama(self, x), "it takes x and gate"),
+    "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
+    "raises": (lambda self, x: x.no_such_thing + self.eps, "cannot be run alone"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_NORMS)
+def test_near_misses_of_norms(name):
+    body, reason = NOT_NORMS[name]
+    module = norm(body)
+    type(module).normed_rstd = lambda self, x: torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(
+        x.dtype
+    )
+    if name == "rstd rounded":
+        module._parameters.clear()
+    found = probing.recognise(module)
+    assert isinstance(found, Refused) and reason in found.reason, found
+
+
+# -- MLPs ------------------------------------------------------------------------------------------------------------
+
+
+class SomeMLP(nn.Module):
+    def __init__(self, act, fused=False, gate=True):
+        super().__init__()
+        self.up_proj = nn.Linear(8, 32 if fused else 16)
+        if gate and not fused:
+            self.gate_proj = nn.Linear(8, 16)
+        self.down_proj = nn.Linear(16, 8)
+        self.act_fn = act
+        self.gate_scale, self.out_scale, self.limit, self.residual_dropout = 1.0, 1.0, 0.7, 0.0
+
+
+def mlp(body, act=None, **options):
+    return type("OneMLP", (SomeMLP,), {"forward": body})(act or nn.SiLU(), **options)
+
+
+def _gated(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _scaled(self, x):
+    y = self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.gate_scale)
+    return self.down_proj(y) * self.out_scale
+
+
+def _halves(self, x):
+    gate, up = self.up_proj(x).chunk(2, -1)
+    return self.down_proj(up * self.act_fn(gate))
+
+
+def _halves_up_first(self, x):
+    up, gate = self.up_proj(x).chunk(2, -1)
+    return self.down_proj(up * self.act_fn(gate))
+
+
+def _plain(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
+class _Squared(nn.Module):
+    def forward(self, x):
+        return F.relu(x).square()
+
+
+MLPS = {
+    "silu": (lambda: mlp(_gated), "swiglu", "silu"),
+    "gelu": (lambda: mlp(_gated, nn.GELU()), "geglu", "gelu"),
+    "tanh gelu": (lambda: mlp(_gated, nn.GELU(approximate="tanh")), "geglu", "gelu_tanh"),
+    "scaled": (lambda: mlp(_scaled), "swiglu", "silu"),
+    "halves": (lambda: mlp(_halves, fused=True), "fused_gate_up_swiglu", "silu"),
+    "up first": (lambda: mlp(_halves_up_first, fused=True), "swiglu", "silu, up first"),
+    "halves, gelu": (lambda: mlp(_halves, nn.GELU(), fused=True), "geglu", "gelu"),
+    "squared relu": (lambda: mlp(_plain, _Squared(), gate=False), "relu_squared", ""),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps(name):
+    make, kernel, variant = MLPS[name]
+    torch.manual_seed(0)
+    module = make()
+    module.gate_scale, module.out_scale = 0.5, 3.0
+    found = probing.recognise(module)
+    assert isinstance(found, Match), found
+    assert (found.kernel, found.variant) == (kernel, variant)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(found.core(module, x), module(x), rtol=1e-5, atol=1e-6)
+
+
+NOT_MLPS = {
+    "relu gate": (lambda: mlp(_gated, nn.ReLU()), "gated by relu"),
+    "no gate": (lambda: mlp(_plain, nn.GELU(), gate=False), "has no gate"),
+    "clamped": (
+        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)).clamp(max=s.limit) * s.up_proj(x))),
+        "none of",
+    ),
+    "pairs": (lambda: mlp(_pairs, fused=True), "in pairs"),
+    "detached": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.up_proj(x).detach())), "gradients"),
+    "goes on": (lambda: mlp(lambda s, x: _gated(s, x) + x), "goes on after down_proj"),
+    "twice": (
+        lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.gate_proj(x))),
+        "calls its projections as",
+    ),
+    "other input": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(2 * x)) * s.up_proj(x))), "own input"),
+    "dropout": (lambda: _with_dropout(0.25), "drops out (p=0.25)"),
+}
+
+
+def _pairs(self, x):
+    y = self.up_proj(x)
+    return self.down_proj(self.act_fn(y[..., ::2]) * y[..., 1::2])
+
+
+def _with_dropout(p):
+    def forward(self, x):
+        return F.dropout(_gated(self, x), p=self.residual_dropout, training=self.training)
+
+    module = mlp(forward)
+    module.residual_dropout = p
+    return module
+
+
+@pytest.mark.parametrize("name", NOT_MLPS)
+def test_near_misses_of_mlps(name):
+    make, reason = NOT_MLPS[name]
+    found = probing.recognise(make())
+    assert isinstance(found, Refused) and reason in found.reason, found
+
+
+def test_dropout_that_is_off_is_no_obstacle():
+    assert isinstance(probing.recognise(_with_dropout(0.0)), Match)
+
+
+def test_projections_are_black_boxes():
+    """Whatever answers in a projection's place is called the same way: quantised, adapted, sharded, without weights."""
+
+    class Packed(nn.Module):
+        out_features, in_features = 16, 8
+
+        def forward(self, x):
+            return x.repeat(1, 1, 2).sin()
+
+    module = mlp(_gated)
+    module.gate_proj = Packed()
+    with torch.device("meta"):
+        module.up_proj = nn.Linear(8, 16)
+    assert isinstance(probing.recognise(module), Match)
+
+
+# -- what stays as it was --------------------------------------------------------------------------------------------
+
+
+def test_probing_leaves_no_trace():
+    module = mlp(_with_dropout(0.5).forward.__func__)
+    before, state = dict(vars(module)), torch.get_rng_state()
+    probing.recognise(module), probing.recognise(norm(_llama))
+    assert torch.equal(torch.get_rng_state(), state) and vars(module) == before
+
+
+def test_a_default_device_does_not_matter():
+    with torch.device("meta"):
+        assert isinstance(probing.recognise(norm(_llama)), Match)
+
+
+def test_guards_tell_apart_what_a_forward_reads():
+    def forward(self, x):
+        y = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return F.dropout(self.down_proj(y), self.residual_dropout, self.training)
+
+    module = mlp(forward)
+    guards = probing.guards_of(module, forward, probing.recognise(module).used)
+    assert probing.holds(module, guards)
+    module.limit = 3.0  # not read
+    assert probing.holds(module, guards)
+    module.act_fn = nn.GELU()
+    assert not probing.holds(module, guards)
+    module.act_fn, module.residual_dropout = nn.SiLU(), 0.1
+    assert not probing.holds(module, guards)
+
+
+@pytest.mark.parametrize(
+    "forward, everything",
+    [
+        (_gated, False),
+        (lambda self, x: _gated(self, x), True),
+        (lambda self, x: (lambda: self.down_proj(x))(), True),
+        (lambda self, x: self.down_proj(x), False),
+    ],
+)
+def test_a_forward_that_hands_itself_on_may_read_everything(forward, everything):
+    assert (probing.EVERYTHING in probing.reads(SomeMLP, forward)) is everything
+
+
+def test_a_7b_model_is_patched_within_a_second():
+    transformers = pytest.importorskip("transformers")
+    from liger_hw.transformers import patch
+
+    with torch.device("meta"):
+        model = transformers.MistralForCausalLM(transformers.MistralConfig())
+    patch(transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=1, hidden_size=64))).revert()
+    started = time.process_time()
+    report = patch(model)
+    assert time.process_time() - started < 1.0
+    assert len(report.patched) == 32 * 4 + 2
+
+
+# -- rotary ----------------------------------------------------------------------------------------------------------
+
+
+def _rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def _rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def _llama_rope(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _partial_rope(q, k, cos, sin, unsqueeze_dim=1):
+    n = cos.shape[-1]
+    turned = _llama_rope(q[..., :n], k[..., :n], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((t, x[..., n:]), -1) for t, x in zip(turned, (q, k)))
+
+
+def _cohere_rope(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + _rotate_pairs(q) * sin, k * cos + _rotate_pairs(k) * sin
+
+
+def _glm_rope(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    return _cohere_rope(q, k, cos, sin, unsqueeze_dim)
+
+
+def _complex_rope(xq, xk, freqs_cis):
+    parts = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (xq, xk))
+    return tuple(torch.view_as_real(x * freqs_cis[:, :, None, :]).flatten(3) for x in parts)
+
+
+ROTARY = {
+    "llama": (_llama_rope, "rope", "halves shared"),
+    "partial": (_partial_rope, "rope", "halves shared"),
+    "cohere": (_cohere_rope, "interleaved_rope", ""),
+    "glm": (_glm_rope, "interleaved_rope", "one angle a pair"),
+    "llama4": (_complex_rope, "llama4_rope", ""),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_functions(name):
+    function, kernel, variant = ROTARY[name]
+    found = rotary.recognise(function, shared_halves=True)
+    assert isinstance(found, Match), found
+    assert (found.kernel, found.variant) == (kernel, variant)
+    assert callable(found.core(function))
+
+
+def test_halves_that_may_differ_are_both_read():
+    assert rotary.recognise(_llama_rope, shared_halves=False).variant == ""
+
+
+def test_other_rotary_functions_are_refused():
+    def backwards(q, k, cos, sin, unsqueeze_dim=1):
+        return _llama_rope(q, k, cos, -sin, unsqueeze_dim)
+
+    def of_one(x, cos, sin, unsqueeze_dim=1):
+        return x
+
+    assert "turns other pairs" in rotary.recognise(backwards, True).reason
+    assert "it takes (x, cos, sin, unsqueeze_dim)" in rotary.recognise(of_one, True).reason
+
+
+def test_a_call_without_a_form_runs_the_original():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    cos = torch.randn(1, 5, 8, requires_grad=True)
+    replacement = rotary.recognise(_llama_rope, True).core(_llama_rope)
+    for given in ((q, q, cos, cos.detach()), (q[0], q[0], cos.detach()[0], cos.detach()[0])):
+        axis = 1 if given[0].dim() == 4 else 0
+        found, wanted = replacement(*given, unsqueeze_dim=axis), _llama_rope(*given, unsqueeze_dim=axis)
+        torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError):  # as the original does
+        replacement(q, k, cos, cos)
