@@ -17,7 +17,7 @@ import torch
 
 from ..transformers.report import MARK, Patch, PatchReport, PatchRow
 from . import recipes
-from .levels import FIT, check_level, in_words, is_budget, level_of_each, parse_size
+from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
@@ -105,7 +105,8 @@ class Choice:
 
     def level(self, index: int, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> str:
         """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
-        if self.planning and not index and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        first = not index or self.planned_for is None  # a pipeline's later stage has no layer 0
+        if self.planning and first and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._plan(source, config, args, kwargs)
         return self.levels[index]
 
@@ -225,18 +226,21 @@ class Dial:
 def class_patch(cls: type, setting: Any) -> Patch:
     """The one replacement that gives every layer of class `cls` its level, in models made before and after.
 
-    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`).
+    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that cannot
+    takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
     """
     original = cls.forward
     _check_free(original, cls.__name__)
     choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
-    places: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, Any, Choice]] = weakref.WeakKeyDictionary()
+    places: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
 
-    def place(layer: torch.nn.Module) -> tuple[int, Any, Choice]:
+    def place(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
         parts = list(layer.modules())
         index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
-        config = next((m.config for m in parts if hasattr(m, "config")), None)
+        config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
         if index is None or config is None:
+            if setting in LEVELS:
+                return None
             raise ValueError(
                 f"activations={setting!r}: {cls.__name__} does not know its place in the model; patch a live model "
                 "(model=...) or name one level for all layers"
@@ -249,6 +253,8 @@ def class_patch(cls: type, setting: Any) -> Patch:
         forward = types.MethodType(original, self)
         if self not in places:
             places[self] = place(self)
+        if places[self] is None:
+            return run_at(setting, forward, args, kwargs)
         index, config, choice = places[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 

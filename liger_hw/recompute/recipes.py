@@ -68,10 +68,7 @@ def offer(
     number: which of the Function's outputs this is.
     """
     global _casts_seen
-    if not _scopes_open or torch.compiler.is_compiling():
-        return
-    scope = _local.scope
-    if scope is None or scope.may == KEEP or not any(ctx.needs_input_grad) or replay.in_functorch():
+    if not _scopes_open or _level() == KEEP or not any(ctx.needs_input_grad):
         return
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
@@ -84,7 +81,7 @@ def offer(
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
     """As `offer` for a Function all of whose outputs are `call(*args)`: one computation serves every one of them."""
-    if not _scopes_open or torch.compiler.is_compiling() or _local.scope is None or _local.scope.may == KEEP:
+    if not _scopes_open or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
     for number, output in enumerate(outputs):
@@ -98,19 +95,21 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     dropout. Any other is kept.
     """
     y = module(x)
-    if _scopes_open and not torch.compiler.is_compiling():
-        scope = _local.scope
-        if scope is not None and scope.may >= MLP and torch.is_grad_enabled() and type(y) is torch.Tensor:
-            if (
-                y.grad_fn is not None
-                and not replay.in_functorch()
-                and (found := replay.of_module(module, x)) is not None
-            ):
-                recipe = Recipe(*found, None, y)
-                setattr(y, _MARK, recipe)
-                if y._base is not None:
-                    setattr(y._base, _MARK, recipe)
+    if not _scopes_open or _level() < MLP or type(y) is not torch.Tensor or y.grad_fn is None:
+        return y
+    found = replay.of_module(module, x)
+    if found is not None:
+        recipe = Recipe(*found, None, y)
+        for t in (y,) if y._base is None else (y, y._base):
+            setattr(t, _MARK, recipe)
     return y
+
+
+def _level() -> int:
+    """What this thread may recompute here and now."""
+    if torch.compiler.is_compiling() or _local.scope is None:
+        return KEEP
+    return _local.scope.may
 
 
 def watched(ctx: Any) -> tuple[tuple[torch.Tensor | None, ...], list[str]]:

@@ -51,11 +51,6 @@ def _deterministic(module: torch.nn.Module) -> bool:
     return isinstance(module, plain) or any(True for _ in module.children())
 
 
-def in_functorch() -> bool:
-    """Inside torch.func's transforms, which have no saved-tensor hooks."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def stream_of(device: torch.device) -> Any:
     """The stream that work on a device goes to now; None on the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)

@@ -97,6 +97,23 @@ def test_on_classes(setting, ledger):
     assert type(before.model.layers[0]).forward is original
 
 
+def test_a_class_whose_layers_do_not_know_their_place(ledger):
+    model = Decoder(count=2)
+    expected = gradients(model, contextlib.nullcontext())
+    for setting in ("mlp", ["cheap", "mlp"]):
+        patch = dials.class_patch(type(model.layers[0]), setting)
+        patch.apply()
+        try:
+            if setting == "mlp":
+                assert identical(gradients(model, contextlib.nullcontext()), expected)
+                assert ledger.computed.count("linear") == 4
+            else:
+                with pytest.raises(ValueError, match="Layer does not know its place in the model; patch a live model"):
+                    model(some_input())
+        finally:
+            patch.revert()
+
+
 def test_what_means_nothing_raises():
     model = tiny()
     for wrong, message in (
