@@ -33,9 +33,9 @@ SMALL = ((2, 7, 5, 3, 22), (1, 3, 1, 1, 6), (2, 3, 4, 2, 16))
 
 @triton.jit
 def row_offsets(batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
-    """Where each (token, head) begins, [tokens, heads, 1]: all multiples of ALIGN elements."""
-    rows = (batch * batch_stride + token * token_stride)[:, None, None]
-    return tl.multiple_of(rows + (heads.to(tl.int64) * head_stride)[None, :, None], [1, 1, ALIGN])
+    """Where each (head, token) begins, [heads, tokens, 1]: all multiples of ALIGN elements."""
+    rows = (batch * batch_stride + token * token_stride)[None, :, None]
+    return tl.multiple_of(rows + (heads.to(tl.int64) * head_stride)[:, None, None], [1, 1, ALIGN])
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _load_pairs(
     CACHE: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """x1 and x2 of every pair of the rows at `ptrs` [tokens, heads, 1]: [tokens, heads, BLOCK] each, raw."""
+    """x1 and x2 of every pair of the rows at `ptrs` [heads, tokens, 1]: [heads, tokens, BLOCK] each, raw."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = _load(ptrs + both, mask & (both < 2 * HALF), CACHE, EVICT)
@@ -74,7 +74,7 @@ def _store_pairs(ptrs, x1, x2, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, IS
 
 @triton.jit
 def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, TRIG: tl.constexpr):
-    """cos1, cos2, sin1, sin2 as [tokens, 1 or heads, BLOCK] fp32; `offsets` [tokens, 1 or heads, 1 or BLOCK]."""
+    """cos1, cos2, sin1, sin2 as [1, tokens, BLOCK] fp32; `offsets` [1, tokens, 1 or BLOCK]."""
     if TRIG >= 2:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
         inside = mask & (both < 2 * HALF)
@@ -147,8 +147,10 @@ def _rotary_kernel(
 ):
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program, every load before the first store.
 
+    Heads are the outermost dimension of a tile: where a program's threads cover its tokens, a thread holds all heads of
+    one place, and cos and sin are its own. (With tokens outermost they pass through shared memory.)
     K_ptr may be None. FIRST_SECTION, FIRST_SECTIONS: columns of plane 0, and of planes 0 and 1; 0 where there is one.
-    ALIGN: elements that every stride of q, k and the results is a multiple of (Triton itself sees only 16).
+    ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
     pid = tl.program_id(0)
     tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -156,9 +158,9 @@ def _rotary_kernel(
     k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
     batch = (tokens // seq_len).to(tl.int64)
     token = (tokens % seq_len).to(tl.int64)
-    token_mask = (tokens < n_tokens)[:, None, None]
-    q_mask = token_mask & (q_heads < n_q_heads)[None, :, None]
-    k_mask = token_mask & (k_heads < n_k_heads)[None, :, None]
+    token_mask = (tokens < n_tokens)[None, :, None]
+    q_mask = token_mask & (q_heads < n_q_heads)[:, None, None]
+    k_mask = token_mask & (k_heads < n_k_heads)[:, None, None]
     tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
     tail_mask = tail_cols < 2 * HALF + TAIL
 
@@ -171,11 +173,11 @@ def _rotary_kernel(
         k1, k2 = _load_pairs(k_ptrs, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    angles = (batch * cos_batch_stride + token * cos_token_stride)[:, None, None]
+    angles = tl.multiple_of((batch * cos_batch_stride + token * cos_token_stride)[None, :, None], [1, 1, ALIGN])
     if FIRST_SECTIONS:
         cols = tl.arange(0, BLOCK_HALF)[None, None, :]
         plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
-        angles = angles + plane * cos_plane_stride
+        angles = angles + tl.multiple_of(plane * cos_plane_stride, [1, 1, ALIGN])
     cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
 
     out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
@@ -273,7 +275,7 @@ class Rotary:
             n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
             ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
             strides = (*geometry.strides, cos.stride(0) if sections else 0)
-            align = alignment(geometry.strides[:-2])
+            align = alignment(strides)
             block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
             flags = (*geometry.widths, block_k, *ways, trig, section, sections, align, back)
             args = (q, k, cos, sin, out_q, out_k, *strides, *geometry.sizes, n_head_tiles)

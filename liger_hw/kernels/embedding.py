@@ -22,9 +22,7 @@ from ._triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def embedding_reference(
-    weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None
-) -> torch.Tensor:
+def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """The specification in plain torch; its backward sums in fp32, or in fp64 when `weight` is fp64."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return F.embedding(indices, weight.to(wide), padding_idx).to(weight.dtype)
@@ -362,7 +360,9 @@ class LigerEmbedding(torch.nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
         fits = padding_idx is None or -num_embeddings <= padding_idx < num_embeddings
-        check(fits, "LigerEmbedding", f"padding_idx must lie in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
+        check(
+            fits, "LigerEmbedding", f"padding_idx must lie in [{-num_embeddings}, {num_embeddings}), got {padding_idx}"
+        )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.weight = torch.nn.Parameter(torch.randn(num_embeddings, embedding_dim))

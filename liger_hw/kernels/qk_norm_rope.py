@@ -25,15 +25,17 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer_all
-from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ..registry import LaunchConfig, Op, Sample, Target, Tunable
 from ._op import cdiv, check, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
     _add_up,
     _gradients,
     _load_head,
     _load_weight,
-    _norm_and_turn,
     _normalised,
+    _number,
+    _place,
+    _pointer,
     _qk_norm_rope_bwd_kernel,
     _qk_norm_rope_fwd_kernel,
     _seen,
@@ -92,30 +94,24 @@ def _normed_and_turned(x, w, eps, offset, casting, cos, sin, rotary_dim, head_ax
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _tile(key: registry.Key, elements: int) -> tuple[int, int, int]:
-    """BLOCK_T and BLOCK_H of a tile of q and k with at most so many elements, and how many it has."""
-    q_heads, k_heads, width = key[:3]
-    block_h, block_t = q_heads, 1
-    while block_h > 1 and block_h * (q_heads + k_heads) * width > elements * q_heads:
-        block_h //= 2
-    tile = max(1, block_h * (q_heads + k_heads) // q_heads) * width
-    while block_t < 8 and 2 * block_t * tile <= elements:
-        block_t *= 2
-    return block_t, block_h, block_t * tile
+def _blocks(target: Target, key: registry.Key, heads: int) -> tuple[dict[str, int], int]:
+    """Blocks and warps: as many tokens as the threads cover with 16-byte loads, so that each holds all heads of one place."""
+    q_heads, k_heads, width, tokens_bucket, itemsize = key
+    lanes = max(1, width // 2 * itemsize // 16)  # threads that load half a head
+    warps = 2 if 1 << tokens_bucket >= 64 * target.multiprocessors else 1
+    block_t = max(1, min(warps * target.warp_size // lanes, 1 << tokens_bucket, 64))
+    return {"BLOCK_T": block_t, "BLOCK_H": min(heads, q_heads)}, warps
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """About 5000 elements of q and k a program, as rope."""
-    block_t, block_h, tile = _tile(key, 6144)
-    return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, target.warps(tile, 32, 8), 1, 0)
+    """4 heads a thread: 128 bytes on their way."""
+    return LaunchConfig(*_blocks(target, key, 4), 1, 0)
 
 
 def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Tiles of q, k and their gradients with two more in flight, as the backward of rms_norm."""
-    block_t, block_h, tile = _tile(key, 6144)
-    stages = 3 if 4 * tile * key[4] <= target.shared_memory else 1
-    ctas = max(1, min(4, 8192 // tile))
-    return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, target.warps(tile, 16, 16), stages, ctas)
+    """2 heads a thread and their gradients, on a grid of as many warps as fit with the 180 registers that takes."""
+    blocks, warps = _blocks(target, key, 2)
+    return LaunchConfig(blocks, warps, 1, 10 // warps)
 
 
 def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
@@ -123,40 +119,42 @@ def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: registry.Key, tensors: int, grids: tuple) -> list[LaunchConfig]:
-    """tensors: how many of q's size the loop reads; grids: (stages, programs a multiprocessor)."""
-    q_heads, k_heads, width, _, itemsize = key
+    """tensors: how many of x's size the loop reads; grids: (stages, programs a multiprocessor)."""
+    q_heads, _, width, _, itemsize = key
     return [
         LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps, stages, ctas, hint)
-        for block_t in (1, 2, 4, 8)
-        for block_h in (1, 2, 4, 8, 16, 32, 64)
-        for warps in (1, 2, 4, 8, 16)
+        for block_t in (1, 2, 4, 8, 16, 32)
+        for block_h in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
         for stages, ctas in grids
         for hint in ("none", "stream")
         if block_h <= q_heads
-        and 8 <= block_t * block_h * width // (warps * target.warp_size) <= 64
+        and 16 <= block_t * block_h * width // (warps * target.warp_size) <= 64
         and max(1, ctas) * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and tensors * (stages - 1) * block_t * (block_h + max(1, block_h * k_heads // q_heads)) * width * itemsize
-        <= target.shared_memory // max(1, ctas)
+        and tensors * (stages - 1) * block_t * block_h * width * itemsize <= target.shared_memory // max(1, ctas)
     ]
 
 
 def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return _space(target, key, 1, ((1, 0), (2, 2), (2, 4), (3, 2), (3, 4)))
+    return _space(target, key, 1, ((1, 0), (2, 4), (3, 4)))
 
 
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return _space(target, key, 2, ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)))
+    return _space(target, key, 2, ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (3, 4)))
 
 
 def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
     return _valid(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
 
 
-_HELPERS = (_load_head, _store_head, _load_weight, _normalised, _seen, load_angles, row_offsets, _load, _rotate)
+_HELPERS = (
+    *(_load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
+    *(load_angles, row_offsets, _load, _rotate),
+)
 FWD = Tunable(
     "qk_norm_rope",
     "fwd",
-    kernels=(_qk_norm_rope_fwd_kernel, _norm_and_turn, *_HELPERS),
+    kernels=(_qk_norm_rope_fwd_kernel, *_HELPERS),
     key=_key,
     dims=_DIMS,
     heuristic=_fwd_heuristic,
@@ -181,20 +179,20 @@ DW = column_sum_tunable("qk_norm_rope", _DIMS, lambda *sizes: 2 * sizes[-1])
 
 
 def _launched(tunable, q, k, cos, layout):
-    """(plan, programs, strides, sizes, widths) of a launch over tiles of q and k, or None where there is no token."""
+    """(plan, programs for q, programs for k, strides, sizes, widths) of a launch, or None where there is no token."""
     rotary_dim, head_axis, *inside = layout
     k_layout = k.shape, k.stride()
     geometry = _geometry(q.shape, q.stride(), *k_layout, cos.shape, cos.stride(), rotary_dim, head_axis, tuple(inside))
     if not geometry.tokens:
         return None
     plan = tunable.plan(q.device, (*geometry.key, q.itemsize))
-    blocks = plan.config.blocks
-    _, _, n_q_heads, n_k_heads = geometry.sizes
-    n_head_tiles = cdiv(n_q_heads, blocks["BLOCK_H"])
-    n_tiles = cdiv(geometry.tokens, blocks["BLOCK_T"]) * n_head_tiles
-    programs = min(plan.programs or n_tiles, n_tiles)
-    widths = (*geometry.widths, next_power_of_2(cdiv(n_k_heads, n_head_tiles)))
-    return plan, programs, geometry.strides, (*geometry.sizes, n_head_tiles, n_tiles), widths
+    block_t, block_h = plan.config.blocks["BLOCK_T"], plan.config.blocks["BLOCK_H"]
+    for_q, for_k = (cdiv(geometry.tokens, block_t) * cdiv(heads, block_h) for heads in geometry.sizes[2:])
+    if 0 < plan.programs < for_q + for_k:
+        tiles = for_q + for_k
+        for_q = max(1, min(plan.programs - 1, plan.programs * for_q // tiles))
+        for_k = max(1, plan.programs - for_q)
+    return plan, for_q, for_k, geometry.strides, (*geometry.sizes, for_q), geometry.widths
 
 
 def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
@@ -203,10 +201,9 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
     found = _launched(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if found:
-        plan, programs, strides, sizes, widths = found
+        plan, for_q, for_k, strides, sizes, widths = found
         args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, eps, offset)
-        flags = (*widths, trig, alignment(strides), casting)
-        launch(plan, _qk_norm_rope_fwd_kernel, (programs,), args, flags)
+        launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, (*widths, trig, alignment(strides), casting))
     return out_q, out_k
 
 
@@ -220,12 +217,13 @@ def _bwd(
     found = _launched(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if not found:
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    plan, programs, strides, sizes, widths = found
+    plan, for_q, for_k, strides, sizes, widths = found
     axes = (0, head_axis, 3 - head_axis)
     strides = (*(dq.stride(axis) for axis in axes), *(dk.stride(axis) for axis in axes), *strides)
-    partial = q.new_empty((programs, width), dtype=torch.float32) if needs_dw else None
+    partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
     args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, eps, offset)
-    launch(plan, _qk_norm_rope_bwd_kernel, (programs,), args, (*widths, trig, alignment(strides), casting))
+    flags = (*widths, trig, alignment(strides), casting)
+    launch(plan, _qk_norm_rope_bwd_kernel, (for_q + for_k,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 
 
@@ -353,8 +351,8 @@ def liger_qk_norm_rope(
     check_tensors("liger_qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
     if casting_mode not in MODES:
         check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
-    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _weights_misfit(
-        q, q_weight, k_weight
+    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
+        q, k, q_weight, k_weight
     ):
         check(False, "liger_qk_norm_rope", reason)
     norm = (eps, offset, casting_mode)
@@ -363,12 +361,14 @@ def liger_qk_norm_rope(
     )
 
 
-def _weights_misfit(q, q_weight, k_weight) -> str:
+def _dtypes_misfit(q, k, q_weight, k_weight) -> str:
     if q_weight.shape != q.shape[-1:] or k_weight.shape != q.shape[-1:]:
         have = f"{tuple(q_weight.shape)} and {tuple(k_weight.shape)}"
         return f"q_weight and k_weight must be [{q.shape[-1]}], the width of a head, got {have}"
     if q_weight.dtype != k_weight.dtype:
         return f"q_weight and k_weight must have one dtype, got {q_weight.dtype} and {k_weight.dtype}"
+    if q.dtype != k.dtype:
+        return f"q and k must have one dtype, got {q.dtype} and {k.dtype}"
     return ""
 
 
