@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Shipped tables of GPUs that are not here: choose for each architecture without the device and export what was chosen.
+#
+#     bash benchmarks/static_tables.sh [ARCH ...]        a few minutes an architecture on two cores, less the second time
+#     OPS=rms_norm,softmax CANDIDATES=24 bash benchmarks/static_tables.sh gfx942
+#
+# Entries for other keys stay; measured ones are never replaced. What was compiled before comes from Triton's cache.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+archs=("$@")
+[ ${#archs[@]} -gt 0 ] || archs=(gfx942 gfx90a gfx950 gfx1100 gfx1151 gfx1201 sm80 sm89 sm100 sm120 pvc acm bmg lnl)
+LIGER_HW_CACHE_DIR=$(mktemp -d)
+export LIGER_HW_CACHE_DIR PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+trap 'rm -rf "$LIGER_HW_CACHE_DIR"' EXIT
+python=${PYTHON:-python3}
+
+for arch in "${archs[@]}"; do
+    case $arch in
+        gfx*) vendor=rocm ;;
+        sm*) vendor=cuda ;;
+        *) vendor=xpu ;;
+    esac
+    options=(--device "$arch" --first --candidates "${CANDIDATES:-7}" --workers "${WORKERS:-2}")
+    [ -z "${OPS:-}" ] || options+=(--ops "$OPS")
+    "$python" -m liger_hw autotune "${options[@]}" || echo "static_tables: some of $arch could not be judged" >&2
+    table=liger_hw/backends/$vendor/configs/$arch.json
+    mkdir -p "$(dirname "$table")"
+    # --merge keeps what the table had; an architecture for which the heuristic always stays has nothing to export.
+    "$python" -m liger_hw cache export --device "$arch" -o "$table" --merge || echo "static_tables: nothing to keep for $arch" >&2
+done
