@@ -89,14 +89,14 @@ def plan_chunks(
     rows = max(smallest, ((scale * (budget or DEFAULT_MIB) << 20) - taken) // row)
     if budget is None:
         rows = min(rows, scale * max(smallest, LARGEST))
+    whole = unit if unit <= rows else 1
+    rows -= rows % whole
     if gradients and itemsize == 2 and not wide and cdiv(n_rows, rows) > MOST_ROUNDINGS:
-        fewer = cdiv(n_rows, MOST_ROUNDINGS)
+        fewer = cdiv(cdiv(n_rows, MOST_ROUNDINGS), whole) * whole
         wide = (fewer - rows) * row > 4 * vocab * hidden
-        rows = max(rows, 2 * SMALLEST) if wide else fewer
+        rows = max(rows, 2 * SMALLEST // whole * whole) if wide else fewer
     even = cdiv(n_rows, cdiv(n_rows, rows)) if n_rows else 1
-    step = cdiv(even, 128) * 128 if unit == 1 or unit > rows else cdiv(even, unit) * unit
-    if 1 < unit <= rows < step:
-        step -= unit
+    step = cdiv(even, whole) * whole if whole > 1 else cdiv(even, 128) * 128
     return Chunks(tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step)), wide)
 
 

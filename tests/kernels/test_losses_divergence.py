@@ -1,0 +1,209 @@
+"""Edges of the divergences and the distillation losses: ties, impossible classes, nothing that counts, their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_hw.kernels.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
+from liger_hw.kernels.fused_linear_jsd import fused_linear_jsd_reference, liger_fused_linear_jsd
+from liger_hw.kernels.fused_linear_kl_div import fused_linear_kl_div_reference, liger_fused_linear_kl_div
+from liger_hw.kernels.fused_linear_scaled_cross_entropy import (
+    fused_linear_scaled_cross_entropy_reference,
+    liger_fused_linear_scaled_cross_entropy,
+)
+from liger_hw.kernels.jsd import jsd_reference, liger_jsd
+from liger_hw.kernels.kl_div import kl_div_reference, liger_kl_div
+from liger_hw.kernels.tvd import liger_tvd, tvd_reference
+
+ROWS, COLS, HIDDEN = 6, 37, 5
+
+
+def _log_probs(generator, lane=None, rows=ROWS, cols=COLS, dtype=torch.float32):
+    x = torch.log_softmax(torch.randn(rows, cols, generator=generator, dtype=torch.float64), -1).to(dtype)
+    return x if lane is None else x.to(lane.device)
+
+
+def _grad(loss, x):
+    return torch.autograd.grad(loss, x)[0]
+
+
+# -- the references against torch's functions and the papers' formulas, in fp64 ---------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("log_target", [False, True])
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_kl_div_is_torchs(generator, reduction, log_target):
+    x, t = (_log_probs(generator, dtype=torch.float64) for _ in range(2))
+    t = t if log_target else t.exp()
+    found = kl_div_reference(x, t, reduction=reduction, log_target=log_target)
+    torch.testing.assert_close(found, F.kl_div(x, t, reduction=reduction, log_target=log_target))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_jsd_is_the_papers(generator, beta):
+    x, y = (_log_probs(generator, dtype=torch.float64) for _ in range(2))
+    m = (beta * y.exp() + (1 - beta) * x.exp()).log()
+    expected = beta * (y.exp() * (y - m)).sum(-1) + (1 - beta) * (x.exp() * (x - m)).sum(-1)
+    if beta in (0.0, 1.0):  # the ends are the two KL divergences, not the zero that the mixture gives there
+        expected = F.kl_div(x, y.exp(), reduction="none").sum(-1) if not beta else (x.exp() * (x - y)).sum(-1)
+    labels = torch.tensor([1, -100, 3, 4, -100, 6])
+    torch.testing.assert_close(jsd_reference(x, y, None, beta), expected.mean())
+    torch.testing.assert_close(jsd_reference(x, y, labels, beta), expected[labels != -100].mean())
+
+
+@pytest.mark.cpu
+def test_heads_are_a_linear_layer_and_the_loss(generator):
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, w, x2, w2 = random(ROWS, HIDDEN), random(COLS, HIDDEN), random(ROWS, 3), random(COLS, 3)
+    labels = torch.tensor([1, -100, 3, 4, -100, 6])
+    student, teacher = torch.log_softmax(x @ w.t() / 2, -1), torch.log_softmax(x2 @ w2.t() / 2, -1)
+    found = fused_linear_jsd_reference(x, w, x2, w2, labels, 0.3, temperature=2.0)
+    torch.testing.assert_close(found, jsd_reference(student, teacher, labels, 0.3))
+    counted, target = labels != -100, teacher.exp()
+    for reduction in ("batchmean", "mean", "sum"):
+        found = fused_linear_kl_div_reference(x, w, target, labels, reduction, temperature=2.0)
+        torch.testing.assert_close(found, kl_div_reference(student[counted], target[counted], reduction=reduction))
+    ids = torch.tensor([3, 0, 3])
+    nll, entropy, chosen = fused_linear_scaled_cross_entropy_reference(
+        x, w, labels, 2.0, return_entropy=True, selected_token_ids=ids
+    )
+    torch.testing.assert_close(nll, F.cross_entropy(x @ w.t() / 2, labels, reduction="none"))
+    exact = torch.distributions.Categorical(logits=x @ w.t() / 2).entropy()
+    torch.testing.assert_close(entropy, torch.where(counted, exact, 0.0))
+    torch.testing.assert_close(chosen, torch.where(counted[:, None], student[:, ids], 0.0))
+    ce, tvd = fused_ce_tvd_reference(x @ w.t(), x2 @ w2.t(), labels)
+    torch.testing.assert_close(ce, F.cross_entropy(x @ w.t(), labels, reduction="none"))
+    exact = tvd_reference((x @ w.t()).softmax(-1), (x2 @ w2.t()).softmax(-1), labels, "none").sum(-1)
+    torch.testing.assert_close(tvd, exact)
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tie_has_no_slope(lane, generator):
+    p = _log_probs(generator, lane).exp().requires_grad_()
+    q = p.detach().clone()
+    q[0, :5] *= 1.5
+    grad = _grad(liger_tvd(p, q, reduction="sum"), p)
+    assert (grad[0, :5] == -0.5).all() and not grad[0, 5:].any() and not grad[1:].any()
+
+
+def test_impossible_classes(lane, generator):
+    """Minus infinity, or a probability of zero, on both sides: nothing is lost, and nothing becomes nan."""
+    x, y = _log_probs(generator, lane), _log_probs(generator, lane)
+    mask = torch.zeros(COLS, dtype=torch.bool, device=lane.device)
+    mask[::3] = True
+    x, y = (torch.log_softmax(t.masked_fill(mask, float("-inf")), -1) for t in (x, y))
+    for loss in (
+        lambda a, b: liger_kl_div(a, b.exp(), reduction="sum"),
+        lambda a, b: liger_kl_div(a, b, reduction="sum", log_target=True),
+        lambda a, b: ROWS * liger_jsd(a, b, None, 0.0),
+        lambda a, b: ROWS * liger_jsd(a, b, None, 1.0),
+        lambda a, b: ROWS * liger_jsd(a, b, None, 0.3),
+    ):
+        whole = x.clone().requires_grad_()
+        left = x[:, ~mask].clone().requires_grad_()
+        found, expected = loss(whole, y), loss(left, y[:, ~mask].contiguous())
+        torch.testing.assert_close(found, expected)
+        grad = _grad(found, whole)
+        torch.testing.assert_close(grad[:, ~mask], _grad(expected, left))
+        assert not grad[:, mask].any()
+
+
+def test_jsd_of_small_probabilities_and_near_equals(lane, generator):
+    """fp32 keeps what fp64 says where e^x underflows, and where the two distributions differ in the fourth digit."""
+    x = _log_probs(generator, dtype=torch.float64)
+    far = x.clone()
+    far[:, 0] = -110.0
+    for a, b in ((far, x), (x, far), (x, x + 1e-3 * torch.randn(x.shape, generator=generator, dtype=torch.float64))):
+        a32, b32 = a.float().to(lane.device).requires_grad_(), b.float().to(lane.device)
+        exact = a32.detach().double().cpu().requires_grad_()
+        expected = jsd_reference(exact, b32.double().cpu(), None, 0.5)
+        found = liger_jsd(a32, b32, None, 0.5)
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=2e-7 * float(a32.detach().exp().sum(-1).max()))
+        torch.testing.assert_close(_grad(found, a32).double().cpu(), _grad(expected, exact), rtol=1e-4, atol=1e-8)
+
+
+def _losses(generator, lane):
+    """Each loss with labels as a function of (first input, labels), and that input."""
+    x, y = _log_probs(generator, lane), _log_probs(generator, lane)
+    h, w = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(COLS, HIDDEN, generator=generator)
+    h, w = h.to(lane.device), w.to(lane.device)
+    return {
+        "jsd": (lambda a, l: liger_jsd(a, y, l), x),
+        "tvd": (lambda a, l: liger_tvd(a, y.exp(), l, "batchmean"), x.exp()),
+        "tvd_none": (lambda a, l: liger_tvd(a, y.exp(), l, "none").sum(), x.exp()),
+        "fused_linear_jsd": (lambda a, l: liger_fused_linear_jsd(a, w, h, w.roll(1, 0), l), h.roll(1, 0)),
+        "fused_linear_kl_div": (lambda a, l: liger_fused_linear_kl_div(a, w, y.exp(), l), h),
+        "fused_ce_tvd": (lambda a, l: sum(t.sum() for t in liger_fused_ce_tvd(a, y, l)), x),
+        "fused_linear_scaled": (
+            lambda a, l: sum(t.sum() for t in liger_fused_linear_scaled_cross_entropy(a, w, l, return_entropy=True)),
+            h,
+        ),
+    }
+
+
+NAMES = ["jsd", "tvd", "tvd_none", "fused_linear_jsd", "fused_linear_kl_div", "fused_ce_tvd", "fused_linear_scaled"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_counts(lane, generator, name):
+    loss, x = _losses(generator, lane)[name]
+    x = x.clone().requires_grad_()
+    found = loss(x, torch.full((ROWS,), -100, device=lane.device))
+    assert float(found.detach()) == 0.0 and not _grad(found, x).any()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("fused_linear")])
+def test_what_an_ignored_row_holds_does_not_matter(lane, generator, name):
+    loss, x = _losses(generator, lane)[name]
+    labels = torch.tensor([0, 1, -100, 3, 4, 36], device=lane.device)
+    whole, broken = x.clone().requires_grad_(), x.clone()
+    broken[2] = float("nan")
+    broken.requires_grad_()
+    expected, found = loss(whole, labels), loss(broken, labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(_grad(found, broken), _grad(expected, whole))
+
+
+def test_one_class(lane):
+    """A vocabulary of one: every distribution is the same, every loss and gradient through a softmax zero."""
+    x = torch.zeros(3, 1, device=lane.device).requires_grad_()
+    y, labels = torch.zeros(3, 1, device=lane.device), torch.zeros(3, dtype=torch.long, device=lane.device)
+    h = torch.randn(3, 4, device=lane.device).requires_grad_()
+    w, w2 = torch.ones(1, 4, device=lane.device), torch.full((1, 4), 2.0, device=lane.device)
+    cases = (
+        (liger_jsd(x, y), x),
+        (liger_tvd(x, y), x),
+        (sum(t.sum() for t in liger_fused_ce_tvd(x, y + 2, labels)), x),
+        (liger_fused_linear_jsd(h, w, h.detach(), w2), h),
+        (liger_fused_linear_kl_div(h, w, y.exp()), h),
+        (liger_fused_linear_scaled_cross_entropy(h, w, labels).sum(), h),
+    )
+    for loss, of in cases:
+        assert float(loss.detach()) == 0.0 and not _grad(loss, of).any()
+    loss = liger_kl_div(x, y.exp(), reduction="sum")
+    assert float(loss.detach()) == 0.0 and (_grad(loss, x) == -1.0).all()
+
+
+@pytest.mark.cpu
+def test_a_teacher_has_no_gradient(generator):
+    x, y = _log_probs(generator), _log_probs(generator).requires_grad_()
+    h, w = torch.randn(ROWS, HIDDEN), torch.randn(COLS, HIDDEN)
+    for call in (
+        lambda: liger_kl_div(x, y),
+        lambda: liger_jsd(x, y),
+        lambda: liger_tvd(x, y),
+        lambda: liger_fused_ce_tvd(x, y, torch.zeros(ROWS, dtype=torch.long)),
+        lambda: liger_fused_linear_kl_div(h, w, y),
+        lambda: liger_fused_linear_jsd(h, w, h.clone().requires_grad_(), w),
+    ):
+        with pytest.raises(ValueError, match="no gradient; detach"):
+            call()
