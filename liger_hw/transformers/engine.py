@@ -47,7 +47,7 @@ def apply(
     report = PatchReport(name, target)
     engine = _Classes(*classes, report) if model is None else _Instance(model, report)
     try:
-        engine.patch({part for part, wanted in options.items() if wanted})
+        engine.patch(options)
         if activations is not None:
             put_on(report, activations, model, () if classes is None else classes[1])
     except BaseException:
@@ -64,11 +64,12 @@ class _Engine:
         self.report = report
         self.known: dict[tuple, Match | Refused | None] = {}
 
-    def patch(self, wanted: set[str]) -> None:
+    def patch(self, options: dict[str, bool]) -> None:
+        wanted = {part for part, on in options.items() if on}
         if "rope" in wanted:
             self.rope()
         if wanted - {"rope", *LOSSES}:
-            self.modules(wanted)
+            self.modules(options)
         for part in LOSSES:
             if part in wanted:
                 self.loss(part)
@@ -89,12 +90,12 @@ class _Engine:
         self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
 
 
-def keyword_of(kernel: str, wanted: set[str]) -> str | None:
-    """The wanted part that a kernel belongs to, or None."""
-    own = _KEYWORD.get(kernel, kernel)
-    if own in wanted:
-        return own
-    return next((name for name in _MLPS if name in wanted), None) if own in _MLPS else None
+def keyword_of(kernel: str, options: dict[str, bool]) -> str | None:
+    """The part that a kernel belongs to among those on offer, or None when there is none or it is not wanted."""
+    part = _KEYWORD.get(kernel, kernel)
+    if part not in options and part in _MLPS:
+        part = next((name for name in _MLPS if name in options), part)
+    return part if options.get(part) else None
 
 
 # -- one live model --------------------------------------------------------------------------------------------------
@@ -106,23 +107,23 @@ class _Instance(_Engine):
         self.model = model
         self.made: dict[tuple, Callable] = {}
 
-    def modules(self, wanted: set[str]) -> None:
+    def modules(self, options: dict[str, bool]) -> None:
         for module in self.model.modules():
             for slot in (_slot(module), "_apply_gate"):
-                self._module(module, slot, wanted)
+                self._module(module, slot, options)
 
-    def _module(self, module: Any, slot: str, wanted: set[str]) -> None:
+    def _module(self, module: Any, slot: str, options: dict[str, bool]) -> None:
         current = getattr(module, slot, None)
         if current is None:
             return
         where = f"{type(module).__name__}.{slot.removeprefix('_old_')}"
         mark = getattr(current, MARK, None)
         if mark is not None:
-            if mark[0] in wanted - {"rope", *LOSSES}:
+            if options.get(mark[0]) and mark[0] not in ("rope", *LOSSES):
                 self.leave(mark[0], where, mark[1], ALREADY)
             return
         found = self.recognise(module, type(module).forward)
-        part = found and keyword_of(found.kernel, wanted)
+        part = found and keyword_of(found.kernel, options)
         if not part or (slot == "_apply_gate") != (isinstance(found, Match) and found.slot == "_apply_gate"):
             return
         if isinstance(found, Match) and getattr(current, "__self__", None) is not module:
@@ -240,20 +241,20 @@ class _Classes(_Engine):
                 groups.setdefault(type(module), []).append(module)
         yield from groups.items()
 
-    def modules(self, wanted: set[str]) -> None:
+    def modules(self, options: dict[str, bool]) -> None:
         shared: dict[tuple[str, type], Match] = {}
         for cls, modules in self._by_class():
             mark = next(
                 (m for s in ("forward", "_apply_gate") if (m := getattr(getattr(cls, s, None), MARK, None))), None
             )
             if mark is not None and mark[0] not in LOSSES:
-                if mark[0] in wanted:
+                if options.get(mark[0]):
                     self.leave(mark[0], f"{cls.__name__}.forward", mark[1], ALREADY)
                 continue
             forward = cls.forward
             found = [(module, self.recognise(module, forward)) for module in modules]
             kernel = next((f.kernel for _, f in found if f), None)
-            part = keyword_of(kernel, wanted) if kernel else None
+            part = keyword_of(kernel, options) if kernel else None
             if not part:
                 continue
             if cls.__module__ == self.modeling.__name__:
@@ -264,12 +265,13 @@ class _Classes(_Engine):
                 reason = next(f.reason for _, f in found if isinstance(f, Refused))
                 self.leave(part, f"{cls.__name__}.forward", kernel, f"left alone: {reason}")
         if shared:
-            self._new_models(wanted, shared)
+            self._new_models(options, shared)
 
-    def _new_models(self, wanted: set[str], shared: dict[tuple[str, type], Match]) -> None:
+    def _new_models(self, options: dict[str, bool], shared: dict[tuple[str, type], Match]) -> None:
         """Parts that the family takes from elsewhere (torch's LayerNorm, a CLIP tower, a Llama) belong to others too, so
         their classes stay; the family's models made from now on have them patched, each as it is finished."""
-        patch = NewModels({type(model) for model in self.samples}, lambda model: _patch_new(model, wanted - {*LOSSES}))
+        rest = {part: on for part, on in options.items() if part not in LOSSES}
+        patch = NewModels({type(model) for model in self.samples}, lambda model: _patch_new(model, rest))
         patch.apply()
         self.report.patches.append(patch)
         for (part, cls), match in shared.items():
@@ -347,8 +349,8 @@ class _Classes(_Engine):
             self.leave("rope", where, "rope", "left alone: no attention of its own calls a rotary function")
 
 
-def _patch_new(model: Any, wanted: set[str]) -> None:
-    _Instance(model, PatchReport(type(model).__name__, "a new model")).patch(wanted)
+def _patch_new(model: Any, options: dict[str, bool]) -> None:
+    _Instance(model, PatchReport(type(model).__name__, "a new model")).patch(options)
 
 
 def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:

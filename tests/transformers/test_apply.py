@@ -1,0 +1,98 @@
+"""The public ways in: liger_hw.patch, the functions by model type that frameworks look for, AutoLigerKernelForCausalLM."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+import liger_hw
+import liger_hw.transformers
+from liger_hw.transformers import converge
+from liger_hw.transformers.models import specs
+from liger_hw.transformers.tiny import tiny_model
+
+pytestmark = pytest.mark.cpu
+
+APPLY = liger_hw.transformers.MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def test_patch_takes_a_class_an_instance_and_any_module(family, batch):
+    model = family.model()
+    expected = model(**batch).loss
+    for target in (family.causal_lm, model):
+        with liger_hw.patch(target) as report:
+            kernels = {row.kernel for row in report.patched}
+            assert kernels == {"rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"}
+            torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    assert [row.kernel for row in liger_hw.patch(layers).patched] == ["layer_norm"]
+
+
+def test_patch_refuses_what_it_cannot_be(family):
+    with pytest.raises(TypeError, match="got str; load it first"):
+        liger_hw.patch("mistralai/Mistral-7B-v0.1")
+    with pytest.raises(TypeError, match="got Linear"):
+        liger_hw.patch(torch.nn.Linear)
+    with pytest.raises(ValueError, match="exclude each other"):
+        liger_hw.patch(family.model(), cross_entropy=True)
+    with pytest.raises(TypeError, match="swiglue"):
+        liger_hw.patch(family.model(), swiglue=True)
+
+
+def test_patch_parts_can_be_left_out(family):
+    report = liger_hw.patch(family.model(), rope=False, swiglu=False)
+    assert {row.part for row in report.rows} == {"rms_norm", "fused_linear_cross_entropy"}
+
+
+def test_every_family_is_found_by_its_model_types():
+    for spec in specs().values():
+        for model_type in spec.model_types:
+            assert APPLY[model_type].__name__ == spec.function_name
+    assert {"llama4_text", "mllama_text_model", "qwen2_vl_text", "gemma3_text"} <= set(APPLY)
+
+
+def test_apply_by_model_type(family, batch, caplog):
+    model = family.model()
+    with caplog.at_level(logging.INFO, "liger_hw"):
+        report = liger_hw.transformers._apply_liger_kernel(family.name, rms_norm=True, geglu=True, model=object())
+    assert "has no keyword geglu; left out" in caplog.text
+    with report:
+        assert model(**batch).logits is None
+
+
+def test_apply_by_model_type_without_a_function(caplog):
+    with liger_hw.transformers._apply_liger_kernel("gpt2") as report:
+        assert "fused_linear_cross_entropy" in {row.kernel for row in report.patched}
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        assert liger_hw.transformers._apply_liger_kernel("vit") is None
+    assert "no causal LM of type 'vit'" in caplog.text
+
+
+@pytest.mark.parametrize("name, extra", [("llama", "swiglu"), ("gpt2", "layer_norm")])
+def test_apply_to_an_instance(name, extra):
+    cls = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}[name]
+    report = liger_hw.transformers._apply_liger_kernel_to_instance(tiny_model(cls), **{extra: False})
+    assert extra not in {row.part for row in report.rows} and report.patched
+
+
+def test_auto_model(tmp_path):
+    model = tiny_model(transformers.LlamaForCausalLM)
+    model.save_pretrained(tmp_path)
+    auto = liger_hw.transformers.AutoLigerKernelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, swiglu=False, dtype=torch.float32)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    forwards = {type(m).__name__ for m in loaded.modules() if "forward" in vars(m)}
+    assert "LlamaRMSNorm" in forwards and "LlamaMLP" not in forwards
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "qwen2_vl"])
+def test_patched_and_unpatched_learn_alike(name):
+    spec = specs()[name]
+    row = converge.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name))
+    assert row["outcome"] == "verified", row["reason"]
+    assert row["last"] < 0.7 * row["first"] and row["calls"]["fused_linear_cross_entropy"] == converge.STEPS
