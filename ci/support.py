@@ -1,0 +1,181 @@
+"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand.
+
+    liger-hw compile --target all --depth full --json > all.json; python ci/support.py compiled all.json
+    TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py interpreted run.xml
+    python ci/support.py            write the page
+    python ci/support.py --check    say whether it is current
+
+`compiled` and `interpreted` keep what the page needs of a run in ci/evidence/. What was measured is read from
+benchmarks/results/, where `liger-hw bench` leaves it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as xml
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "ci" / "evidence"
+PAGE = ROOT / "docs" / "support.md"
+STATES = {
+    "measured": ("**M**", "timed on such a device, results checked there"),
+    "compile-proven": ("C", "everything that would be launched compiles with the stock Triton and keeps the device's limits"),
+    "modelled": ("m", "no compiler for it here: checked to Triton's own IR, configurations from facts and legality rules"),
+    "interpreted": ("i", "the real kernels in Triton's interpreter, with that device's configurations, against fp64"),
+    "failed": ("**!**", "compiled or interpreted with failures; see below"),
+}
+"""State -> its sign in the table and what it means, best first."""
+
+
+def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
+    """What `liger-hw compile --json` printed -> counts of distinct kernels by op and architecture."""
+    if document.get("kind") != "certificates":
+        raise ValueError("not the output of `liger-hw compile --json`")
+    counts: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    seen = set()
+    for one in document["certificates"]:
+        same = json.dumps([one[k] for k in ("op", "target", "tunable", "kernel", "config", "resources", "error")])
+        if same in seen:
+            continue
+        seen.add(same)
+        found = counts[one["op"]].setdefault(one["target"], {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0})
+        found["kernels"] += 1
+        found["failed"] += bool(one["error"] or one["illegal"])
+        spills = (one["resources"] or {}).get("spills", 0)
+        found["spilling"] += spills > 0
+        found["worst"] = max(found["worst"], spills)
+    head = {key: document[key] for key in ("date", "triton", "depth")}
+    return {**head, "ops": {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}}
+
+
+def condense_interpreted(root: xml.Element) -> dict[str, Any]:
+    """A junit file of the conformance tests, which record their op and architecture -> tests and failures of each."""
+    counts: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+    dates = []
+    for suite in root.iter("testsuite"):
+        dates.append(suite.get("timestamp", ""))
+        for case in suite.iter("testcase"):
+            facts = {p.get("name"): p.get("value") for p in case.iter("property")}
+            if "op" not in facts or "arch" not in facts:
+                continue
+            found = counts[facts["op"]].setdefault(facts["arch"], {"tests": 0, "failed": 0})
+            found["tests"] += 1
+            found["failed"] += any(case.find(kind) is not None for kind in ("failure", "error"))
+    if not counts:
+        raise ValueError("no test in this file recorded an op and an architecture")
+    return {"date": max(dates)[:10], "ops": {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}}
+
+
+def measured() -> dict[str, dict[str, dict[str, str]]]:
+    """op -> architecture -> device, date and versions of the newest result in benchmarks/results/ that has it."""
+    found: dict[str, dict[str, dict[str, str]]] = defaultdict(dict)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        document = json.loads(path.read_text())
+        if not isinstance(document, dict):
+            continue
+        machine = document.get("machine")
+        if not isinstance(machine, dict) or "arch" not in machine or machine.get("device_type") == "cpu":
+            continue
+        facts = {key: str(machine[key]) for key in ("device", "torch", "triton")} | {
+            "date": machine["date"][:10],
+            "file": path.name,
+        }
+        for row in document.get("rows", ()):
+            if row.get("arm") == "liger_hw" and row.get("status") == "ok" and "error_out" in row:
+                before = found[row["op"]].get(machine["arch"])
+                if before is None or before["date"] <= facts["date"]:
+                    found[row["op"]][machine["arch"]] = facts
+    return found
+
+
+def page() -> str:
+    compiled = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("compiled-*.json"))]
+    interpreted = json.loads((EVIDENCE / "interpreted.json").read_text())
+    timed = measured()
+    newest = compiled[-1]
+    archs = sorted({arch for found in newest["ops"].values() for arch in found} | {a for f in interpreted["ops"].values() for a in f})
+    lines = [
+        "# Support, from evidence",
+        "",
+        "Written by `python ci/support.py`, which reads `benchmarks/results/` and `ci/evidence/`; do not edit.",
+        "",
+        *(f"- {sign} *{name}*: {meaning}" for name, (sign, meaning) in STATES.items()),
+        "",
+        "A sign is the best that was shown of an op on an architecture; each includes nothing above it. We own no AMD or Intel",
+        "GPU: nothing there was ever run. `bash ci/rocm.sh` or `bash ci/xpu.sh` on such a machine closes that (ci/README.md).",
+        "",
+        "| op | " + " | ".join(archs) + " |",
+        "|---|" + "---|" * len(archs),
+    ]
+    for op in sorted(newest["ops"]):
+        cells = [STATES[state][0] if (state := _state(op, arch, timed, newest, interpreted)) else "" for arch in archs]
+        lines.append(f"| {op} | " + " | ".join(cells) + " |")
+    lines += ["", "## What the signs rest on", ""]
+    for one in compiled:
+        total = {key: sum(c[key] for found in one["ops"].values() for c in found.values()) for key in ("kernels", "failed", "spilling")}
+        lines.append(
+            f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']}: {total['kernels']} distinct "
+            f"kernels of {len(one['ops'])} ops, {total['failed']} failed or illegal, {total['spilling']} with spills"
+        )
+    tests = [c for found in interpreted["ops"].values() for c in found.values()]
+    lines.append(
+        f"- interpreted, {interpreted['date']}: {sum(c['tests'] for c in tests)} tests, {sum(c['failed'] for c in tests)} failed"
+    )
+    devices = sorted({(f["device"], f["torch"], f["triton"], f["date"], f["file"]) for by in timed.values() for f in by.values()})
+    lines += [f"- measured on {d}, torch {t}, Triton {v}, {date}: `{file}`" for d, t, v, date, file in devices]
+    lines += ["", "Spills, with the last of these compilers (kernels that spill, most registers):", ""]
+    spilling = [
+        f"- {op} on {arch}: {c['spilling']} of {c['kernels']}, at most {c['worst']}"
+        for op, found in newest["ops"].items()
+        for arch, c in found.items()
+        if c["spilling"]
+    ]
+    failing = [
+        f"- **{op} on {arch}: {c['failed']} of {c['kernels']} do not compile or may not be launched**"
+        for op, found in newest["ops"].items()
+        for arch, c in found.items()
+        if c["failed"]
+    ]
+    return "\n".join([*lines, *(spilling or ["- none"]), *failing]) + "\n"
+
+
+def _state(op: str, arch: str, timed: dict, compiled: dict, interpreted: dict) -> str | None:
+    built, run = compiled["ops"].get(op, {}).get(arch), interpreted["ops"].get(op, {}).get(arch)
+    if (built and built["failed"]) or (run and run["failed"]):
+        return "failed"
+    if arch in timed.get(op, {}):
+        return "measured"
+    if built:
+        return "modelled" if built.get("ir_only") else "compile-proven"
+    return "interpreted" if run else None
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) == 2 and arguments[0] in ("compiled", "interpreted"):
+        path = Path(arguments[1])
+        if arguments[0] == "compiled":
+            kept = condense_compiled(json.loads(path.read_text()))
+            name = f"compiled-{kept['triton']}.json"
+        else:
+            kept, name = condense_interpreted(xml.parse(path).getroot()), "interpreted.json"
+        EVIDENCE.mkdir(exist_ok=True)
+        (EVIDENCE / name).write_text(json.dumps(kept, indent=1) + "\n")
+        return 0
+    if arguments == ["--check"]:
+        current = PAGE.is_file() and PAGE.read_text() == page()
+        if not current:
+            print("docs/support.md is not what the evidence says; run: python ci/support.py")
+        return 0 if current else 1
+    if arguments:
+        print(__doc__)
+        return 2
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
