@@ -191,20 +191,20 @@ class _Rows:
         logits.copy_(p * coef[:, None])
 
 
-def _seen(rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vocab: int) -> Seen:
-    """What the loss is given about the groups first..last."""
+def _seen(rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, n_groups: int, vocab: int) -> Seen:
+    """What the loss is given about the groups first..last, of `width` rows each."""
 
     def part(t):
-        return None if t is None else t[first * width : last * width].view(-1, width)
+        return None if t is None else t[first * width : last * width].view(last - first, width)
 
     grouped = [None if t is None else t[first:last] for t in extras[: spec.n_grouped]]
     seen = part(rows.out.logp), part(rows.second_logp), part(rows.out.logit_sum)
-    return Seen(*seen, grouped, extras[spec.n_grouped :], rows.coef.shape[0] // width, vocab)
+    return Seen(*seen, grouped, extras[spec.n_grouped :], n_groups, vocab)
 
 
-def _slopes(loss, rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, vocab: int, scale: float):
+def _slopes(loss, rows: _Rows, scale: float, first: int, last: int, width: int, *known):
     """Fill `coef` of the groups first..last; returns the second target's share of it."""
-    coef, other = loss.slopes(_seen(rows, first, last, width, extras, spec, vocab))
+    coef, other = loss.slopes(_seen(rows, first, last, width, *known))
     within = slice(first * width, last * width)
     coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
     if other is None:
@@ -221,6 +221,7 @@ def _run(x, weight, bias, target, second, extras, *call):
     loss = LOSSES[spec.name](spec.kind, *spec.numbers)
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
+    n_groups = n_rows if spec.group == TOKEN else batch // spec.group
     check_in_range(target, vocab, spec.ignore_index)
     check_in_range(second, vocab, spec.ignore_index)
     order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
@@ -231,21 +232,20 @@ def _run(x, weight, bias, target, second, extras, *call):
     rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
     chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted))
     grads = HeadGradients(flat, weight, wanted, chunks.wide) if any(wanted) else None
-    known = extras, spec, vocab
-    whole = all(start % width == 0 for start, _ in chunks.bounds)
-    if grads is None or not whole:
+    known = width, extras, spec, n_groups, vocab
+    if grads is None or any(start % width for start, _ in chunks.bounds):
         for start, logits, _ in sweep(chunks, flat, weight, order=order):
             rows.read(logits, start)
         if grads is not None:
-            others = _slopes(loss, rows, 0, n_rows // width, width, *known, scale)
+            others = _slopes(loss, rows, scale, 0, n_groups, *known)
             for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
                 rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
     else:
         for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
             rows.read(logits, start)
-            others = _slopes(loss, rows, start // width, (start + logits.shape[0]) // width, width, *known, scale)
+            others = _slopes(loss, rows, scale, start // width, (start + logits.shape[0]) // width, *known)
             rows.write(logits, start, others)
-    seen = _seen(rows, 0, n_rows // width if width else 0, width, *known)
+    seen = _seen(rows, 0, n_groups, *known)
     return [*loss.results(seen), *head_gradients(grads, flat, bias)]
 
 

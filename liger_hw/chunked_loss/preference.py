@@ -45,7 +45,7 @@ class Pairs(NamedTuple):
     def _margins(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(log-probabilities [pairs, 2] as they are reported, c, r)"""
         counts, ref = seen.grouped
-        reported = seen.logp.view(counts.shape[0], 2, -1).sum(-1)
+        reported = _halves(seen.logp).sum(-1)
         ratio = reported if ref is None else reported - ref
         if self.average:
             reported, ratio = reported / counts, ratio / counts
@@ -57,7 +57,7 @@ class Pairs(NamedTuple):
         if not self.has_nll:
             return seen.logp.new_zeros(())
         logp = seen.logp if seen.second is None else seen.second
-        return -logp.view(logp.shape[0], 2, -1)[:, 0].sum() / seen.shared[0]
+        return -_halves(logp)[:, 0].sum() / seen.shared[0]
 
     def slopes(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor | None]:
         counts, _ = seen.grouped
@@ -69,7 +69,7 @@ class Pairs(NamedTuple):
         slopes = by_sequence[:, :, None].expand(n_pairs, 2, tokens // 2)
         if not self.has_nll:
             return slopes, None
-        nll = torch.zeros_like(seen.logp).view(n_pairs, 2, -1)
+        nll = _halves(torch.zeros_like(seen.logp))
         nll[:, 0] = -self.alpha / seen.shared[0]
         return (slopes + nll, None) if seen.second is None else (slopes, nll)
 
@@ -78,7 +78,7 @@ class Pairs(NamedTuple):
         nll = self._nll(seen)
         loss = PAIR_LOSSES[self.kind](chosen, rejected, self)[0].sum() / seen.n_groups
         loss = loss + self.alpha * nll if self.has_nll else loss
-        means = seen.logit_sum.view(reported.shape[0], 2, -1).mean((0, 2)) / seen.vocab
+        means = _halves(seen.logit_sum).mean((0, 2)) / seen.vocab
         rewards = self.beta * chosen, self.beta * rejected
         if self.kind in AVERAGED and not self.average:
             rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
@@ -88,6 +88,11 @@ class Pairs(NamedTuple):
 
 
 LOSSES["pairs"] = Pairs
+
+
+def _halves(t: torch.Tensor) -> torch.Tensor:
+    """[pairs, tokens of a pair] as [pairs, 2, length]: the chosen sequence, then the rejected one."""
+    return t.view(t.shape[0], 2, t.shape[1] // 2)
 
 
 def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

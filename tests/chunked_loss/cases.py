@@ -57,7 +57,7 @@ class Inputs:
     def tokens(self, *shape, ignored=0.25):
         ids = torch.randint(self.vocab, shape, generator=self.generator)
         drop = torch.rand(shape, generator=self.generator) < ignored
-        drop[..., 0] = False  # every sequence keeps a token
+        drop[..., :1] = False  # every sequence keeps a token
         return ids.masked_fill(drop, -100).to(self.device)
 
     def clear_of_thresholds(self, *shape):
@@ -139,7 +139,7 @@ def _grpo(options, sizes, dtype, device, generator):
     shape = inputs.batch, inputs.length
     ids = inputs.tokens(*shape, ignored=0.0)
     mask = inputs.chance(*shape, share=0.7)
-    mask[:, 0] = True
+    mask[:, :1] = True
     if empty:
         mask[0] = False
     advantages = inputs.random(*(shape if each else shape[:1]), dtype=inputs.wide)

@@ -73,10 +73,10 @@ def discopop(margin, tau):
 def paired(x, weight, target, bias, pair_loss, *, average, nll_weight, nll_target=None, ref=None):
     """What DPO, ORPO, CPO and SimPO share; pair_loss(chosen, rejected, ref_chosen, ref_rejected) -> losses, aux."""
     logits, half = head(x, weight, bias), x.shape[0] // 2
-    chosen, rejected = sequence_logps(logits, target, average).split(half)
+    chosen, rejected = sequence_logps(logits, target, average).tensor_split(2)
     refs = (torch.zeros_like(chosen), torch.zeros_like(rejected))
     if ref is not None:
-        refs = sequence_logps(head(*ref), target, average).split(half)
+        refs = sequence_logps(head(*ref), target, average).tensor_split(2)
     losses, aux = pair_loss(chosen, rejected, *refs)
     nll = torch.zeros_like(losses.mean())
     if nll_weight is not None:

@@ -88,6 +88,20 @@ def test_fp64(lane, name, generator):
 
 
 @pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("sizes", [(0, 3, VOCAB), (2, 0, VOCAB)], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_nothing_at_all(lane, name, sizes, generator):
+    """No sequences, or none with tokens: what the formulas give, and gradients of the right shape."""
+    op, sample = CASES[name](sizes, torch.float32, lane.device, generator)
+    found, expected = (tensors(f(*sample.args, **sample.kwargs)) for f in (op.function, op.reference))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    inputs = [t for t in tensors(sample.args) if t.requires_grad]
+    for t, grad in zip(inputs, torch.autograd.grad(found[0], inputs)):
+        assert grad.shape == t.shape and not grad.isfinite().logical_and(grad != 0).any()
+
+
+@pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("name", FEW)
 def test_all_ignored(lane, name, generator):
     """Means over nothing are nan and sums zero, as in the formulas, and gradients are zero where the loss is finite."""
