@@ -307,7 +307,24 @@ def _linear_head(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product],
     return [logits], [logits, (n_tokens, hidden, vocab, "nn"), (vocab, hidden, n_tokens, "tn")]
 
 
-PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {"fused_linear_cross_entropy": _linear_head}
+def _head_twice(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
+    """A head whose backward computes its logits once more."""
+    forward, both = _linear_head(n_tokens, hidden, vocab)
+    return forward, [*forward, *both]
+
+
+def _two_heads(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
+    """A student's head, and a teacher's without gradient."""
+    forward, both = _linear_head(n_tokens, hidden, vocab)
+    return 2 * forward, [*forward, *both]
+
+
+PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
+    "fused_linear_cross_entropy": _linear_head,
+    "fused_linear_kl_div": _linear_head,
+    "fused_linear_jsd": _two_heads,
+    "fused_linear_scaled_cross_entropy": _head_twice,
+}
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
 
 

@@ -152,6 +152,11 @@ def _fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None
     return _cross_entropy(F.linear(input, weight, bias), target, ce_weight, ignore_index=ignore_index, **options)
 
 
+def _kl_div(input, target, size_average=True, reduce=True, reduction="mean", log_target=False, eps=1e-10):
+    _only({"size_average": True, "reduce": True, "eps": 1e-10}, size_average=size_average, reduce=reduce, eps=eps)
+    return F.kl_div(input, target, reduction=reduction, log_target=log_target)
+
+
 _EAGER: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
@@ -198,12 +203,49 @@ def _apart(op: Op) -> Callable[..., Any]:
 def _liger(op: Op) -> Callable[..., Any]:
     if op.name in LIGER:
         return LIGER[op.name]
+    if op.name in _LIGER_ELSEWHERE:
+        return _LIGER_ELSEWHERE[op.name]
     functional = importlib.import_module("liger_kernel.transformers.functional")
     function = getattr(functional, f"liger_{op.name}", None)
     if function is None:
         raise Absent(f"liger-kernel has no liger_{op.name}")
     narrower = {"swiglu": _liger_swiglu, "geglu": _liger_geglu}.get(op.name)
     return functools.partial(narrower, function) if narrower else function
+
+
+def _liger_fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
+    loss = importlib.import_module("liger_kernel.transformers").LigerFusedCETVDLoss(ignore_index)
+    return loss(student_logits, teacher_logits, target)
+
+
+def _liger_scaled_cross_entropy(
+    input,
+    weight,
+    target,
+    temperature=1.0,
+    ignore_index=-100,
+    return_entropy=False,
+    selected_token_ids=None,
+    accum_dtype=None,
+):
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    _only({}, accum_dtype=accum_dtype)
+    options = temperature, ignore_index, 1, return_entropy, selected_token_ids
+    return module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
+
+
+def _liger_vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0, *rest, **more):
+    module = importlib.import_module("liger_kernel.transformers")
+    loss = module.LigerVocabParallelCrossEntropy(ignore_index, label_smoothing, "none", *rest, **more)
+    return loss(logits[:, None], target[:, None], tp_group)[:, 0]
+
+
+_LIGER_ELSEWHERE = {
+    "fused_ce_tvd": _liger_fused_ce_tvd,
+    "fused_linear_scaled_cross_entropy": _liger_scaled_cross_entropy,
+    "vocab_parallel_cross_entropy": _liger_vocab_parallel,
+}
+"""What liger-kernel has outside its functional API."""
 
 
 def _liger_swiglu(function, a, b, gate_multiplier=1.0, down_multiplier=1.0):
