@@ -261,6 +261,11 @@ def check_arguments(op, rows, target, n_cols, weight, ignore_index, label_smooth
         if weight.device != rows.device:
             check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
         check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
+    check_settings(op, ignore_index, label_smoothing, reduction, softcap)
+
+
+def check_settings(op, ignore_index, label_smoothing, reduction, softcap) -> None:
+    """Raise unless the options that need no tensors are valid; the loss modules ask when they are made."""
     if type(ignore_index) is not int:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -287,9 +292,10 @@ class LigerCrossEntropyLoss(torch.nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
+        check_settings("LigerCrossEntropyLoss", ignore_index, label_smoothing, reduction, softcap)
         self.register_buffer("weight", weight)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap = _reduction_name("LigerCrossEntropyLoss", None, None, reduction), softcap
+        self.reduction, self.softcap = reduction, softcap
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
 

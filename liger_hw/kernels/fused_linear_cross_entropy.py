@@ -51,7 +51,7 @@ from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._op import autocast_dtype, check, check_tensors, define, first_order
-from .cross_entropy import check_arguments, sample_targets
+from .cross_entropy import check_arguments, check_settings, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -384,6 +384,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         chunk_mem_const: int = 1,
     ) -> None:
         super().__init__()
+        check_settings("LigerFusedLinearCrossEntropyLoss", ignore_index, label_smoothing, reduction, softcap)
         self.register_buffer("ce_weight", ce_weight)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.accum_dtype = reduction, softcap, accum_dtype

@@ -186,3 +186,21 @@ def test_outputs_asked_for_and_no_others(lane, generator):
     found = liger_cross_entropy(x, target, return_token_accuracy=True)
     assert found.token_accuracy is not None and found.z_loss is None and found.predicted_tokens is None
     assert len(tensors(found)) == 2
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1"),
+        ({"softcap": -1.0}, "softcap must be positive"),
+        ({"ignore_index": 1.5}, "ignore_index must be an int"),
+    ],
+)
+def test_loss_modules_refuse_wrong_settings_when_made(settings, message):
+    from liger_hw.kernels.cross_entropy import LigerCrossEntropyLoss
+    from liger_hw.kernels.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    for kind in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
+            kind(**settings)
