@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,33 +213,44 @@ def test_accumulation_and_frozen_weights():
     assert identical(run("mlp"), run("keep"))
 
 
-@pytest.fixture
-def one_process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+def test_sharded_and_distributed(tmp_path):
+    script = Path(__file__).with_name("two_ranks.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(script.parents[2]), os.environ.get("PYTHONPATH", ""))),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
 
 
-@pytest.mark.parametrize("setting", ["cheap", "mlp", "full"])
-def test_sharded_and_distributed(setting, one_process_group, ledger):
-    """FSDP2 frees and gathers each layer's parameters anew; DDP hangs on each gradient."""
-    from torch.distributed.fsdp import fully_shard
+def test_lora(ledger):
+    """PEFT's layers as they come: frozen projections with adapters, recomputed while nothing is dropped at random."""
+    peft = pytest.importorskip("peft")
 
-    plain = gradients(Decoder(count=3), contextlib.nullcontext())
-    model = Decoder(count=3)
-    with liger_hw.activations(setting, model):
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        assert identical(gradients(wrapped, contextlib.nullcontext()), plain)
-    sharded = Decoder(count=3)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    for layer in sharded.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(sharded, mesh=mesh)
-    with liger_hw.activations(setting, sharded):
-        found = gradients(sharded, contextlib.nullcontext())
-    full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
-    assert identical(full, plain)
-    assert ledger.computed
+    def run(setting, dropout):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], lora_dropout=dropout)
+        model = peft.get_peft_model(tiny(), config)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        liger_hw.transformers.apply_liger_kernel_to_mistral(model=model, activations=setting)
+        return step(model)
+
+    for dropout in (0.0, 0.5):
+        ledger.computed.clear()
+        assert identical(run("mlp", dropout), run("keep", dropout))
+        assert ledger.computed.count("call_module") == (0 if dropout else 6)
+        assert ("swiglu_fwd" in ledger.computed) == (not dropout), "else adapters save what dropout left of it"
 
 
 def test_words():

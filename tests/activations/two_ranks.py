@@ -1,0 +1,40 @@
+"""One of two gloo processes: FSDP2, which frees and gathers parameters around every layer, and DDP.
+
+python two_ranks.py RANK STORE
+"""
+
+import contextlib
+import sys
+
+import torch
+import torch.distributed as dist
+from small_decoder import Decoder, gradients, identical
+from torch.distributed.fsdp import fully_shard
+
+import liger_hw
+from liger_hw.recompute import recipes
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+computed = []
+compute = recipes.Recipe._compute
+recipes.Recipe._compute = lambda self: (computed.append(self.name), compute(self))[1]
+alone = gradients(Decoder(count=3), contextlib.nullcontext())
+mesh = dist.init_device_mesh("cpu", (2,))
+for of_its_own in (False, True):  # projections that are units themselves have their weight in their forward only
+    model = Decoder(count=3)
+    for layer in model.layers:
+        for part in (layer.mlp.gate_proj, layer.mlp.up_proj) if of_its_own else ():
+            fully_shard(part, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    computed.clear()
+    with liger_hw.activations("mlp", model):
+        found = gradients(model, contextlib.nullcontext())
+    assert identical([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], alone)
+    assert computed.count("linear") == (0 if of_its_own else 4), computed  # two layers: the last is at cheap
+    assert computed.count("swiglu_fwd") == 3
+model = Decoder(count=3)
+with liger_hw.activations("mlp", model):
+    assert identical(gradients(torch.nn.parallel.DistributedDataParallel(model), contextlib.nullcontext()), alone)
+dist.destroy_process_group()
