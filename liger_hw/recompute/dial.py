@@ -71,9 +71,6 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
     if level == "keep" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        recipes.note_compiling()
-        return forward(*args, **kwargs)
     if level != "full":
         with recipes.Scope(_SCOPES[level]):
             return forward(*args, **kwargs)
@@ -106,7 +103,7 @@ class Choice:
     def level(self, index: int, source: torch.nn.Module, config: Any, args: tuple, kwargs: dict) -> str:
         """The level of layer `index`, called with these arguments. `source`: a module whose parameters are typical."""
         first = not index or self.planned_for is None  # a pipeline's later stage has no layer 0
-        if self.planning and first and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.planning and first and torch.is_grad_enabled():
             self._plan(source, config, args, kwargs)
         return self.levels[index]
 
@@ -193,7 +190,10 @@ class Dial:
 
         @functools.wraps(forward)
         def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = forward if function is None else types.MethodType(function, self)  # of a copy of the model, its own
+            own = forward if function is None else functools.partial(function, self)  # of a copy of the model, its own
+            if torch.compiler.is_compiling():
+                recipes.note_compiling()
+                return own(*args, **kwargs)
             return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
 
         setattr(at_its_level, MARK, (_PART, _PART))
@@ -250,7 +250,10 @@ def class_patch(cls: type, setting: Any) -> Patch:
 
     @functools.wraps(original)
     def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = types.MethodType(original, self)
+        forward = functools.partial(original, self)
+        if torch.compiler.is_compiling():
+            recipes.note_compiling()
+            return forward(*args, **kwargs)
         if self not in places:
             places[self] = place(self)
         if places[self] is None:

@@ -198,6 +198,26 @@ def test_with_gradient_checkpointing(reentrant, ledger):
     assert ledger.computed
 
 
+@pytest.mark.parametrize("on", ["model", "class"])
+def test_compiled_models_are_left_alone(on, caplog, ledger):
+    model = Decoder(count=2)
+    expected = gradients(model, contextlib.nullcontext())
+    recipes._said.clear()
+    torch._dynamo.reset()
+    patch = dials.class_patch(type(model.layers[0]), "mlp") if on == "class" else None
+    with contextlib.ExitStack() as stack, caplog.at_level("INFO", "liger_hw"):
+        if patch is None:
+            stack.enter_context(liger_hw.activations("full", model))
+        else:
+            patch.apply()
+            stack.callback(patch.revert)
+        found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), contextlib.nullcontext())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not ledger.computed
+    assert len([r for r in caplog.records if "torch.compile decides" in r.message]) == 1
+
+
 def test_accumulation_and_frozen_weights():
     """Two batches before the gradients are read; and adapters alone training (everything else frozen)."""
 
