@@ -300,8 +300,8 @@ KERNELS = (_distill_kernel, _logits_block, _online, _soft_terms, divergence_of)
 
 
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Tiles of 4096, 8 elements of each row a thread: two tiles and their terms stay in registers."""
-    block = min(key[0], 4096)
+    """Tiles of 2048, 8 elements of each row a thread: two tiles and their terms stay in registers on every target."""
+    block = min(key[0], 2048)
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 8, 16))
 
 
