@@ -4,7 +4,8 @@
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
 alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
 Triton compiler in worker processes, where an abort or a hang of the compiler is a finding and not the end, and reads
-registers, spills, shared memory, occupancy and memory widths from the binary.
+registers, spills, shared memory, occupancy, memory widths and the instruction mix from the binary. For a target that the
+Triton at hand has no compiler for, kernels go as far as TTIR (`ttir.py`).
 
     with Workers(2) as workers:
         for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), workers):
