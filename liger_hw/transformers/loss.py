@@ -70,16 +70,17 @@ class OutputHead:
     """Stands for a causal LM's output head during one forward; calling it with hidden states defers the product.
 
     module: the real head; fused: consume hidden states and weight in the loss, else only the loss is ours
-    wants_accuracy: also compute the share of rows whose largest logit is the target, kept in `token_accuracy`
+    wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
+    `predicted_tokens`, the index of each row's largest logit; `found` has them after the loss
     counted: how many labels count, on its way to the host: ignored rows are then left out of the products
     """
 
     def __init__(
-        self, module: nn.Module, fused: bool, wants_accuracy: bool = False, counted: CountedRows | None = None
+        self, module: nn.Module, fused: bool, wants: tuple[str, ...] = (), counted: CountedRows | None = None
     ) -> None:
-        self.module, self.fused, self.wants_accuracy, self.counted = module, fused, wants_accuracy, counted
+        self.module, self.fused, self.wants, self.counted = module, fused, wants, counted
         self.linear, self.slot = None, ""
-        self.token_accuracy: torch.Tensor | None = None
+        self.found: dict[str, torch.Tensor] = {}
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not isinstance(hidden, torch.Tensor):
@@ -114,8 +115,11 @@ class OutputHead:
             )
         from .functional import liger_cross_entropy
 
-        result = liger_cross_entropy(logits.materialise(), target, return_token_accuracy=self.wants_accuracy, **options)
+        result = liger_cross_entropy(logits.materialise(), target, **self._more(), **options)
         return self._loss_of(result)
+
+    def _more(self) -> dict[str, bool]:
+        return {f"return_{name}": True for name in self.wants}
 
     def _can_fuse(self, logits: DeferredLogits) -> bool:
         if self.linear is None or not logits.is_deferred or (logits._cap is not None and logits._cap <= 0):
@@ -151,15 +155,15 @@ class OutputHead:
                 label_smoothing=options["label_smoothing"],
                 reduction=options["reduction"],
                 softcap=softcap,
-                return_token_accuracy=self.wants_accuracy,
                 compact=self.counted or False,
+                **self._more(),
             )
         return self._loss_of(result).to(logits.dtype)
 
     def _loss_of(self, result: Any) -> torch.Tensor:
-        if not self.wants_accuracy:
+        if not self.wants:
             return result
-        self.token_accuracy = result.token_accuracy
+        self.found = {name: getattr(result, name) for name in self.wants}
         return result.loss
 
 
@@ -262,9 +266,10 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
     fused: hidden states go straight into the loss and `logits` is None while training with labels; otherwise the logits
     are computed as always and only the loss is ours
 
-    The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides) and
-    `return_token_accuracy` (sets `outputs.token_accuracy`); `shift_labels` alone gives a loss too. Raises `ValueError`
-    for `skip_logits=True` without labels.
+    The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides),
+    `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and `outputs.predicted_tokens`,
+    one a position, meaning nothing where the label is ignored); `shift_labels` alone gives a loss too.
+    Raises `ValueError` for `skip_logits=True` without labels.
     """
     from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded now, not in a step
 
@@ -273,7 +278,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
 
     @functools.wraps(original)
-    def forward(self, *args, skip_logits=None, return_token_accuracy=False, **kwargs):
+    def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
         if labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None:
             labels = kwargs["labels"] = kwargs["shift_labels"]
@@ -282,19 +287,25 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
                 raise ValueError("skip_logits=True needs labels or shift_labels: there is nothing else to return")
             return original(self, *args, **kwargs)
         skip = fused and (self.training if skip_logits is None else bool(skip_logits))
-        if fused and not skip and not return_token_accuracy:
+        wants = ("token_accuracy",) * bool(return_token_accuracy) + ("predicted_tokens",) * bool(
+            return_predicted_tokens
+        )
+        if fused and not skip and not wants:
             return original(self, *args, **kwargs)
         if skip and not torch.compiler.is_compiling():
             ahead.at_first_forward(self, args, kwargs)
         counted = None
         if skip and not torch.compiler.is_compiling():  # first of all, so that the number is there when the loss asks
             counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
-        head = OutputHead(_at(self, head_at), fused and skip, return_token_accuracy, counted)
+        head = OutputHead(_at(self, head_at), fused and skip, wants, counted)
         outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
         return _finish(outputs, head, skip)
 
-    forward.__signature__ = _with_keywords(signature, "skip_logits", "return_token_accuracy")
+    forward.__signature__ = _with_keywords(signature, *_KEYWORDS)
     return forward
+
+
+_KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
 
 
 def _at(module: Any, path: str) -> Any:
@@ -315,8 +326,8 @@ def _finish(outputs: Any, head: OutputHead, skip: bool) -> Any:
     if isinstance(outputs, tuple):
         return tuple(_settle(value, skip) for value in outputs)
     outputs = type(outputs)(**{name: _settle(value, skip) for name, value in outputs.items()})
-    if head.token_accuracy is not None:
-        outputs["token_accuracy"] = head.token_accuracy
+    for name, value in head.found.items():
+        outputs[name] = value
     return outputs
 
 

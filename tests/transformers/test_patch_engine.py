@@ -341,7 +341,8 @@ def test_forward_keeps_its_signature(family):
     rotary = inspect.signature(family.modeling.apply_rotary_pos_emb).parameters
     with family.apply():
         patched = inspect.signature(family.causal_lm.forward).parameters
-        assert [n for n in patched if n not in ("skip_logits", "return_token_accuracy")] == list(original)
+        extra = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
+        assert [n for n in patched if n not in extra] == list(original)
         assert list(inspect.signature(family.norm.forward).parameters) == list(norm)
         assert list(inspect.signature(family.modeling.apply_rotary_pos_emb).parameters) == list(rotary)
 

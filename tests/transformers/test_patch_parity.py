@@ -193,12 +193,14 @@ def test_cross_entropy_keeps_the_logits(patched, batch, calls, same_step):
 
 def test_token_accuracy(patched, batch):
     model, reference = patched()
-    found = model(**batch, return_token_accuracy=True)
+    found = model(**batch, return_token_accuracy=True, return_predicted_tokens=True)
     target = batch["labels"][:, 1:]
     hit = (reference(**batch).logits[:, :-1].argmax(-1) == target) & (target != -100)
     expected = hit.sum() / (target != -100).sum()
     torch.testing.assert_close(found.token_accuracy, expected.to(found.token_accuracy.dtype))
-    assert "token_accuracy" not in model(**batch)
+    predicted = found.predicted_tokens.view(2, -1)[:, :-1][target != -100]
+    assert torch.equal(predicted, reference(**batch).logits[:, :-1].argmax(-1)[target != -100])
+    assert not {"token_accuracy", "predicted_tokens"} & set(model(**batch))
 
 
 def test_generate_equals_unpatched(patched, batch):
