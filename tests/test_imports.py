@@ -49,7 +49,7 @@ def test_ops_run_their_reference_without_triton():
 import torch
 from liger_hw import registry
 for op in registry.ops().values():
-    sizes = tuple(min(n, 4) for n in next(iter(op.workloads.values())))
+    sizes = tuple(min(n, 8) for n in next(iter(op.workloads.values())))
     sample = op.sample(sizes, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
     op.function(*sample.args, **sample.kwargs)
 print(len(registry.ops()))
