@@ -182,13 +182,17 @@ def _measured_counts(with_checkpoint: bool) -> frozenset[Counts]:
         lambda a: a.detach()[0],
     )
     operations = (lambda a: a * a, lambda a: a @ a, lambda a: torch.nn.functional.silu(a))
-    mine = {_observe(direct), _observe(in_scope(direct)), _observe(in_scope(recomputed))}
+    mine = {_observe(direct)}
+    ways = [lambda build: build]
+    if recipes.supported():
+        mine |= {_observe(in_scope(direct)), _observe(in_scope(recomputed))}
+        ways.append(in_scope)
     others: set[Counts] = set()
     for build in (
         *(lambda w, s, h=h: held(w, s, h) for h in holds),
         *(lambda w, s, o=o: saved_elsewhere(w, s, o) for o in operations),
     ):
-        others |= {_observe(build), _observe(in_scope(build))}
+        others |= {_observe(way(build)) for way in ways}
     if with_checkpoint:
         mine |= {_observe(checkpointed)}
         others |= {_observe(lambda w, s, h=h: held_in_checkpoint(w, s, h)) for h in holds}

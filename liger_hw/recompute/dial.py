@@ -96,6 +96,10 @@ class Choice:
     def __init__(self, setting: Any, count: int) -> None:
         self.setting, self.planning = setting, is_budget(setting)
         self.levels = ("keep",) * count if self.planning else level_of_each(setting, count)
+        if not recipes.supported() and setting == "full":
+            self.levels = ("full",) * count
+        elif not recipes.supported() and {"cheap", "mlp"} & set(self.levels):
+            recipes.Scope(recipes.CHEAP)  # raises, saying why
         self.prediction: Prediction | None = None
         self.planned_for: tuple[int, int] | None = None
         self._check: _Check | None = None

@@ -321,6 +321,11 @@ class Scope:
     __slots__ = ("may",)
 
     def __init__(self, may: int) -> None:
+        if may != KEEP and not supported():
+            raise RuntimeError(
+                f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: before, nobody "
+                "can tell whether they are inside somebody else's saved-tensor hooks; use keep or full"
+            )
         self.may = may
 
     def __enter__(self) -> "Scope":
@@ -335,7 +340,7 @@ class Scope:
         if inside_foreign_hooks():
             scope = _STEPPED_ASIDE
             say_once("inside other saved-tensor hooks (checkpointing, offloading) activations are theirs to handle")
-        elif self.may != KEEP or _hooks_on_top() is not None:
+        elif self.may != KEEP or (supported() and _hooks_on_top(True) is not None):
             hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else _pack_kept, unpack)
             hooks.__enter__()
         _local.entered.append((_local.scope, hooks))
@@ -358,16 +363,19 @@ class Scope:
             hooks.__exit__(*error)
 
 
+_hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Gives this thread's innermost saved-tensor hooks, or None where there are none; torch has it since 2.8."""
 _STEPPED_ASIDE = Scope(KEEP)
 
 
-def _hooks_on_top() -> tuple | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+def supported() -> bool:
+    """Whether this torch lets recipes be used."""
+    return _hooks_on_top is not None
 
 
 def inside_foreign_hooks() -> bool:
     """Whether somebody else's saved-tensor hooks are the innermost, or somebody forbade any."""
-    hooks = _hooks_on_top()
+    hooks = _hooks_on_top(True) if supported() else None
     if hooks is None:
         return not torch._C._autograd._saved_tensors_hooks_is_enabled()
     return hooks[0] is not pack and hooks[0] is not _pack_kept

@@ -15,7 +15,7 @@ from small_decoder import HIDDEN, TOKENS, WIDE, Decoder, gradients, identical, s
 import liger_hw
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels import swiglu
+from liger_hw.kernels import _reuse, swiglu
 from liger_hw.kernels.fused_add_rms_norm import liger_fused_add_rms_norm
 from liger_hw.kernels.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
 from liger_hw.kernels.geglu import LigerGEGLUMLP, liger_geglu
@@ -119,13 +119,13 @@ def test_nothing_is_offered_outside_a_scope_or_without_gradients():
     x, w = normal(4, 8).requires_grad_(), torch.ones(8)
     assert not vars(liger_rms_norm(x, w, 1e-6))
     with liger_hw.activations("keep"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top() is None
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top(True) is None
     with torch.no_grad(), liger_hw.activations("cheap"):
-        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top() is None
+        assert not vars(liger_rms_norm(x, w, 1e-6)) and recipes._hooks_on_top(True) is None
     with liger_hw.activations("cheap"):
         assert not vars(liger_rms_norm(x.detach(), w, 1e-6)), "what trains nothing saves nothing, so sparing adds"
         assert vars(liger_rms_norm(x, w, 1e-6))
-    assert recipes._hooks_on_top() is None
+    assert recipes._hooks_on_top(True) is None
 
 
 def test_scopes_nest_and_survive_exceptions():
@@ -138,7 +138,22 @@ def test_scopes_nest_and_survive_exceptions():
             assert vars(liger_rms_norm(x, w, 1e-6))
         assert vars(liger_rms_norm(x, w, 1e-6))
         raise KeyError
-    assert recipes._hooks_on_top() is None
+    assert recipes._hooks_on_top(True) is None
+
+
+def test_older_torch_is_told(monkeypatch):
+    monkeypatch.setattr(recipes, "_hooks_on_top", None)
+    with pytest.raises(RuntimeError, match="need torch 2.8 or newer, this is .*; use keep or full"):
+        liger_hw.activations("cheap")
+    model = Decoder(count=2)
+    expected = gradients(model, contextlib.nullcontext())
+    for level in ("keep", "full"):
+        with liger_hw.activations(level, model) as dial:
+            assert dial.levels == (level,) * 2
+            assert identical(gradients(model, contextlib.nullcontext()), expected)
+    with pytest.raises(RuntimeError, match="need torch 2.8"):
+        liger_hw.activations("mlp", model)
+    assert {origin for origin, *_ in _reuse._measured_counts(False)} == {""}
 
 
 # -- changed in place ------------------------------------------------------------------------------------------------
