@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import sys
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -33,25 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         return _work()
-    jobs = list(_jobs(arguments.families, arguments.named, arguments.converge))
     rows = []
-    for row in _results(jobs, arguments.timeout):
-        rows.append(row)
-        print(json.dumps(row) if arguments.json else _line(row), flush=True)
+    with _Worker(arguments.timeout) as worker:
+        for job in _jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge):
+            row = worker.ask(job)
+            rows.append(row)
+            print(json.dumps(row) if arguments.json else _line(row), flush=True)
     if arguments.output:
         arguments.output.write_text(_page(rows))
-    wrong = [row for row in rows if row["outcome"] == "differs"]
     if not arguments.json:
         print(_sum(rows))
-    return 1 if wrong else 0
+    return 1 if any(row["outcome"] == "differs" for row in rows) else 0
 
 
-def _jobs(families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
+def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
     """(family, class, how) of every check, in order: through functions of their own first."""
-    from ..transformers import verify
     from ..transformers.models import specs
 
-    known = {**verify.causal_lms(), **{name: spec.models[0] for name, spec in specs().items()}}
+    if "classes" not in listed:
+        raise UsageError(f"models: transformers cannot be asked for its families: {listed['reason']}")
+    known = {**listed["classes"], **{name: spec.models[0] for name, spec in specs().items()}}
     for name in families:
         if name not in known:
             raise UsageError(f"models: transformers has no causal LM family {name!r}; see `liger-hw models --named`")
@@ -59,32 +61,40 @@ def _jobs(families: list[str], named: bool, converge: bool) -> Iterator[dict[str
         if not families or name in families:
             yield {"family": name, "class": spec.models[0], "named": True, "converge": converge}
     if not named:
-        for name, class_name in verify.causal_lms().items():
+        for name, class_name in listed["classes"].items():
             if not families or name in families:
                 yield {"family": name, "class": class_name, "named": False, "converge": converge}
 
 
-def _results(jobs: list[dict[str, Any]], timeout: float) -> Iterator[dict[str, Any]]:
-    """One row a job, from a worker process that is started anew when a family crashes it or takes too long."""
-    worker = None
-    for job in jobs:
-        if worker is None or worker.poll() is not None:
-            worker = _start()
-        worker.stdin.write(json.dumps(job) + "\n")
-        worker.stdin.flush()
+class _Worker:
+    """The process that builds and checks models, started anew when a family crashes it or takes too long."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.process = timeout, None
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The worker's row for a job, or one that says why there is none."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = _start()
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
         with selectors.DefaultSelector() as selector:
-            selector.register(worker.stdout, selectors.EVENT_READ)
-            line = worker.stdout.readline() if selector.select(timeout) else None
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            line = self.process.stdout.readline() if selector.select(self.timeout) else None
         if line:
-            yield json.loads(line)
-            continue
-        reason = f"took more than {timeout:g} s" if line is None else "its process died"
-        worker.kill()
-        worker.wait()
-        yield {**job, "model_class": job["class"], "outcome": "cannot be built", "reason": reason}
-    if worker is not None:
-        worker.stdin.close()
-        worker.wait()
+            return json.loads(line)
+        reason = f"took more than {self.timeout:g} s" if line is None else "its process died"
+        self.process.kill()
+        self.process.wait()
+        return {**job, "model_class": job.get("class"), "outcome": "cannot be built", "reason": reason}
 
 
 def _start() -> subprocess.Popen:
@@ -109,6 +119,10 @@ def _work() -> int:
     sys.stdout = sys.stderr
     for line in sys.stdin:
         job = json.loads(line)
+        if "list" in job:
+            answers.write(json.dumps({"classes": verify.causal_lms()}) + "\n")
+            answers.flush()
+            continue
         function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
         if job["converge"]:
             row = converge.check(job["family"], job["class"], function)
@@ -148,12 +162,9 @@ def _sum(rows: list[dict[str, Any]]) -> str:
 def _page(rows: list[dict[str, Any]]) -> str:
     import platform
 
-    import torch
-    import transformers
-
     from .. import __version__
 
-    made = f"liger_hw {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    made = f"liger_hw {__version__}, transformers {version('transformers')}, torch {version('torch')}"
     if rows and rows[0]["converge"]:
         return _converge_page(rows, made)
     lines = [

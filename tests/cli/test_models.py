@@ -1,0 +1,59 @@
+"""`liger-hw models`: rows from its worker process, the page it writes, and its answers to bad requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from liger_hw.cli import UsageError, main, models
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.cpu
+
+
+def test_rows_and_page(tmp_path, capsys):
+    page = tmp_path / "models.md"
+    assert main(["models", "llama", "gemma4_assistant", "--json", "--output", str(page)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["family"], row["named"]) for row in rows] == [
+        ("llama", True),
+        ("gemma4_assistant", False),
+        ("llama", False),
+    ]
+    assert [row["outcome"] for row in rows] == ["verified", "cannot be built", "verified"]
+    assert rows[2]["patched"]["rms_norm (llama)"] == 9 and rows[2]["calls"]["fused_linear_cross_entropy"] == 1
+    text = page.read_text()
+    assert "2 of 3 verified" in text and "| llama | LlamaForCausalLM | verified |" in text
+    assert text.count("\n## ") == 2 and "liger_hw" in text
+
+
+def test_a_family_that_hangs_or_dies_is_one_row(monkeypatch):
+    import subprocess
+    import sys
+
+    def start():
+        code = (
+            "import sys, json, time\n"
+            "for line in sys.stdin:\n"
+            "    name = json.loads(line)['family']\n"
+            "    if name == 'hangs': time.sleep(60)\n"
+            "    if name == 'dies': sys.exit(3)\n"
+            "    print(json.dumps({'family': name, 'outcome': 'verified'}), flush=True)\n"
+        )
+        command = [sys.executable, "-c", code]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(models, "_start", start)
+    with models._Worker(timeout=3.0) as worker:
+        rows = [worker.ask({"family": name, "class": name}) for name in ("one", "hangs", "two", "dies", "three")]
+    assert worker.process.poll() is not None
+    assert [row["outcome"] for row in rows] == ["verified", "cannot be built"] * 2 + ["verified"]
+    assert "took more than 3 s" in rows[1]["reason"] and "died" in rows[3]["reason"]
+
+
+def test_unknown_families_and_no_transformers():
+    with pytest.raises(UsageError, match="no causal LM family 'lama'"):
+        list(models._jobs({"classes": {"llama": "LlamaForCausalLM"}}, ["lama"], False, False))
+    with pytest.raises(UsageError, match="its process died"):
+        list(models._jobs({"reason": "its process died"}, [], False, False))
