@@ -63,3 +63,11 @@ def checked_reference(
     if x.device != policy.device:
         check(False, op, f"ref_input is on {x.device} but _input is on {policy.device}; move them to one device")
     return x.detach(), weight.detach(), None if bias is None else bias.detach()
+
+
+def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of `number`, without gradient. A Python number is written there: copying it from the host would wait for
+    the device, and fail while a graph is captured."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)

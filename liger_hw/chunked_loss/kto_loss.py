@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels._op import check
-from ._checks import checked_head, checked_reference, checked_target
+from ._checks import checked_head, checked_reference, checked_target, on_device
 from ._head import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
 
@@ -97,7 +97,7 @@ class LigerFusedLinearKTOFunction:
             ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
             ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
         if kl is not None:
-            kl = torch.as_tensor(kl, dtype=wide, device=x.device).detach()
+            kl = on_device(kl, wide, x.device)
             if kl.numel() not in (1, batch) or kl.dim() > 1:
                 check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
             kl = kl.expand(batch)

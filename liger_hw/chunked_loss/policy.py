@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels._op import check
+from ._checks import on_device
 from ._head import LOSSES, Seen
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -217,7 +218,7 @@ def token_shares(mask: torch.Tensor, kind: str, max_completion_length: int | Non
     if num_items is None or kind == "bnpo":
         items = counted.sum()
     else:
-        items = torch.as_tensor(num_items, device=mask.device).to(dtype)
+        items = on_device(num_items, dtype, mask.device)
     return counted / items.clamp_min(1)
 
 
