@@ -88,8 +88,8 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
 
     A chunk's logits take DEFAULT_MIB at most, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients: 4096 tokens of
     a vocabulary of 131072 in bf16 (H200, at that size: the three GEMMs in chunks of 2048 cost 3% more than in one; adding
-    to the weight's gradient takes 2.95 ms where the first chunk's product takes 2.70). Precision as in plan_chunks: many small chunks become larger ones or sum that gradient in fp32,
-    whichever takes less.
+    to the weight's gradient takes 2.95 ms where the first chunk's product takes 2.70). Precision as in plan_chunks: many
+    small chunks become larger ones or sum that gradient in fp32, whichever takes less.
     """
     row = vocab * itemsize
     limit = max(SMALLEST, (DEFAULT_MIB << 20) // row)

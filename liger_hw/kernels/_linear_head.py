@@ -19,9 +19,8 @@ rows that a chunk should not split, to plan_chunks, or boundaries of their own (
 another order, or some of them only: row i of the sweep is then row order[i] of x.
 
 How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients (unset: 1 GiB, and LARGEST rows at
-most), but at least SMALLEST, below
-which the GEMMs slow down (H200, 8192 x 4096 x 131072 bf16: 2048 rows a chunk cost 3% more than one chunk, 1024 rows 5%,
-512 rows 36%); twice that where every chunk reads and writes an fp32 weight gradient.
+most), but at least SMALLEST, below which the GEMMs slow down (H200, 8192 x 4096 x 131072 bf16: 2048 rows a chunk cost 3%
+more than one chunk, 1024 rows 5%, 512 rows 36%); twice that where every chunk reads and writes an fp32 weight gradient.
 
 A weight gradient in 16 bits is rounded once a chunk. One chunk has two roundings, of dlogits and of the result; k
 chunks add the variance of (k - 1) / 2 more, for partial sums that grow as random walks do. So MOST_ROUNDINGS = 6 keeps

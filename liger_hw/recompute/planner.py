@@ -2,7 +2,8 @@
 
 Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
 the loss head's chunks, and what is alive at the worst moment of the step. Time is counted in FLOPs and bytes moved,
-weighed by one ratio that current accelerators share within a third; so it is good for comparing mixes, not for seconds.
+weighed by one ratio, measured on an H200, which other accelerators have within a third by their data sheets; so it is good
+for comparing mixes, not for seconds.
 `Assumptions` says what is taken for granted. docs/activations.md compares predictions with an H200.
 """
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 FLOPS_PER_BYTE = 160
-"""bf16 GEMM rate over memory bandwidth, both as reached: 690 TFLOP/s and 4.25 TB/s on an H200; A100 about 155, MI300X 140."""
+"""bf16 GEMM rate over memory bandwidth, both as reached on an H200: 690 TFLOP/s and 4.25 TB/s. By data sheets the ratio is
+206 there, 153 on an A100 and 247 on an MI300X, neither of which was measured."""
 ATTENTION, ATTENTION_MASKED = (0.75, 0.6), (0.2, 0.22)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 WORKSPACE = 100 << 20
