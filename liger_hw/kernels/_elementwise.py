@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..registry import Key, LaunchConfig, Plan, Target, Tunable, row_key
-from ._op import launch
+from ..registry import Key, LaunchConfig, Target, Tunable, row_key
+from ._op import cdiv, launch
 from ._triton import tl, triton
 
 
@@ -55,7 +55,7 @@ def valid(config: LaunchConfig, key: Key) -> str | None:
 
 
 def elementwise_tunable(op: str, variant: str, *kernels: Any) -> Tunable:
-    """A tunable of one BLOCK_SIZE; no knob of it can change a result."""
+    """A tunable of one BLOCK_SIZE, its kernel first; no knob of it can change a result."""
     return Tunable(
         op,
         variant,
@@ -88,18 +88,23 @@ def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def grid_of(plan: Plan, n_rows: int, n_cols: int, flat: bool) -> tuple[int]:
-    """Programs over `n_rows` rows of `n_cols` elements, or over all of them as one row."""
-    block = plan.config.blocks["BLOCK_SIZE"]
-    return (-(-n_rows * n_cols // block) if flat else n_rows * -(-n_cols // block),)
+def launch_elementwise(
+    tunable: Tunable,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    size: tuple[int, int],
+    *numbers: float,
+    flags: tuple[Any, ...] = (),
+) -> None:
+    """Launch the tunable's kernel over `size` = (elements, columns); one stride for each tensor that has one in it.
 
-
-def launch_elementwise(tunable, kernel, tensors, strides, b_offset, size, *multipliers):
-    """Launch over `size` = (elements, columns) of one half; one stride for each tensor that has one in the kernel."""
+    The kernel takes tensors, strides, n_rows, n_cols, numbers, flags and FLAT.
+    """
     first, (n_elements, n_cols) = tensors[0], size
     if n_elements:
         n_rows = n_elements // n_cols
         plan = tunable.plan(first.device, row_key(n_rows, n_cols, first.itemsize))
         flat = strides == (n_cols,) * len(strides)
-        args = (*tensors, *strides, b_offset, n_rows, n_cols, *multipliers)
-        launch(plan, kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))
+        block = plan.config.blocks["BLOCK_SIZE"]
+        grid = (cdiv(n_elements, block) if flat else n_rows * cdiv(n_cols, block),)
+        launch(plan, tunable.kernels[0], grid, (*tensors, *strides, n_rows, n_cols, *numbers), (*flags, flat))

@@ -1,4 +1,8 @@
-"""The kernels of group_norm; group_norm.py says what they compute."""
+"""The kernels of group_norm; group_norm.py says what they compute.
+
+A group larger than a tile is read twice, and the second time should come from cache. Results are therefore stored with
+`evict_first`: they would only push the groups at work out.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,24 @@ from ._triton import tl, triton
 
 
 @triton.jit
+def _lanes(spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where the values of a tile lie behind its first, [CHANNELS, BLOCK_SIZE]; 64 bit, as a channel may be long."""
+    return tl.arange(0, CHANNELS).to(tl.int64)[:, None] * spatial + tl.arange(0, BLOCK_SIZE)[None, :]
+
+
+@triton.jit
 def _tile_of_group(tile, channels, spatial, EVEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(channels of the tile, their mask, offsets inside the group, mask): neighbours in memory come one after another."""
+    """(offset of the tile inside its group, its channels, their mask, mask): tiles follow one another in memory."""
     tiles = tl.cdiv(spatial, BLOCK_SIZE)
-    own = (tile // tiles) * CHANNELS + tl.arange(0, CHANNELS)
-    place = (tile % tiles) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    offsets = own.to(tl.int64)[:, None] * spatial + place[None, :]
+    run, part = tile // tiles, tile % tiles
+    offset = (run * CHANNELS).to(tl.int64) * spatial + part * BLOCK_SIZE
+    own = run * CHANNELS + tl.arange(0, CHANNELS)
     if EVEN:  # every tile lies inside its group: constants, which the compiler drops
         own_mask, mask = tl.full([CHANNELS], 1, tl.int1), tl.full([CHANNELS, BLOCK_SIZE], 1, tl.int1)
     else:
         own_mask = own < channels
-        mask = own_mask[:, None] & (place < spatial)[None, :]
-    return own, own_mask, offsets, mask
+        mask = own_mask[:, None] & (part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) < spatial)[None, :]
+    return offset, own, own_mask, mask
 
 
 @triton.jit
@@ -70,13 +80,16 @@ def _sums_of_splits(Sums_ptr, row, splits):
 
 
 @triton.jit
-def _shift_and_store(h, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
-    y = h
+def _shift_and_store(apart, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
+    """apart: x - mean"""
     if W_ptr is not None:
-        y = y * tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+        w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
+        y = apart * (rstd * w)[:, None]
+    else:
+        y = apart * rstd
     if B_ptr is not None:
         y = y + tl.load(B_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "share", "parts"])
@@ -113,32 +126,34 @@ def _group_norm_fwd_kernel(
     value belongs to the group, and costs no reduction before the sums.
     """
     first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
-    size = channels.to(tl.float32) * spatial
+    lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)
+    size = channels.to(tl.int64) * spatial
+    values = size.to(tl.float32)
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
     for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
         row = turn if SUM else n_rows - 1 - turn
-        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * channels * spatial
+        start = row * size
         from_channel = (row % n_groups) * channels
         if WHOLE_GROUP or SUM:
-            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            x_ptrs = X_ptr + start + offsets
+            _, own, own_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            x_ptrs = X_ptr + start + lanes
             x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             x = x.to(tl.float32)
         if WHOLE_GROUP:
-            mean = _total(x) / size
+            mean = _total(x) / values
             centred = tl.where(mask, x - mean, 0.0)
-            rstd = tl.rsqrt(_total(centred * centred) / size + eps)
-            _shift_and_store(centred * rstd, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
+            rstd = tl.rsqrt(_total(centred * centred) / values + eps)
+            _shift_and_store(centred, rstd, W_ptr, B_ptr, Y_ptr + start + lanes, from_channel + own, own_mask, mask)
         else:
             if SUM:
                 lane_sum = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 lane_squares = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 seen = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    own, own_mask, offsets, mask = _tile_of_group(
+                    offset, own, own_mask, mask = _tile_of_group(
                         first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
                     )
-                    apart = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32) - x
+                    apart = tl.load(X_ptr + (start + offset) + lanes, mask=mask, other=0.0).to(tl.float32) - x
                     if not EVEN:
                         apart = tl.where(mask, apart, 0.0)
                         seen += mask.to(tl.float32)
@@ -159,13 +174,14 @@ def _group_norm_fwd_kernel(
             else:
                 mean, m2 = _mean_and_m2_of_splits(Shared_ptr, row, splits)
             if APPLY:
-                rstd = tl.rsqrt(m2 / size + eps)
+                rstd = tl.rsqrt(m2 / values + eps)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    at = first + count - 1 - tile  # backwards: what was read last is nearest
-                    own, own_mask, offsets, mask = _tile_of_group(at, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-                    h = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-                    h = (h - mean) * rstd
-                    _shift_and_store(h, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + own, own_mask, mask)
+                    offset, own, own_mask, mask = _tile_of_group(
+                        first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
+                    )  # backwards: what was read last is nearest
+                    at = start + offset
+                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
+                    _shift_and_store(apart, rstd, W_ptr, B_ptr, Y_ptr + at + lanes, from_channel + own, own_mask, mask)
         if APPLY:
             tl.store(STATS_ptr + row, mean, mask=tl.program_id(1) == 0)
             tl.store(STATS_ptr + n_rows + row, rstd, mask=tl.program_id(1) == 0)
@@ -190,12 +206,14 @@ def _channel_sums(totals, dots, rstd, W_ptr, Line_ptr, width, channel, channel_m
 
 
 @triton.jit
-def _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, channel_mask):
-    """apart: x - mean; total, dot: sums of m and m * h over the group."""
-    m = dy
+def _dx(dy, apart, rstd, total, dot, values, W_ptr, channel, channel_mask):
+    """apart: x - mean; total, dot: sums of m and m * h over the group, of `values` values."""
+    common = apart * (rstd * rstd * dot / values) + rstd * total / values
     if W_ptr is not None:
-        m = dy * tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    return rstd * (m - total / size - apart * (rstd * dot / size))
+        w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
+        return dy * (rstd * w)[:, None] - common
+    else:
+        return dy * rstd - common
 
 
 @triton.jit
@@ -238,12 +256,14 @@ def _group_norm_bwd_kernel(
     """
     first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
-    size = channels.to(tl.float32) * spatial
+    lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)
+    size = channels.to(tl.int64) * spatial
+    values = size.to(tl.float32)
     width = n_groups * channels
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
     for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
         row = turn if SUM else n_rows - 1 - turn
-        start = (row + tl.zeros([1, 1], dtype=tl.int64)) * channels * spatial
+        start = row * size
         from_channel = (row % n_groups) * channels
         line_ptr = _line_of_partial(
             Partial_ptr, (row // n_groups) * parts + tl.program_id(1) % parts, width, HAS_BIAS
@@ -251,14 +271,14 @@ def _group_norm_bwd_kernel(
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         if WHOLE_GROUP:
-            own, own_mask, offsets, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            at, channel = start + offsets, from_channel + own
-            apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
-            dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            _, own, own_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            channel = from_channel + own
+            apart = tl.load(X_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32) - mean
+            dy = tl.load(DY_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
             total, dot = _channel_sums(dy, dy * apart, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS)
             total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
-            dx = _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, own_mask)
-            tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+            dx = _dx(dy, apart, rstd, total, dot, values, W_ptr, channel, own_mask)
+            tl.store(DX_ptr + start + lanes, dx.to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             if SUM:
                 total = tl.zeros([CHANNELS], dtype=tl.float32)
@@ -266,15 +286,16 @@ def _group_norm_bwd_kernel(
                 lane_total = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 lane_dot = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    own, own_mask, offsets, mask = _tile_of_group(
+                    offset, own, own_mask, mask = _tile_of_group(
                         first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
                     )
-                    at, channel = start + offsets, from_channel + own
-                    apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
-                    dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                    at = start + offset
+                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
                     lane_total += dy
                     lane_dot += dy * apart
                     if tile % run == run - 1:  # the last tile of these channels
+                        channel = from_channel + own
                         of_m, of_mh = _channel_sums(
                             lane_total, lane_dot, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS
                         )
@@ -291,10 +312,12 @@ def _group_norm_bwd_kernel(
                 total, dot = _sums_of_splits(Shared_ptr, row, splits)
             if APPLY:
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    back = first + count - 1 - tile  # backwards: what was read last is nearest
-                    own, own_mask, offsets, mask = _tile_of_group(back, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-                    at, channel = start + offsets, from_channel + own
-                    apart = tl.load(X_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean
-                    dy = tl.load(DY_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                    dx = _dx(dy, apart, rstd, total, dot, size, W_ptr, channel, own_mask)
-                    tl.store(DX_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+                    offset, own, own_mask, mask = _tile_of_group(
+                        first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
+                    )  # backwards: what was read last is nearest
+                    at = start + offset
+                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
+                    dx = _dx(dy, apart, rstd, total, dot, values, W_ptr, from_channel + own, own_mask)
+                    dx = dx.to(DX_ptr.dtype.element_ty)
+                    tl.store(DX_ptr + at + lanes, dx, mask=mask, eviction_policy="evict_first")

@@ -24,6 +24,7 @@ __all__ = [
         "launch",
         "check",
         "check_tensors",
+        "check_numbers",
         "autocast_dtype",
         "cdiv",
         "dense",
@@ -154,6 +155,13 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
             first = name, device
         elif device != first[1]:
             raise ValueError(f"{op}: {name} is on {device} but {first[0]} is on {first[1]}; move them to one device")
+
+
+def check_numbers(op: str, **values: float) -> None:
+    """Raise `TypeError` unless every value is an int or a float."""
+    for name, value in values.items():
+        if type(value) is not float and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
 
 
 def row_major(x: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
     ctas = max(1, min(4, 8192 // tile))
     fits = 2 * streams * tile * key[2] <= target.shared_memory
     stages = 3 if fits and 1 << key[1] > rows * ctas * target.multiprocessors else 1
-    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 16
+    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 16 if rows < 4 else 32
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
 
 

@@ -30,24 +30,6 @@ def _load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
     return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
 
 
-@triton.jit
-def _angles(Cos_ptr, Sin_ptr, offsets, heads, mask, HALF: tl.constexpr, SHARED_HALVES: tl.constexpr):
-    """cos and sin of both halves for every head of a tile.
-
-    Loaded once a head, from the nearest cache, rather than once and spread over the heads: a tile of one head has a
-    layout of its own, and to change it costs a pass through shared memory and barriers.
-    """
-    offsets = offsets + (heads * 0)[None, :, None]
-    cos1 = tl.load(Cos_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    sin1 = tl.load(Sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    cos2 = cos1
-    sin2 = sin1
-    if not SHARED_HALVES:
-        cos2 = tl.load(Cos_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-        sin2 = tl.load(Sin_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-    return cos1, cos2, sin1, sin2
-
-
 @triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_head_tiles"])
 def _rope_kernel(
     Q_ptr,
@@ -117,19 +99,23 @@ def _rope_kernel(
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
     trig = (batch * cos_batch_stride + token * cos_token_stride)[:, None, None] + cols
-    q_trig = _angles(Cos_ptr, Sin_ptr, trig, q_heads, q_mask & col_mask, HALF, SHARED_HALVES)
-    if K_ptr is not None:
-        k_trig = _angles(Cos_ptr, Sin_ptr, trig, k_heads, k_mask & col_mask, HALF, SHARED_HALVES)
+    cos1 = tl.load(Cos_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+    sin1 = tl.load(Sin_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+    cos2 = cos1
+    sin2 = sin1
+    if not SHARED_HALVES:
+        cos2 = tl.load(Cos_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+        sin2 = tl.load(Sin_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
 
     out = OutQ_ptr + _offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride)
-    q1, q2 = _rotate(q1, q2, *q_trig, BACKWARD)
+    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
     tl.store(out + cols, q1, mask=q_mask & col_mask)
     tl.store(out + cols + HALF, q2, mask=q_mask & col_mask)
     if TAIL:
         tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
     if K_ptr is not None:
         out = OutK_ptr + _offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride)
-        k1, k2 = _rotate(k1, k2, *k_trig, BACKWARD)
+        k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
         tl.store(out + cols, k1, mask=k_mask & col_mask)
         tl.store(out + cols + HALF, k2, mask=k_mask & col_mask)
         if TAIL:

@@ -40,22 +40,23 @@ _WIDEST_TILE = 32768
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows: several programs a multiprocessor, or where two tensors are read, one that has its next row in flight.
+    """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
-    Rows whose fp32 copies would spill go in tiles of 8192, on a grid so small that the second sweep finds them in L2.
+    Rows whose fp32 copies would spill go in tiles, on a grid so small that the second sweep finds some of them in L2.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
         rows = few_rows(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, row_warps(target, rows_bucket, n_cols * rows))
     row_bytes = tensors * n_cols * itemsize
-    if n_cols <= _WIDEST_TILE and row_bytes // n_cols <= 4:
-        pipelined = row_bytes // n_cols == 4 and row_bytes <= target.shared_memory
-        stages, ctas, per_thread = (2, 1, 32 * tensors) if pipelined else (1, 0, 32)
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, per_thread), stages, ctas)
+    if n_cols <= _WIDEST_TILE and (itemsize <= 2 or tensors == 1):
+        pipelined = itemsize > 2 and row_bytes <= target.shared_memory
+        stages, ctas = (2, 1) if pipelined else (1, 0)
+        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 32), stages, ctas)
+    block = 16384 // tensors
     ctas = max(1, min(4, target.l2 // (2 * target.multiprocessors * row_bytes)))
-    stages = 3 if 2 * ctas * tensors * 8192 * itemsize <= target.shared_memory else 2
-    return LaunchConfig({"BLOCK_SIZE": 8192, "ROWS": 1}, target.warps(8192, 16, 16), stages, ctas)
+    room = target.shared_memory // (ctas * tensors * block * itemsize)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 16, 16), max(1, min(3, 1 + room)), ctas)
 
 
 def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:

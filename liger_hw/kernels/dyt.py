@@ -152,8 +152,8 @@ def _dyt_bwd_kernel(
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """16 rows of 256 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and few columns are masked."""
-    block = min(key[0], 256)
+    """32 rows of 128 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and few columns are masked."""
+    block = min(key[0], 128)
     rows = few_rows(target, key[1], 4096 // block)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 32, 8))
 
@@ -163,7 +163,7 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     if 1 << key[1] <= target.multiprocessors:  # too few rows to keep anything in flight: one tile a program, at once
         block = min(key[0], 1024)
         return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8), 1, 4)
-    block = min(key[0], 256)
+    block = min(key[0], 128)
     rows = few_rows(target, key[1], 2048 // block)
     tile = block * rows
     stages = 3 if 4 * 2 * 2 * tile * key[2] <= target.shared_memory else 2

@@ -17,13 +17,13 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer
-from ..registry import Op, Sample, Tunable, row_key
+from ..registry import Op, Sample, row_key
 from . import rms_norm
-from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
-from ._rms_backward import DIMS, backward_tunables, rms_backward, safe, tiles_rows
+from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._rms_backward import backward_tunables, rms_backward
 from ._row_tiles import _after
 from ._triton import tl, triton
-from .rms_norm import CASTING_MODES, LigerRMSNorm, fwd_heuristic, fwd_space, rms_norm_reference
+from .rms_norm import CASTING_MODES, LigerRMSNorm, forward_tunable, rms_norm_reference
 
 _normalise_and_store = rms_norm._normalise_and_store
 
@@ -113,17 +113,8 @@ def _fused_add_rms_norm_fwd_kernel(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-FWD = Tunable(
-    "fused_add_rms_norm",
-    "fwd",
-    kernels=(_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store, _after),
-    key=row_key,
-    dims=DIMS,
-    heuristic=fwd_heuristic,
-    safe=safe,
-    space=fwd_space,
-    valid=tiles_rows,
-)
+_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store, _after)
+FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -236,6 +227,7 @@ def liger_fused_add_rms_norm(
     """
     op = "liger_fused_add_rms_norm"
     check_tensors(op, X=X, R=R, W=W)
+    check_numbers(op, eps=eps, offset=offset)
     if X.shape != R.shape or X.dtype != R.dtype:
         check(False, op, f"R must be {X.dtype} of shape {tuple(X.shape)} like X, got {R.dtype} of {tuple(R.shape)}")
     if casting_mode not in CASTING_MODES:

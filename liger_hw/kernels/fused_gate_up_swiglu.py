@@ -14,7 +14,7 @@ from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse, swiglu
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise
-from ._op import check, check_tensors, define, empty_like, first_order
+from ._op import check, check_numbers, check_tensors, define, empty_like, first_order
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -38,9 +38,7 @@ def _fwd(y, gate_multiplier, down_multiplier):
     (y, y_stride), n_cols = evenly_spaced(y), y.shape[-1] // 2
     c = y.new_empty((*y.shape[:-1], n_cols))
     size, strides = (c.numel(), n_cols), (y_stride, y_stride)
-    launch_elementwise(
-        FWD, swiglu._swiglu_fwd_kernel, (y, y, c), strides, n_cols, size, gate_multiplier, down_multiplier
-    )
+    launch_elementwise(FWD, (y, y, c), strides, size, n_cols, gate_multiplier, down_multiplier)
     return c
 
 
@@ -59,8 +57,7 @@ def _bwd_in_place(dc, y, gate_multiplier, down_multiplier):
 def _launch_bwd(dc, y, y_stride, dy, gate_multiplier, down_multiplier):
     (dc, dc_stride), n_cols = evenly_spaced(dc), dc.shape[-1]
     size, strides = (dc.numel(), n_cols), (dc_stride, y_stride, y_stride, 2 * n_cols)
-    multipliers = gate_multiplier, down_multiplier
-    launch_elementwise(BWD, swiglu._swiglu_bwd_kernel, (dc, y, y, dy, dy), strides, n_cols, size, *multipliers)
+    launch_elementwise(BWD, (dc, y, y, dy, dy), strides, size, n_cols, gate_multiplier, down_multiplier)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -139,6 +136,7 @@ def liger_fused_gate_up_swiglu(
     Raises `ValueError` for an odd last dimension or a dtype that does not fit.
     """
     check_tensors("liger_fused_gate_up_swiglu", y=y)
+    check_numbers("liger_fused_gate_up_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     if not y.dim() or y.shape[-1] % 2:
         check(False, "liger_fused_gate_up_swiglu", f"y's last dimension must be even, got shape {tuple(y.shape)}")
     return LigerFusedGateUpSiLUMulFunction.apply(y, False, gate_multiplier, down_multiplier)

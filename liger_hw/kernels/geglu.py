@@ -18,10 +18,10 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer, project
-from ..registry import Op, Sample, row_key
+from ..registry import Op, Sample
 from . import _reuse
-from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
-from ._op import check, check_tensors, define, first_order, launch
+from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
+from ._op import check, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 APPROXIMATIONS = ("tanh", "none")
@@ -150,21 +150,14 @@ BWD = elementwise_tunable("geglu", "bwd", _geglu_bwd_kernel, _geglu_bwd_tile, _g
 
 
 def _fwd(a, b, tanh):
-    c = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     (a, a_stride), (b, b_stride) = evenly_spaced(a), evenly_spaced(b)
-    n_cols = a.shape[-1]
-    if a.numel():
-        n_rows = a.numel() // n_cols
-        plan = FWD.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
-        flat = a_stride == b_stride == n_cols
-        args = (a, b, c, a_stride, b_stride, n_rows, n_cols)
-        launch(plan, _geglu_fwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (tanh, flat))
+    c = empty_like(a, a.dtype)
+    launch_elementwise(FWD, (a, b, c), (a_stride, b_stride), (a.numel(), a.shape[-1]), flags=(tanh,))
     return c
 
 
 def _bwd(dc, a, b, tanh):
-    da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    db = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
     _launch_bwd(dc, a, b, da, db, tanh)
     return da, db
 
@@ -176,13 +169,8 @@ def _bwd_in_place(dc, a, b, tanh):
 
 def _launch_bwd(dc, a, b, da, db, tanh):
     (dc, dc_stride), (a, a_stride), (b, b_stride) = evenly_spaced(dc), evenly_spaced(a), evenly_spaced(b)
-    n_cols = a.shape[-1]
-    if a.numel():
-        n_rows = a.numel() // n_cols
-        plan = BWD.plan(a.device, row_key(n_rows, n_cols, a.itemsize))
-        flat = dc_stride == a_stride == b_stride == n_cols
-        args = (dc, a, b, da, db, dc_stride, a_stride, b_stride, n_rows, n_cols)
-        launch(plan, _geglu_bwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (tanh, flat))
+    strides, size = (dc_stride, a_stride, b_stride), (a.numel(), a.shape[-1])
+    launch_elementwise(BWD, (dc, a, b, da, db), strides, size, flags=(tanh,))
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

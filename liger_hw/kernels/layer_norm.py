@@ -20,7 +20,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
@@ -30,12 +30,11 @@ from ._rms_backward import (
     dot_safe,
     dot_space,
     safe,
-    tiles_rows,
     tiles_rows_persistently,
 )
 from ._row_tiles import _after
 from ._triton import tl, triton
-from .rms_norm import fwd_heuristic, fwd_space
+from .rms_norm import forward_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -240,17 +239,7 @@ def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchC
     return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
 
 
-FWD = Tunable(
-    "layer_norm",
-    "fwd",
-    kernels=(_layer_norm_fwd_kernel, _scale_shift_and_store, _after),
-    key=row_key,
-    dims=DIMS,
-    heuristic=fwd_heuristic,
-    safe=safe,
-    space=fwd_space,
-    valid=tiles_rows,
-)
+FWD = forward_tunable("layer_norm", _layer_norm_fwd_kernel, _scale_shift_and_store, _after, widest=32768)
 BWD = Tunable(
     "layer_norm",
     "bwd",
@@ -396,6 +385,7 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_layer_norm", optional=("W", "B"), X=X, W=W, B=B)
+    check_numbers("liger_layer_norm", eps=eps)
     if not X.dim():
         check(False, "liger_layer_norm", "X must be [..., n_cols], got a scalar")
     for name, parameter in (("W", W), ("B", B)):

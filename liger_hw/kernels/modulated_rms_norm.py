@@ -30,7 +30,7 @@ from ._modulated_rms_norm_kernels import (
     _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
-from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
+from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
 from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
@@ -76,7 +76,8 @@ def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_M": 16, "BLOCK_N": 128}, target.warps(2048, 8, 8))
+    """Small tiles: many modulations have few chunks each (on the H200 57 us instead of 65, fwd + bwd, at 32 x 2048)."""
+    return LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4))
 
 
 def _sums_safe(target: Target, key: Key) -> LaunchConfig:
@@ -303,6 +304,7 @@ def liger_modulated_rms_norm(
     """
     name = "liger_modulated_rms_norm"
     check_tensors(name, optional=("W", "shift"), X=X, W=W, scale=scale, shift=shift)
+    check_numbers(name, eps=eps, offset=offset)
     if casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     n_cols = X.shape[-1:]

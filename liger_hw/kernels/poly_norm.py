@@ -18,11 +18,11 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
-from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows, tiles_rows_persistently
+from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows_persistently
 from ._triton import tl, triton
-from .rms_norm import fwd_heuristic, fwd_space
+from .rms_norm import forward_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -213,17 +213,7 @@ def _poly_norm_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
 
-FWD = Tunable(
-    "poly_norm",
-    "fwd",
-    kernels=(_poly_norm_fwd_kernel, _row_sum),
-    key=row_key,
-    dims=DIMS,
-    heuristic=fwd_heuristic,
-    safe=safe,
-    space=fwd_space,
-    valid=tiles_rows,
-)
+FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum)
 BWD = Tunable(
     "poly_norm",
     "bwd",
@@ -346,6 +336,7 @@ def liger_poly_norm(
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_poly_norm", optional=("B",), X=X, W=W, B=B)
+    check_numbers("liger_poly_norm", eps=eps)
     check(X.dim() > 0, "liger_poly_norm", "X must have at least one dimension")
     check(W.shape == (3,), "liger_poly_norm", f"W must have shape (3,), got {tuple(W.shape)}")
     if B is not None and B.numel() != 1:

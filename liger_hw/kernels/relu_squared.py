@@ -12,9 +12,9 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer
-from ..registry import Op, Sample, row_key
-from ._elementwise import elementwise_tunable, evenly_spaced, grid_of, stretch
-from ._op import check_tensors, define, first_order, launch
+from ..registry import Op, Sample
+from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
+from ._op import check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -100,28 +100,16 @@ BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel, _bwd_
 
 
 def _fwd(x):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        x, stride = evenly_spaced(x)
-        n_cols = x.shape[-1]
-        n_rows = x.numel() // n_cols
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
-        flat = stride == n_cols
-        args = (x, y, stride, n_rows, n_cols)
-        launch(plan, _relu_squared_fwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))
+    x, stride = evenly_spaced(x)
+    y = empty_like(x, x.dtype)
+    launch_elementwise(FWD, (x, y), (stride,), (x.numel(), x.shape[-1]))
     return y
 
 
 def _bwd(dy, x):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        (dy, dy_stride), (x, x_stride) = evenly_spaced(dy), evenly_spaced(x)
-        n_cols = x.shape[-1]
-        n_rows = x.numel() // n_cols
-        plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
-        flat = dy_stride == x_stride == n_cols
-        args = (dy, x, dx, dy_stride, x_stride, n_rows, n_cols)
-        launch(plan, _relu_squared_bwd_kernel, grid_of(plan, n_rows, n_cols, flat), args, (flat,))
+    (dy, dy_stride), (x, x_stride) = evenly_spaced(dy), evenly_spaced(x)
+    dx = empty_like(x, x.dtype)
+    launch_elementwise(BWD, (dy, x, dx), (dy_stride, x_stride), (x.numel(), x.shape[-1]))
     return dx
 
 

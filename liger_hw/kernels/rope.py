@@ -27,7 +27,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ._op import check, check_tensors, define, first_order, launch
-from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate
+from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def _tunable(variant: str) -> Tunable:
     return Tunable(
         "rope",
         variant,
-        kernels=(_rope_kernel, _rotate, _offsets, _load, _angles),
+        kernels=(_rope_kernel, _rotate, _offsets, _load),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,

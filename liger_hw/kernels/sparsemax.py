@@ -20,7 +20,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import check, check_numbers, check_tensors, first_order
 from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
 
@@ -226,6 +226,7 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     Raises `ValueError` for a dtype or `dim` that does not fit.
     """
     check_tensors("liger_sparsemax", input=input)
+    check_numbers("liger_sparsemax", dim=dim)
     if not -input.dim() <= dim < input.dim():
         check(False, "liger_sparsemax", f"dim={dim} is outside the {input.dim()} dimensions of input")
     return LigerSparsemaxFunction.apply(input, dim)

@@ -19,7 +19,7 @@ from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
-from ._op import check, check_tensors, define, empty_like, first_order
+from ._op import check, check_numbers, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ def _swiglu_fwd_kernel(
     C_ptr,
     A_row_stride,
     B_row_stride,
-    b_offset,
     n_rows,
     n_cols,
+    b_offset,
     gate_multiplier,
     down_multiplier,
     FLAT: tl.constexpr,
@@ -123,9 +123,9 @@ def _swiglu_bwd_kernel(
     A_row_stride,
     B_row_stride,
     D_row_stride,
-    b_offset,
     n_rows,
     n_cols,
+    b_offset,
     gate_multiplier,
     down_multiplier,
     FLAT: tl.constexpr,
@@ -159,7 +159,7 @@ def _fwd(a, b, gate_multiplier, down_multiplier):
     (a, a_stride), (b, b_stride), n_cols = evenly_spaced(a), evenly_spaced(b), a.shape[-1]
     c = empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (a_stride, b_stride)
-    launch_elementwise(FWD, _swiglu_fwd_kernel, (a, b, c), strides, 0, size, gate_multiplier, down_multiplier)
+    launch_elementwise(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier)
     return c
 
 
@@ -172,7 +172,7 @@ def _bwd(dc, a, b, gate_multiplier, down_multiplier):
     )
     da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
-    launch_elementwise(BWD, _swiglu_bwd_kernel, (dc, a, b, da, db), strides, 0, size, gate_multiplier, down_multiplier)
+    launch_elementwise(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier)
     return da, db
 
 
@@ -180,7 +180,7 @@ def _bwd_in_place(dc, a, b, gate_multiplier, down_multiplier):
     """As `_bwd`, over a and b, which are contiguous."""
     (dc, dc_stride), n_cols = evenly_spaced(dc), a.shape[-1]
     size, strides = (a.numel(), n_cols), (dc_stride, n_cols, n_cols, n_cols)
-    launch_elementwise(BWD, _swiglu_bwd_kernel, (dc, a, b, a, b), strides, 0, size, gate_multiplier, down_multiplier)
+    launch_elementwise(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -268,6 +268,7 @@ def liger_swiglu(
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_swiglu", a=a, b=b)
+    check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     if a.shape != b.shape or a.dtype != b.dtype or not a.dim():
         have = f"{a.dtype} of shape {tuple(a.shape)} and {b.dtype} of shape {tuple(b.shape)}"
         check(False, "liger_swiglu", f"a and b must be [..., n_cols] of one shape and dtype, got {have}")

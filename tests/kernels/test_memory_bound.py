@@ -1,0 +1,87 @@
+"""What the memory-bound ops promise beyond the conformance tests: hard rows, kept rows, shared groups, clear errors."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from harness import few_sizes, make, verify
+
+from liger_hw import registry
+from liger_hw.backends import LaunchConfig
+
+SCALARS = (
+    *("rms_norm", "fused_add_rms_norm", "modulated_rms_norm", "layer_norm", "poly_norm", "group_norm"),
+    *("swiglu", "fused_gate_up_swiglu"),
+)
+COLUMN_TILES = LaunchConfig({"BLOCK_SIZE": 16, "ROWS": 2}, 1)
+
+
+def _hard_rows(device: str) -> torch.Tensor:
+    """Rows: plain, with a NaN, with +inf, only -inf, -inf in front, one huge value."""
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(device)
+    x[1, 3], x[2, 4], x[3], x[4, :20], x[5, 7] = float("nan"), float("inf"), -float("inf"), -float("inf"), 1e30
+    return x
+
+
+@pytest.mark.parametrize("tiles", [False, True], ids=["whole rows", "column tiles"])
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+def test_sparsemax_of_hard_rows(lane, tiles):
+    """A row that holds a NaN or +inf, or nothing but -inf, is NaN and no other row is."""
+    op, x = registry.get_op("sparsemax"), _hard_rows(lane.device)
+    if tiles:
+        with registry.override("sparsemax.fwd", COLUMN_TILES):
+            y = op.function(x)
+    else:
+        y = op.function(x)
+    assert y.isnan().all(-1).tolist() == [False, True, True, True, False, False] and y.isnan().sum() == 3 * 50
+    torch.testing.assert_close(y[[0, 4, 5]].sum(-1), torch.ones(3, device=x.device))
+    assert y[4, :20].eq(0).all() and y[5, 7] == 1
+
+
+@pytest.mark.parametrize("tiles", [False, True], ids=["whole rows", "column tiles"])
+@pytest.mark.lanes("interpret", "gpu")
+def test_softmax_of_hard_rows(lane, tiles):
+    op, x = registry.get_op("softmax"), _hard_rows(lane.device)
+    config = COLUMN_TILES if tiles else LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
+    with registry.override("softmax.fwd", config):
+        torch.testing.assert_close(op.function(x), torch.softmax(x, -1), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"])
+@pytest.mark.lanes("interpret", "gpu")
+def test_rows_kept_in_their_own_dtype(lane, name, seed):
+    """Half-precision rows of more than 16384 columns stay narrow across the sums."""
+    sizes = (3, 20011)
+    with registry.override(f"{name}.fwd", LaunchConfig({"BLOCK_SIZE": 32768, "ROWS": 1}, 16)):
+        op = registry.get_op(name)
+        verify(op, make(op, sizes, torch.float16, lane.device, seed), seed)
+
+
+@pytest.mark.parametrize("channels, block", [(1, 16), (2, 64), (4, 8)])
+@pytest.mark.lanes("interpret", "gpu")
+def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
+    """Several programs a group, parts of a channel or several channels each, with values far from zero."""
+    op = registry.get_op("group_norm")
+    config = LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, 1, 2, 12)
+    for tunable in op.tunables[:2]:
+        monkeypatch.setattr(tunable, "heuristic", lambda target, key: config)
+    registry.invalidate()
+    sample = make(op, (1, 2, 100, 6), torch.float32, lane.device, seed)
+    with torch.no_grad():
+        sample.args[0].add_(300.0)
+    verify(op, sample, seed)
+
+
+@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.lanes("cpu")
+def test_text_for_a_number_is_refused(lane, name, seed):
+    op = registry.get_op(name)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
+    scalars = [n for n in inspect.signature(op.function).parameters if n in ("eps", "offset") or n.endswith("multiplier")]
+    assert scalars
+    given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs).arguments
+    for scalar in scalars:
+        with pytest.raises(TypeError, match=f"liger_{name}: {scalar} must be a number, got str"):
+            op.function(**{**given, scalar: "1e-6"})
