@@ -30,7 +30,19 @@ from ._modulated_rms_norm_kernels import (
     _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
-from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
+from ._op import (
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    no_weight,
+    row_major,
+    rows_of,
+)
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import dot_heuristic, dot_safe, dot_space, safe, tiles_rows, tiles_rows_persistently
 from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space

@@ -21,7 +21,19 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, no_weight, row_major, rows_of
+from ._op import (
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    no_weight,
+    row_major,
+    rows_of,
+)
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, few_rows, rms_backward, row_warps, safe, tiles_rows
 from ._row_tiles import _after
 from ._triton import tl, triton
