@@ -14,6 +14,7 @@ there to `sections` plane 1, the rest plane 2. Shapes, layouts, dtypes and what 
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from ._triton import tl, triton
 from .rope import _DIMS, _dense, _geometry, _heads_inside, _heuristic, _key, _safe, _space, _valid
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
-SMALL = ((2, 7, 5, 3, 22), (1, 3, 1, 1, 6), (2, 3, 4, 2, 16))
-"""Test sizes of the ops here: a head more than a block, heads that divide unevenly, one token too few."""
+SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
+"""Test sizes of the ops here: widths and heads that are no power of two, one token too few, one of everything."""
 
 # -- kernel ----------------------------------------------------------------------------------------------------------
 
@@ -320,8 +321,8 @@ def _tunable(op: str, variant: str) -> Tunable:
 
 
 def alignment(strides: tuple[int, ...]) -> int:
-    """ALIGN of the kernels here."""
-    return 1 if any(stride & 7 for stride in strides) else 8
+    """ALIGN of the kernels here: 8 where every stride is a multiple of it."""
+    return 1 if gcd(*strides) & 7 else 8
 
 
 def readable_angles(cos, sin, trig):

@@ -387,8 +387,8 @@ WORKLOADS = {
 """Problem sizes (n_tokens, vocab, n_cols) of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, padding=False) -> Sample:
-    """Half of the tokens are drawn from a few rows, as text has it; padding: the commonest is the padding row."""
+def _sample(sizes, dtype, device, generator) -> Sample:
+    """Half of the tokens are drawn from a few rows, as text has it."""
     n_tokens, n_rows, n_cols = sizes
     weight = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     skewed = torch.rand(n_tokens, generator=generator, device=device) ** 8
@@ -396,7 +396,6 @@ def _sample(sizes, dtype, device, generator, *, padding=False) -> Sample:
     moved = 2 * n_tokens * n_cols + n_tokens * n_cols + n_rows * n_cols
     return Sample(
         args=(weight.requires_grad_(), indices),
-        kwargs={"padding_idx": 0} if padding else {},
         reduction=1,
         grad_reduction=n_tokens,
         moved=moved * dtype.itemsize,
@@ -412,6 +411,5 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),
-        options=({}, {"padding": True}),
     )
 )

@@ -136,10 +136,6 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,
-        options=(
-            {},
-            {"partial": True, "shared": False},
-            {"to_halves": True, "table": True},
-        ),
+        options=({}, {"to_halves": True, "table": True, "partial": True}),
     )
 )

@@ -327,8 +327,8 @@ class LigerMultiTokenAttention(torch.nn.Module):
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {
-    "llama_1b_2k": (1, 2048, 32),
     "llama_1b_1k": (4, 1024, 32),
+    "llama_1b_2k": (1, 2048, 32),
 }
 """Problem sizes (batch, seq_len, n_channels): scores of all heads, which are the channels."""
 
@@ -368,6 +368,6 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),
-        options=({}, {"groups": True, "sparse": True}, {"bias": False, "stride": 2}),
+        options=({}, {"groups": True, "sparse": True, "bias": False, "stride": 2}),
     )
 )

@@ -140,7 +140,7 @@ def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 
 
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return _space(target, key, 2, ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (3, 4)))
+    return _space(target, key, 2, ((1, 3), (1, 5), (1, 10), (2, 2), (2, 4), (3, 2), (3, 4)))
 
 
 def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
@@ -452,8 +452,7 @@ OP = registry.register(
         small=SMALL,
         options=(
             {},
-            {"casting_mode": "gemma", "offset": 1.0, "shared": False, "partial": True},
-            {"unsqueeze_dim": 2, "transposed": False, "table": True},
+            {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True},
         ),
     )
 )

@@ -100,13 +100,13 @@ WORKLOADS = {
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each."""
 
 
-def _sample(sizes, dtype, device, generator, *, partial=False) -> Sample:
-    """q and k are slices of one projection; partial: half the width turns."""
+def _sample(sizes, dtype, device, generator) -> Sample:
+    """q and k are slices of one projection."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     tokens, heads = batch * seq_len, n_q_heads + n_k_heads
     qkv = torch.randn(tokens, heads, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
     q, k = qkv[:, :n_q_heads].requires_grad_(), qkv[:, n_q_heads:].requires_grad_()
-    half = max(1, head_dim // (4 if partial else 2))
+    half = max(1, head_dim // 2)
     angles = torch.rand(tokens, half, generator=generator, dtype=torch.float32, device=device) * 6.2832
     angles = torch.cat((angles, angles), -1)
     return Sample(
@@ -126,6 +126,5 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,
-        options=({}, {"partial": True}),
     )
 )
