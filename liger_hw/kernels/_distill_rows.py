@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from .. import registry
 from ..registry import LaunchConfig, Target, Tunable
 from ._cross_entropy_rows import has_block_size
-from ._divergence_rows import KL, TVD, divergence_of, divergence_slope, divergence_terms
+from ._divergence_rows import KL, TVD, divergence_of, divergence_slope, divergence_terms, jsd_of
 from ._log_prob_rows import vocab_key
 from ._op import launch
 from ._triton import tl, triton
@@ -123,6 +123,8 @@ def _online(s, m, d):
 def _soft_terms(s, t, inv_temperature, lse_s, lse_t, beta, eps, KIND: tl.constexpr):
     """(f, df / dx, e^x) of a block with x = s / T - lse_s; t are logits, probabilities for KL."""
     x = s * inv_temperature - lse_s
+    if KIND == 3:
+        return jsd_of(x, t * inv_temperature - lse_t, beta)
     q = tl.exp(x)
     if KIND == 0:
         f, g = divergence_of(x, t, beta, eps, KIND)
@@ -294,7 +296,7 @@ def _distill_kernel(
             tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
 
 
-KERNELS = (_distill_kernel, _logits_block, _online, _soft_terms, divergence_of)
+KERNELS = (_distill_kernel, _logits_block, _online, _soft_terms, divergence_of, jsd_of)
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 

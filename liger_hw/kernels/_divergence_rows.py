@@ -103,6 +103,23 @@ def _share(x, labels, options: Divergence, dtype) -> torch.Tensor:
 
 
 @triton.jit
+def jsd_of(x, y, beta):
+    """(f, df / dx, e^x) of the Jensen-Shannon divergence, about the larger of x and y, so that neither exp underflows
+    before the other counts: of the two exponentials about it one is 1."""
+    d = tl.where(x == y, 0.0, x - y)  # equal, or both -inf
+    less = tl.exp(-tl.abs(d))
+    q = tl.where(d < 0, less, 1.0)
+    p = tl.where(d < 0, 1.0, less)
+    m = tl.log(beta * p + (1.0 - beta) * q)
+    size = tl.exp(tl.maximum(x, y))
+    p *= size
+    q *= size
+    g = tl.where(q == 0.0, 0.0, (1.0 - beta) * q * (tl.minimum(d, 0.0) - m))
+    f = tl.where(p == 0.0, 0.0, beta * p * (tl.minimum(-d, 0.0) - m)) + g
+    return f, g, q
+
+
+@triton.jit
 def divergence_of(x, y, beta, eps, KIND: tl.constexpr):
     """(f, df / dx) of a block; elements past a row's end must be masked by the caller."""
     if KIND == 4:
@@ -120,17 +137,8 @@ def divergence_of(x, y, beta, eps, KIND: tl.constexpr):
         q = tl.exp(x)
         f = tl.where(q == 0.0, 0.0, q * (x - y))
         g = f + q
-    else:  # about the larger of the two, so that neither exp underflows before the other counts
-        high = tl.maximum(x, y)
-        high = tl.where(high == float("-inf"), 0.0, high)
-        x_low = x - high
-        y_low = y - high
-        q = tl.exp(x_low)
-        p = tl.exp(y_low)
-        m = tl.log(beta * p + (1.0 - beta) * q)
-        size = tl.exp(high)
-        g = tl.where(q == 0.0, 0.0, (1.0 - beta) * q * (x_low - m) * size)
-        f = tl.where(p == 0.0, 0.0, beta * p * (y_low - m) * size) + g
+    else:
+        f, g, _ = jsd_of(x, y, beta)
     return f, g
 
 
@@ -249,7 +257,7 @@ def divergence_tunable(op: str) -> Tunable:
     return Tunable(
         op,
         "fwd",
-        kernels=(_divergence_kernel, divergence_of),
+        kernels=(_divergence_kernel, divergence_of, jsd_of),
         key=row_key,
         dims=DIMS,
         heuristic=_heuristic,
@@ -265,7 +273,8 @@ def divergence_tunable(op: str) -> Tunable:
 def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
     """[5] fp32 on the device: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
     if not per_row or labels is None:
-        return torch.full((5,), 1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row), device=device)
+        share = 1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row)
+        return torch.full((5,), share, dtype=torch.float32, device=device)
     share = torch.empty(5, dtype=torch.float32, device=device)
     plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
     launch(plan, _label_share_kernel, (1,), (labels, share, n_rows, ignore_index, float(per_row)))
@@ -337,7 +346,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     def fwd_reference(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
         options = Divergence(kind, reduction, beta, eps, ignore_index)
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
-        stats = torch.ones(5) if grad and _late(x.dtype, options) and reduction != NONE else torch.empty(0)
+        stats = x.new_ones(5 if grad and _late(x.dtype, options) and reduction != NONE else 0, dtype=torch.float32)
         grad = grad and reduction != NONE
         return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
 
