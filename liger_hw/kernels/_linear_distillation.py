@@ -80,7 +80,8 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
             dlogits = (slope * _share(x, labels, options, per_row, slope.dtype)).to(x.dtype)
             dx = dlogits @ weight if wanted[0] else dx
             dweight = dlogits.t() @ x if wanted[1] else dweight
-        return loss, dx, dweight, torch.ones(5) if any(wanted) and _late(x.dtype, per_row) else torch.empty(0)
+        late = any(wanted) and _late(x.dtype, per_row)
+        return loss, dx, dweight, x.new_ones(5 if late else 0, dtype=torch.float32)
 
     def fake(x, weight, teacher, teacher_weight, labels, *call):
         per_row, _, *wanted = call[5:]

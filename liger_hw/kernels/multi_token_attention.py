@@ -179,7 +179,7 @@ def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, s
     if wanted[0]:
         wide = torch.promote_types(p.dtype, torch.float32)
         y, inside = p.to(wide), p.to(wide) > 0
-        share = inside / inside.sum(-1, keepdim=True) if sparse else y
+        share = inside.to(wide) / inside.sum(-1, keepdim=True) if sparse else y
         dp = ((inside if sparse else y) * (dp.to(wide) - (share * dp.to(wide)).sum(-1, keepdim=True))).to(p.dtype)
     return dp.contiguous(), dweight, dbias
 

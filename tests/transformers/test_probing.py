@@ -273,6 +273,16 @@ def test_a_default_device_does_not_matter():
         assert isinstance(probing.recognise(norm(_llama)), Match)
 
 
+def test_a_default_dtype_does_not_matter():
+    """from_pretrained(dtype=torch.bfloat16) makes, and a patched class's new models are probed, under that default."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [probing.recognise(norm(_llama)), probing.recognise(mlp(_gated)), rotary.recognise(_llama_rope, True)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(isinstance(match, Match) for match in found), found
+
+
 def test_guards_tell_apart_what_a_forward_reads():
     def forward(self, x):
         y = self.act_fn(self.gate_proj(x)) * self.up_proj(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import types
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from ...kernels.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rope import rope_reference
 from ...kernels.vision_rope import vision_rope_reference
 from .. import rotations
-from .twin import Match, Refused, agrees, generator, quiet, twin_of
+from .twin import Match, Refused, agrees, generator, normal, quiet, twin_of
 
 _D, _T = 16, 5
 _WIDTHS = {"unequal halves": _D, "equal halves": _D, "half width": _D // 2, "partial": _D // 4}
@@ -83,7 +84,7 @@ class _Form:
 
 def _heads(source: torch.Generator, axis: int, queries: int = 4, keys: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = [(2, heads, _T, _D) if axis == 1 else (2, _T, heads, _D) for heads in (queries, keys)]
-    return tuple(torch.randn(*shape, generator=source) for shape in shapes)
+    return tuple(normal(*shape, source=source) for shape in shapes)
 
 
 def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
@@ -95,7 +96,7 @@ def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
         for axis in (1, 2):
             source = generator()
             q, k = _heads(source, axis)
-            cos, sin = (torch.randn(2, _T, width, generator=source) for _ in range(2))
+            cos, sin = (normal(2, _T, width, source=source) for _ in range(2))
             if kind in ("equal halves", "partial"):
                 cos, sin = (torch.cat((t[..., : width // 2],) * 2, -1) for t in (cos, sin))
             found.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
@@ -130,8 +131,8 @@ def _patches(shared_halves: bool) -> list[dict[str, Any]]:
     found = []
     for width in (_D, _D // 2):
         source = generator()
-        q, k = (torch.randn(_T, heads, _D, generator=source) for heads in (4, 2))
-        cos, sin = (torch.randn(_T, width, generator=source) for _ in range(2))
+        q, k = (normal(_T, heads, _D, source=source) for heads in (4, 2))
+        cos, sin = (normal(_T, width, source=source) for _ in range(2))
         found.append({"q": q, "k": k, "cos": cos, "sin": sin})
     return found
 
@@ -139,7 +140,7 @@ def _patches(shared_halves: bool) -> list[dict[str, Any]]:
 def _three_axes(shared_halves: bool) -> list[dict[str, Any]]:
     source = generator()
     q, k = _heads(source, 1)
-    cos, sin = (torch.randn(3, 2, _T, _D // 2, generator=source).repeat(1, 1, 1, 2) for _ in range(2))
+    cos, sin = (normal(3, 2, _T, _D // 2, source=source).repeat(1, 1, 1, 2) for _ in range(2))
     return [{"q": q, "k": k, "cos": cos, "sin": sin, "mrope_section": [2, 3, 3]}]
 
 
@@ -148,7 +149,7 @@ def _complex(tokens_axis: int, tower: bool = False) -> Callable[[bool], list[dic
         source = generator()
         q, k = _heads(source, 3 - tokens_axis)
         rows = (_T, 1) if tower else (2, _T)
-        angles = torch.complex(*(torch.randn(*rows, _D // 2, generator=source) for _ in range(2)))
+        angles = torch.complex(*(normal(*rows, _D // 2, source=source) for _ in range(2)))
         return [{"q": q, "k": k, "angles": angles}]
 
     return inputs
@@ -222,10 +223,9 @@ def _gives_equal_halves(module: nn.Module) -> bool:
     twin = twin_of(module, {}, {})
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            twin._buffers[name] = (
-                torch.rand(buffer.shape, generator=source) if buffer.numel() > 1 else torch.ones(buffer.shape)
-            )
-    x = torch.randn(1, _T, 8, generator=source)
+            make = functools.partial(torch.rand, generator=source) if buffer.numel() > 1 else torch.ones
+            twin._buffers[name] = make(buffer.shape, dtype=torch.float32)
+    x = normal(1, _T, 8, source=source)
     positions = torch.arange(3, 3 + _T)[None]
     layer_types = getattr(module, "layer_types", None) or ()
     extra = [(t,) for t in dict.fromkeys(layer_types)] or [()]

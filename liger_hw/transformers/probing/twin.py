@@ -61,9 +61,14 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20260101)
 
 
+def normal(*shape: int, source: torch.Generator) -> torch.Tensor:
+    """Normal numbers in fp32, whatever the default dtype: from_pretrained(dtype=...) makes models under another."""
+    return torch.randn(*shape, generator=source, dtype=torch.float32)
+
+
 def random(*shape: int, source: torch.Generator) -> torch.Tensor:
     """Normal numbers with a mean and a spread unlike 0 and 1, so that neither is mistaken for absent."""
-    return torch.randn(*shape, generator=source) * 1.7 + 0.3
+    return normal(*shape, source=source) * 1.7 + 0.3
 
 
 def current_forward(module: Any, slot: str = "forward") -> Callable:
