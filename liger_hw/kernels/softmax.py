@@ -31,8 +31,10 @@ def softmax_reference(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _exp(x, anchor):
     """exp(x - anchor) in two instructions. That the anchor is scaled and rounded on its own moves every value of a row by
-    the same factor, which the sum takes out again."""
-    return tl.exp2(x * 1.4426950408889634 - anchor * 1.4426950408889634)
+    the same factor, which the sum takes out again. An anchor too large to be scaled (rows masked with finfo.min) is not:
+    up there two numbers that differ are so far apart that the smaller one counts for 0 in any base."""
+    scale = tl.where(tl.abs(anchor) < 1e38, 1.4426950408889634, 1.0)
+    return tl.exp2(x * scale - anchor * scale)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])

@@ -43,7 +43,11 @@ def test_sparsemax_of_hard_rows(lane, tiles):
 @pytest.mark.parametrize("tiles", [False, True], ids=["whole rows", "column tiles"])
 @pytest.mark.lanes("interpret", "gpu")
 def test_softmax_of_hard_rows(lane, tiles):
+    """The largest and the smallest finite numbers too: a row masked with them is no row of NaN."""
     op, x = registry.get_op("softmax"), _hard_rows(lane.device)
+    most = torch.finfo(x.dtype).max
+    x = torch.cat((x, torch.full_like(x[:3], -most)))
+    x[7, 20:30], x[8, :40] = most, x[0, :40]
     config = COLUMN_TILES if tiles else LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
     with registry.override("softmax.fwd", config):
         torch.testing.assert_close(op.function(x), torch.softmax(x, -1), equal_nan=True)
