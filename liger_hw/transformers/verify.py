@@ -58,7 +58,9 @@ def causal_lms() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def check(family: str, class_name: str, apply: Any = None, classes: bool = False, seed: int = 0) -> Row:
+def check(
+    family: str, class_name: str, apply: Any = None, classes: bool = False, seed: int = 0, device: str = "cpu"
+) -> Row:
     """Build, patch, compare, revert, compare again.
 
     apply: the patch function, default `patch`; classes: patch the classes, which then holds for the tiny model too,
@@ -66,7 +68,7 @@ def check(family: str, class_name: str, apply: Any = None, classes: bool = False
     """
     row = Row(family, class_name)
     try:
-        model, loss = tiny_training(class_name, seed)
+        model, loss = tiny_training(class_name, seed, device)
         expected, wanted = step(model, loss, seed)
     except Exception as error:
         row.reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
@@ -98,12 +100,12 @@ def check(family: str, class_name: str, apply: Any = None, classes: bool = False
     return row
 
 
-def tiny_training(class_name: str, seed: int) -> tuple[Any, Callable[[], torch.Tensor]]:
+def tiny_training(class_name: str, seed: int, device: str = "cpu") -> tuple[Any, Callable[[], torch.Tensor]]:
     """A tiny model of a class of transformers, and its loss on one batch: random tokens, some labels ignored, plus the
     mean square of what its vision towers make of random pixels."""
     import transformers
 
-    model = tiny_model(getattr(transformers, class_name), seed)
+    model = tiny_model(getattr(transformers, class_name), seed).to(device)
     towers = [tower for tower in map(_tower_input, _towers(model)) if tower is not None]
     head = model.get_output_embeddings()
     inputs: dict[str, Any] = {}
@@ -115,11 +117,12 @@ def tiny_training(class_name: str, seed: int) -> tuple[Any, Callable[[], torch.T
         inputs["labels"][0, :3] = -100
         if "attention_mask" in inspect.signature(model.forward).parameters:
             inputs["attention_mask"] = torch.ones_like(ids)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
     if not inputs and not towers:
         raise ValueError("it has no output head, and no vision tower that takes plain images")
 
     def loss() -> torch.Tensor:
-        total = model(**inputs).loss if inputs else torch.zeros(())
+        total = model(**inputs).loss if inputs else torch.zeros((), device=device)
         for tower, pixels in towers:
             total = total + _first_tensor(tower(**pixels)).square().mean()
         return total
@@ -152,6 +155,7 @@ def _tower_input(tower: Any) -> tuple[Any, dict[str, torch.Tensor]] | None:
         {"hidden_states": flat, "grid_thw": grid},
         {"pixel_values": flat, "grid_thw": grid},
     ):
+        pixels = {name: value.to(tower.device) for name, value in pixels.items()}
         try:
             with torch.no_grad():
                 if _first_tensor(tower(**pixels)).isfinite().all():

@@ -71,3 +71,16 @@ def test_signatures_are_those_of_liger_0_8_5():
     assert found["deepseek_v4"] == usual.replace("rope=True", "rope=False").replace("swiglu=True", "swiglu=False")
     assert found["pixtral"] == "rope=True, rms_norm=True, swiglu=True, model=None"
     assert found["nemotron"].startswith("relu_squared=True, cross_entropy=False")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "mixtral", "phi3", "nemotron", "deepseek_v3", "gpt_oss", "qwen2_vl"]
+)
+def test_on_the_device(name, gpu):
+    """The real kernels in the place of the references, in fp32."""
+    spec = SPECS[name]
+    _needs(name, spec.models[0])
+    row = verify.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), device=gpu)
+    assert row.outcome == verify.VERIFIED, row.reason
+    assert row.norms and row.fused, row.left
