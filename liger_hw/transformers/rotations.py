@@ -7,6 +7,7 @@ cache of another length, learned angles, another layout) runs the original.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Callable
 
 import torch
@@ -120,9 +121,13 @@ def complex_angles(tokens_axis: int) -> Callable[[Callable], Callable]:
             q, k = liger_llama4_rope(q.transpose(1, 2), k.transpose(1, 2), angles)
             return q.transpose(1, 2), k.transpose(1, 2)
 
+        names = list(inspect.signature(original).parameters)
+
         @functools.wraps(original)
         def rotary(*args, **kwargs):
-            return turned(*args, *kwargs.values()) or original(*args, **kwargs)
+            given = *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)
+            found = turned(*given) if len(given) == len(args) + len(kwargs) == 3 else None
+            return found or original(*args, **kwargs)
 
         del rotary.__wrapped__  # what rebind looks for is a decorator around an original that still runs
         return rotary

@@ -381,6 +381,17 @@ def test_rotary_functions(name):
     assert callable(found.core(function))
 
 
+def test_keywords_in_any_order():
+    """As apply_rotary_emb of Llama 4 may be called: q and k of other sizes must not change places."""
+    q, k, angles = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.polar(torch.ones(1, 5, 4), torch.randn(1, 5, 4))
+    replacement = rotary.recognise(_complex_rope, True).core(_complex_rope)
+    found = replacement(freqs_cis=angles, xk=k, xq=q)
+    for a, b in zip(found, _complex_rope(q, k, angles)):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(TypeError, match="freqs_cis"):
+        replacement(q, k)
+
+
 def test_halves_that_may_differ_are_both_read():
     assert rotary.recognise(_llama_rope, shared_halves=False).variant == ""
 
