@@ -101,4 +101,5 @@ class SelectedLogProbsFunction(torch.autograd.Function):
         if not ctx.inplace or graph_is_kept():
             return selected_log_probs_bwd(grad, logits, target, lse, ctx.temperature), None, None, None
         selected_log_probs_bwd_(grad, logits, target, lse, ctx.temperature)
+        torch.autograd.graph.increment_version(logits)  # who saved them too is told; without the dispatcher nobody else does it
         return logits.detach(), None, None, None

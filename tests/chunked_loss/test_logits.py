@@ -92,6 +92,16 @@ def test_where_the_gradient_goes(lane, generator):
         assert torch.equal(logits, before) != overwritten
 
 
+@pytest.mark.lanes("cpu", "gpu")
+def test_who_saved_the_overwritten_logits_is_told(lane, generator):
+    made = _Made(lane, generator)
+    logits = made.logits * 1.0
+    other = logits.square().sum()
+    loss, _ = made.ours(logits, reduce=True, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(other + loss, made.logits)
+
+
 def test_signature():
     found = inspect.signature(triton_grpo_loss)
     plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
