@@ -28,7 +28,8 @@ log = logging.getLogger("liger_hw")
 
 Note = Callable[[registry.Plan, Any, tuple, tuple, tuple], None]
 Job = tuple[str, tuple[int, ...], Mapping[str, Any]]
-_started: set[int] = set()
+_started: dict[int, Any] = {}
+"""Configs that were looked at, by id; held, so that no other takes the id."""
 
 
 def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Future | None":
@@ -40,7 +41,7 @@ def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Fut
 
     if id(model.config) in _started:
         return None
-    _started.add(id(model.config))
+    _started[id(model.config)] = model.config
     given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if type(t) is torch.Tensor]
     if not given or given[0].dim() < 2 or torch.is_autocast_enabled(given[0].device.type):
         return None
