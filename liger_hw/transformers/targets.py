@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import inspect
 from types import ModuleType
 from typing import Any, Iterable
 
@@ -90,13 +89,16 @@ class NoSample(Exception):
 
 @functools.lru_cache(maxsize=64)
 def sample(cls: type) -> Any:
-    """A model of `cls` from its default configuration, without weights (on the meta device). Raises `NoSample`."""
+    """A model of `cls` from its default configuration, or from a tiny one where that is not valid, without weights (on
+    the meta device). Raises `NoSample`."""
     import torch
+
+    from .tiny import tiny_config
 
     reasons = []
     state = torch.get_rng_state()
     try:
-        for make in (lambda: cls.config_class(), lambda: completed(cls.config_class)):
+        for make in (cls.config_class, lambda: tiny_config(cls.config_class)):
             try:
                 with torch.device("meta"):
                     return cls(make()).train()
@@ -105,21 +107,3 @@ def sample(cls: type) -> Any:
     finally:
         torch.set_rng_state(state)
     raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reasons[-1]})")
-
-
-_USUAL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-}
-
-
-def completed(config_class: type) -> Any:
-    """A configuration with the usual fields given, for classes whose own defaults leave them out."""
-    known = set(inspect.signature(config_class.__init__).parameters) | set(vars(config_class()))
-    return config_class(**{name: value for name, value in _USUAL.items() if name in known})
