@@ -92,11 +92,10 @@ def _fwd(x, weight, target, ids, temperature, ignore_index, entropy):
 
 
 @torch.no_grad()
-def _bwd(x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselected, temperature, ignore_index, *call):
-    target, (wide, *wanted) = target.contiguous(), call
+def _bwd(x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselected, here, *call):
+    target, (temperature, ignore_index, wide, *wanted) = target.contiguous(), call
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
-    push = torch.zeros_like(lse) if dnll is None else dnll.neg()
-    pull = None if dselected is None else push + dselected.sum(1)
+    push, pull = _push_and_pull(lse, dnll, dselected, here)
     bend = None if dentropy is None else dentropy.contiguous()
     chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, wide=wide)
     grads = HeadGradients(x, weight, (*wanted, False), chunks.wide)
@@ -110,11 +109,21 @@ def _bwd(x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselect
             ignore_index=ignore_index,
             temperature=temperature,
         )
-        if pull is not None:
+        if dselected is not None:
             rows = slice(start, start + logits.shape[0])
             small = (t if t is None else t[rows] for t in (dselected, selected, push, pull, bend, entropy, target))
             logits.index_copy_(1, ids, _at_selected(*small, ids, temperature, ignore_index).to(logits.dtype))
     return head_gradients(grads, x)[:2]
+
+
+def _push_and_pull(lse, dnll, dselected, here):
+    """What a row's target is pushed by, and what its softmax is pulled by where that is another number (else None).
+
+    here: whether this rank has the row's target; None where it has the whole vocabulary
+    """
+    push = torch.zeros_like(lse) if dnll is None else dnll.neg()
+    pull = None if dselected is None else push + dselected.sum(1)
+    return (push, pull) if here is None else (torch.where(here, push, 0.0), push)
 
 
 def _at_selected(dselected, selected, push, pull, bend, entropy, target, ids, temperature, ignore_index):
@@ -146,13 +155,14 @@ def _fwd_reference(x, weight, target, ids, temperature, ignore_index, entropy):
 
 @torch.no_grad()
 def _bwd_reference(
-    x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselected, temperature, ignore_index, wide, *wanted
+    x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselected, here, temperature, ignore_index, *call
 ):
+    _, *wanted = call
     logits = F.linear(x, weight)
     log_p = logits.to(lse.dtype) / temperature - lse[:, None]
     p, ignored = log_p.exp(), target == ignore_index
-    push = torch.zeros_like(lse) if dnll is None else -dnll
-    pull = push if dselected is None else push + dselected.sum(1)
+    push, pull = _push_and_pull(lse, dnll, dselected, here)
+    pull = push if pull is None else pull
     g = -pull[:, None] * p
     if dentropy is not None:
         g -= dentropy[:, None] * p * (log_p.masked_fill(p == 0, 0.0) + entropy[:, None])
@@ -184,7 +194,7 @@ scaled_cross_entropy_fwd = define(
 )
 scaled_cross_entropy_bwd = define(
     f"fused_linear_scaled_cross_entropy_bwd({_INPUTS}, Tensor lse, Tensor entropy, Tensor selected, "
-    "Tensor? dnll, Tensor? dentropy, Tensor? dselected, float temperature, int ignore_index, bool wide, bool dinput, bool dweight)"
+    "Tensor? dnll, Tensor? dentropy, Tensor? dselected, Tensor? here, float temperature, int ignore_index, bool wide, bool dinput, bool dweight)"
     " -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
@@ -212,7 +222,7 @@ class LigerFusedLinearScaledCrossEntropyFunction(torch.autograd.Function):
         grads = [g if there else None for g, there in zip(grads, ctx.has)]
         if all(g is None for g in grads):
             return (None,) * 8
-        found = scaled_cross_entropy_bwd(*ctx.saved_tensors, *grads, *ctx.call)
+        found = scaled_cross_entropy_bwd(*ctx.saved_tensors, *grads, None, *ctx.call)
         return *(g if w else None for g, w in zip(found, ctx.needs_input_grad)), *(None,) * 6
 
 
@@ -237,20 +247,7 @@ def liger_fused_linear_scaled_cross_entropy(
     (nll, entropy [n_rows] if return_entropy, selected [n_rows, k] if selected_token_ids is given).
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
-    check_tensors(_NAME, input=input, weight=weight)
-    dtype = autocast_dtype(input.device.type)
-    if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):
-        input, weight = input.to(dtype), weight.to(dtype)
-    if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
-        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        check(False, _NAME, f"input must be [n_rows, hidden] and weight [vocab, hidden], got {shapes}")
-    if input.dtype != weight.dtype:
-        kinds = f"{input.dtype} and {weight.dtype}; cast them or use autocast"
-        check(False, _NAME, f"input and weight must share one dtype, got {kinds}")
-    if accum_dtype not in (None, torch.float32, weight.dtype):
-        check(False, _NAME, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
-    check(0.0 < temperature < float("inf"), _NAME, f"temperature must be positive and finite, got {temperature}")
-    check_arguments(_NAME, input, target, weight.shape[0], None, ignore_index, 0.0, "none", None)
+    input, weight = _checked(_NAME, input, weight, target, temperature, ignore_index, accum_dtype)
     ids = selected_token_ids
     if ids is not None and (not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1):
         check(False, _NAME, "selected_token_ids must be an int64 tensor of shape [k]")
@@ -263,6 +260,25 @@ def liger_fused_linear_scaled_cross_entropy(
     else:
         nll, entropy, selected, _ = scaled_cross_entropy_fwd(*call)
     return _pack(nll, entropy if return_entropy else None, selected if ids is not None else None)
+
+
+def _checked(op: str, input, weight, target, temperature: float, ignore_index: int, accum_dtype=None):
+    """(input, weight), cast as autocast asks. Raises where the arguments of a public function do not fit."""
+    check_tensors(op, input=input, weight=weight)
+    dtype = autocast_dtype(input.device.type)
+    if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):
+        input, weight = input.to(dtype), weight.to(dtype)
+    if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        check(False, op, f"input must be [n_rows, hidden] and weight [vocab, hidden], got {shapes}")
+    if input.dtype != weight.dtype:
+        kinds = f"{input.dtype} and {weight.dtype}; cast them or use autocast"
+        check(False, op, f"input and weight must share one dtype, got {kinds}")
+    if accum_dtype not in (None, torch.float32, weight.dtype):
+        check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
+    check(0.0 < temperature < float("inf"), op, f"temperature must be positive and finite, got {temperature}")
+    check_arguments(op, input, target, weight.shape[0], None, ignore_index, 0.0, "none", None)
+    return input, weight
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

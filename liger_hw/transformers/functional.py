@@ -21,6 +21,7 @@ _HOME = {
     "liger_fused_linear_cross_entropy": "fused_linear_cross_entropy",
     "CrossEntropyOutput": "cross_entropy",
     "liger_fused_linear_scaled_cross_entropy": "fused_linear_scaled_cross_entropy",
+    "liger_fused_linear_scaled_cross_entropy_tp": "_scaled_cross_entropy_tp",
     "liger_fused_linear_jsd": "fused_linear_jsd",
     "liger_fused_linear_kl_div": "fused_linear_kl_div",
     "liger_jsd": "jsd",
