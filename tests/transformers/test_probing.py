@@ -48,12 +48,8 @@ def _olmo2(self, x):
 
 
 def _t5(self, x):
-    x = self.normed_t5(x)
+    x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
     return self.weight * (x.to(self.weight.dtype) if self.weight.dtype == torch.bfloat16 else x)
-
-
-def _unweighted(self, x):
-    return self.normed(x.float()).type_as(x)
 
 
 def _layer_norm(self, x):
@@ -94,6 +90,24 @@ def test_a_norm_s_core_computes_it(name):
     module = module.bfloat16()
     found = probing.recognise(module)
     torch.testing.assert_close(found.core(module, x), module(x), rtol=2**-7, atol=1e-3)
+
+
+def test_a_norm_that_agrees_in_one_dtype_only_keeps_its_own_forward_in_others():
+    """T5's rounds as llama where all is bf16, and not at all where the weight is kept in fp32."""
+    from liger_hw.transformers import patch
+
+    module = nn.Sequential(norm(_t5))
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+    with torch.no_grad():
+        module[0].weight.normal_(generator=torch.Generator().manual_seed(1))
+    mixed = module(x)
+    assert mixed.dtype == torch.float32
+    with patch(module) as report:
+        assert [(row.kernel, row.variant) for row in report.patched] == [("rms_norm", "llama")]
+        assert torch.equal(module(x), mixed)
+        module.bfloat16()
+        found = module(x)
+    torch.testing.assert_close(found, module(x), rtol=2**-7, atol=1e-3)
 
 
 NOT_NORMS = {
@@ -383,7 +397,11 @@ def test_rotary_functions(name):
 
 def test_keywords_in_any_order():
     """As apply_rotary_emb of Llama 4 may be called: q and k of other sizes must not change places."""
-    q, k, angles = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.polar(torch.ones(1, 5, 4), torch.randn(1, 5, 4))
+    q, k, angles = (
+        torch.randn(1, 5, 4, 8),
+        torch.randn(1, 5, 2, 8),
+        torch.polar(torch.ones(1, 5, 4), torch.randn(1, 5, 4)),
+    )
     replacement = rotary.recognise(_complex_rope, True).core(_complex_rope)
     found = replacement(freqs_cis=angles, xk=k, xq=q)
     for a, b in zip(found, _complex_rope(q, k, angles)):
