@@ -27,7 +27,10 @@ _HOME = {
 }
 """Public name -> module that defines it."""
 
-_SUBMODULES = ("autotune", "backends", "bench", "distributed", "env", "kernels", "recompute", "registry", "transformers")
+_SUBMODULES = (
+    *("autotune", "backends", "bench", "chunked_loss", "distributed", "env", "kernels", "recompute", "registry"),
+    "transformers",
+)
 
 __all__ = [*_HOME, *_SUBMODULES]
 

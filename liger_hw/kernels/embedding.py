@@ -349,8 +349,8 @@ def _misfit(weight, indices, padding_idx) -> str:
     if indices.device != weight.device:
         return f"indices is on {indices.device} but weight is on {weight.device}; move them to one device"
     rows = weight.shape[0]
-    if padding_idx is not None and not -rows <= padding_idx < rows:
-        return f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx}"
+    if padding_idx is not None and not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
+        return f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}"
     return ""
 
 

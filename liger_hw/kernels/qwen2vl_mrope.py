@@ -93,7 +93,8 @@ def liger_qwen2vl_mrope(
 
 
 def _misfit(q, cos, sin, mrope_section, head_axis) -> str:
-    if len(mrope_section) != 3 or any(type(n) is not int or n < 1 for n in mrope_section):
+    fits = hasattr(mrope_section, "__len__") and len(mrope_section) == 3
+    if not fits or any(type(n) is not int or n < 1 for n in mrope_section):
         return f"mrope_section must be three positive integers (time, height, width), got {mrope_section!r}"
     batch, seq_len, width = q.shape[0], q.shape[3 - head_axis], 2 * sum(mrope_section)
     if width > q.shape[3]:

@@ -350,6 +350,8 @@ def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
     """What is wrong with the arguments and what was expected, or nothing."""
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         return "cos and sin get no gradient; pass cos.detach() and sin.detach()"
+    if position_ids is not None and not isinstance(position_ids, torch.Tensor):
+        return f"position_ids must be a tensor, got {type(position_ids).__name__}"
     positions = None if position_ids is None else (position_ids.dtype, position_ids.shape)
     told = q.shape, k.shape, cos.shape, sin.shape, positions, unsqueeze_dim, rotary_dim
     if torch.compiler.is_compiling():

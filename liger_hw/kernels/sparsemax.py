@@ -227,8 +227,8 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """
     check_tensors("liger_sparsemax", input=input)
     check_numbers("liger_sparsemax", dim=dim)
-    if not -input.dim() <= dim < input.dim():
-        check(False, "liger_sparsemax", f"dim={dim} is outside the {input.dim()} dimensions of input")
+    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
+        check(False, "liger_sparsemax", f"dim={dim!r} is none of the {input.dim()} dimensions of input")
     return LigerSparsemaxFunction.apply(input, dim)
 
 

@@ -271,7 +271,10 @@ def class_patch(cls: type, setting: Any) -> Patch:
 
 def _check_free(forward: Callable[..., Any], name: str) -> None:
     if getattr(forward, MARK, ("",))[0] == _PART:
-        raise ValueError(f"activations: {name} has its levels already; revert() that call before asking for others")
+        raise ValueError(
+            f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy of "
+            "a model, which no call knows, liger_hw.revert(model)"
+        )
 
 
 def put_on(

@@ -138,6 +138,12 @@ def test_what_means_nothing_raises():
         step(model)
     with liger_hw.activations("mlp", model), pytest.raises(ValueError, match="has its levels already"):
         liger_hw.activations("cheap", model)
+    with liger_hw.activations("mlp", model):
+        copied = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"a copy of a model.* liger_hw.revert\(model\)"):
+        liger_hw.activations("cheap", copied)
+    liger_hw.revert(copied)
+    assert liger_hw.activations("cheap", copied).revert()
     report = liger_hw.transformers.apply_liger_kernel_to_mistral
     with pytest.raises(ValueError, match="unknown level"):
         report(model=model, activations="chep")

@@ -66,6 +66,7 @@ def test_what_does_not_fit_is_refused():
         ((weight[0], indices), "n_rows, n_cols"),
         ((weight, indices.float()), "int32 or int64"),
         ((weight, indices, 7), "padding_idx"),
+        ((weight, indices, "1"), "padding_idx"),
         ((weight, [1]), "int32 or int64"),
     ]:
         with pytest.raises(ValueError, match=f"liger_embedding.*{words}"):

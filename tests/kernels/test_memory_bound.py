@@ -53,6 +53,13 @@ def test_softmax_of_hard_rows(lane, tiles):
         torch.testing.assert_close(op.function(x), torch.softmax(x, -1), equal_nan=True)
 
 
+@pytest.mark.parametrize("dim", [2, -3, 1.0])
+@pytest.mark.cpu
+def test_sparsemax_refuses_what_is_no_dimension(dim):
+    with pytest.raises(ValueError, match=f"dim={dim} is none of the 2 dimensions"):
+        registry.get_op("sparsemax").function(torch.zeros(3, 4), dim)
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"])
 @pytest.mark.lanes("interpret", "gpu")
 def test_rows_kept_in_their_own_dtype(lane, name, seed):

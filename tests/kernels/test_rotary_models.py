@@ -155,6 +155,7 @@ WRONG = {
     "interleaved_rope": [
         (lambda a: (*a[:2], a[2][..., :5], a[3][..., :5]), {}, "even"),
         (lambda a: (a[0], a[1], a[2], a[3]), {"unsqueeze_dim": 3}, "unsqueeze_dim"),
+        (lambda a: (a[0], a[1], a[2], a[3]), {"position_ids": [0, 1]}, "position_ids must be a tensor, got list"),
     ],
     "llama4_rope": [
         (lambda a: (*a[:2], a[2].real), {}, "complex"),
@@ -163,6 +164,7 @@ WRONG = {
     ],
     "qwen2vl_mrope": [
         (lambda a: (*a[:4], [1, 2]), {}, "three positive integers"),
+        (lambda a: (*a[:4], None), {}, "three positive integers"),
         (lambda a: (*a[:4], [8, 8, 8]), {}, "turns 48 dimensions"),
         (lambda a: (*a[:2], a[2][:1], a[3][:1], a[4]), {}, "to match q and mrope_section"),
     ],
