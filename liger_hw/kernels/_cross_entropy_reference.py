@@ -54,7 +54,7 @@ def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Te
     rows = F.cross_entropy(
         s, target, w, ignore_index=options.ignore_index, reduction="none", label_smoothing=options.label_smoothing
     )
-    z = torch.where(counted, options.lse_square_scale * lse.square(), 0.0)
+    z = torch.where(counted, options.lse_square_scale * lse * lse, 0.0)  # in this order: 0 * inf would be nan
     if options.token_scaling:
         p = torch.where(counted, torch.exp(s.gather(1, y[:, None])[:, 0] - lse), 0.0).detach()
         rows, z = rows * p, z * p

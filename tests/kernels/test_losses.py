@@ -86,7 +86,7 @@ def test_narrow_targets(lane, generator, loss):
 
 
 @LOSSES
-@pytest.mark.parametrize("size", [1e4, 1e15])
+@pytest.mark.parametrize("size", [1e4, 1e25])
 def test_extreme_logits(lane, generator, loss, size):
     """No overflow on the way. At logits of 1e4 their log-sum-exp is rounded to 1e-3: probabilities are as exact as that."""
     x, target = _made(generator, lane)
