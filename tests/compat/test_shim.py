@@ -85,16 +85,21 @@ print(importlib.metadata.version("liger_kernel"), liger_kernel.__version__, is_l
     assert said.split() == [compat.VERSION, compat.VERSION, "True"]
 
 
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        ("from liger_kernel.transformers import LigerNothing", "cannot import name 'LigerNothing'"),
-        ("import liger_kernel.ops.nothing", "No module named 'liger_kernel.ops.nothing'"),
-        ("import liger_kernel.ops._op", "No module named 'liger_kernel.ops._op'"),
-    ],
-)
-def test_what_is_not_there_is_said(code, message):
-    assert message in python(code).stderr
+def test_what_is_not_there_is_said():
+    said = passes("""
+for code in (
+    "from liger_kernel.transformers import LigerNothing",
+    "import liger_kernel.ops.nothing",
+    "import liger_kernel.ops._op",
+):
+    try:
+        exec(code)
+    except ImportError as error:
+        print(error)
+""")
+    first, *others = said.splitlines()
+    assert "cannot import name 'LigerNothing'" in first
+    assert others == ["No module named 'liger_kernel.ops.nothing'", "No module named 'liger_kernel.ops._op'"]
 
 
 def test_utils():
@@ -118,8 +123,6 @@ def test_a_real_install_is_not_hidden(real):
     assert command.returncode == 2 and "liger-kernel 0.7.0 is installed" in command.stderr and not command.stdout
     check = "import sys; from liger_hw.cli import main; sys.exit(main(['shim', '--check']))"
     assert python(check, path=real).returncode == 1 and python(check).returncode == 0
-
-
 
 
 def test_the_trainer_switches_it_on(tmp_path):
