@@ -392,7 +392,7 @@ def _sample(
     sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0
 ) -> Sample:
     n_mods, n_rows, n_cols = sizes
-    if per_row or n_mods == 0 or n_rows % n_mods or n_rows < 64:  # a few rows: one modulation each
+    if per_row or n_mods == 0 or n_rows % n_mods:
         n_mods = n_rows or 1
 
     def normal(*shape):
@@ -425,5 +425,6 @@ OP = registry.register(
             {"per_row": True},
             {"per_row": True, "affine": False, "shift": False},
         ),
+        small=((3, 12, 69), (1, 17, 33), (2, 24, 64)),
     )
 )
