@@ -55,6 +55,17 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
+    return value
+
+
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
     """Columns as wide as their widest cell; a rule under the first row when it is a header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

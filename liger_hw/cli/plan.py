@@ -14,7 +14,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError
-from ._values import dtype_name, positive, table
+from ._values import dtype_name, positive, share, table
 
 if TYPE_CHECKING:
     from ..recompute.planner import Planner, Prediction
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", help="adamw, sgd, momentum, adafactor, adamw8bit (default adamw)"
     )
     parser.add_argument("--shards", type=positive, default=1, help="devices that share parameters and states (FSDP)")
-    parser.add_argument("--trainable", type=float, default=1.0, help="share of the parameters that train (LoRA: 0.01)")
+    parser.add_argument("--trainable", type=share, default=1.0, help="share of the parameters that train (LoRA: 0.01)")
     parser.add_argument("--no-window", action="store_true", help="attention without the config's sliding window")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -159,3 +159,6 @@ def test_plan_command(capsys):
     assert "20GiB: mistral-7b at 4 x 4096 needs 56.2 GiB even with full" in capsys.readouterr().out
     assert main([*arguments, "--memory", "lots"]) == 2
     assert "--memory 'lots' is no size; write it as 80GiB" in capsys.readouterr().err
+    for wrong in ("--trainable=-1", "--trainable=2", "--trainable=nan"):
+        assert main([*arguments, wrong]) == 2, "no plan of -7 GiB"
+        assert "is not a share; write a number from 0 to 1" in capsys.readouterr().err
