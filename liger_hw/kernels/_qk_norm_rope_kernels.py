@@ -208,7 +208,7 @@ def _qk_norm_rope_fwd_kernel(
         batch, token, heads, token_mask, mask = _place(tile, n_head_tiles, n_heads, n_tokens, seq_len, BLOCK_T, BLOCK_H)
         ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
         x1, x2, x3 = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
-        angles = tl.multiple_of((batch * cos_batch_stride + token * cos_token_stride)[None, :, None], [1, 1, ALIGN])
+        angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
         trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, TAIL)
         y1, y2 = _rotate(_seen(h1, x1, CASTING) * w1, _seen(h2, x2, CASTING) * w2, *trig, False)
@@ -302,7 +302,7 @@ def _qk_norm_rope_bwd_kernel(
         x = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
         ptrs = DY_ptr + row_offsets(batch, token, heads, dy_batch, dy_head, dy_token, ALIGN)
         dy = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
-        angles = tl.multiple_of((batch * cos_batch_stride + token * cos_token_stride)[None, :, None], [1, 1, ALIGN])
+        angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
         trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
         dx1, dx2, dx3, dw1, dw2, dw3 = _gradients(x, dy, w, trig, eps, WIDTH, TAIL, CASTING)
         out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)

@@ -34,9 +34,12 @@ SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
 
 @triton.jit
 def row_offsets(batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
-    """Where each (head, token) begins, [heads, tokens, 1]: all multiples of ALIGN elements."""
-    rows = (batch * batch_stride + token * token_stride)[None, :, None]
-    return tl.multiple_of(rows + (heads.to(tl.int64) * head_stride)[:, None, None], [1, 1, ALIGN])
+    """Where each (head, token) begins, [heads, tokens, 1]: all multiples of ALIGN elements.
+
+    The hints stand on vectors: one on a tile, whose sizes may all be 1, fails Triton's coalescing pass (3.6 to 3.9).
+    """
+    rows = tl.multiple_of(batch * batch_stride + token * token_stride, ALIGN)
+    return rows[None, :, None] + tl.multiple_of(heads.to(tl.int64) * head_stride, ALIGN)[:, None, None]
 
 
 @triton.jit
@@ -174,11 +177,11 @@ def _rotary_kernel(
         k1, k2 = _load_pairs(k_ptrs, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    angles = tl.multiple_of((batch * cos_batch_stride + token * cos_token_stride)[None, :, None], [1, 1, ALIGN])
+    angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
     if FIRST_SECTIONS:
-        cols = tl.arange(0, BLOCK_HALF)[None, None, :]
+        cols = tl.arange(0, BLOCK_HALF)
         plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
-        angles = angles + tl.multiple_of(plane * cos_plane_stride, [1, 1, ALIGN])
+        angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
     cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
 
     out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
