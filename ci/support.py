@@ -42,7 +42,7 @@ def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
         if same in seen:
             continue
         seen.add(same)
-        found = counts[one["op"]].setdefault(one["target"], {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0})
+        found = counts[one["op"]].setdefault(one["target"], {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0, "level": one.get("level", "binary")})
         found["kernels"] += 1
         found["failed"] += bool(one["error"] or one["illegal"])
         spills = (one["resources"] or {}).get("spills", 0)
@@ -116,10 +116,13 @@ def page() -> str:
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
     lines += ["", "## What the signs rest on", ""]
     for one in compiled:
-        total = {key: sum(c[key] for found in one["ops"].values() for c in found.values()) for key in ("kernels", "failed", "spilling")}
+        built = [c for found in one["ops"].values() for c in found.values()]
+        total = {key: sum(c[key] for c in built) for key in ("kernels", "failed", "spilling")}
+        short = sum(c["kernels"] for c in built if c["level"] == "ttir")
         lines.append(
-            f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']}: {total['kernels']} distinct "
-            f"kernels of {len(one['ops'])} ops, {total['failed']} failed or illegal, {total['spilling']} with spills"
+            f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']} (docs/vendors.md): "
+            f"{total['kernels']} distinct kernels of {len(one['ops'])} ops, {short} of them to TTIR only; "
+            f"{total['failed']} failed or illegal, {total['spilling']} with spills"
         )
     tests = [c for found in interpreted["ops"].values() for c in found.values()]
     lines.append(
@@ -132,7 +135,7 @@ def page() -> str:
         f"- {op} on {arch}: {c['spilling']} of {c['kernels']}, at most {c['worst']}"
         for op, found in newest["ops"].items()
         for arch, c in found.items()
-        if c["spilling"]
+        if c["spilling"] and c["level"] == "binary"
     ]
     failing = [
         f"- **{op} on {arch}: {c['failed']} of {c['kernels']} do not compile or may not be launched**"
@@ -150,7 +153,7 @@ def _state(op: str, arch: str, timed: dict, compiled: dict, interpreted: dict) -
     if arch in timed.get(op, {}):
         return "measured"
     if built:
-        return "modelled" if built.get("ir_only") else "compile-proven"
+        return "modelled" if built["level"] == "ttir" else "compile-proven"
     return "interpreted" if run else None
 
 
