@@ -425,6 +425,6 @@ OP = registry.register(
             {"per_row": True},
             {"per_row": True, "affine": False, "shift": False},
         ),
-        small=((3, 12, 69), (1, 17, 33), (2, 24, 64)),
+        small=((1, 17, 33), (3, 12, 69), (2, 24, 64)),
     )
 )

@@ -88,7 +88,7 @@ def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
 def _rope_turns_the_wrong_way(monkeypatch):
     functional = importlib.import_module("liger_hw.transformers.functional")
     original = functional.liger_rope
-    monkeypatch.setattr(functional, "liger_rope", lambda q, k, cos, sin, **kw: original(q, k, cos, -sin, **kw))
+    monkeypatch.setattr(functional, "liger_rope", lambda q, k, cos, sin, *rest: original(q, k, cos, -sin, *rest))
 
 
 def _nan(monkeypatch):

@@ -4,6 +4,7 @@ unpatched ones do, loss and gradients, and the kernels that should have run did.
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 
 import pytest
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.cpu
 SPECS = specs()
 # Families whose own classes hold no norm or MLP: those belong to their text and vision models, patched with a live model.
 COMPOSITES = {"llava", "paligemma", "internvl", "smolvlm"}
+if version("transformers").startswith("4."):  # where these take their norms from Qwen2
+    COMPOSITES |= {"qwen2_vl", "qwen2_5_vl"}
 ROPE = {name for name, spec in SPECS.items() if dict(spec.parameters).get("rope")}
 ROTARY = ("rope", "interleaved_rope", "llama4_rope", "qwen2vl_mrope")
 # A spread over norms (casting, offset, LayerNorm), MLPs (relu2, fused, experts), rotary kinds and heads.
@@ -48,6 +51,8 @@ def test_unnamed_family(name):
     class_name = verify.causal_lms().get(name, "")
     _needs(name, class_name or name)
     row = verify.check(name, class_name)
+    if "Fast Mamba kernels" in row.reason:
+        pytest.skip(row.reason)
     assert row.outcome == verify.VERIFIED, row.reason
     assert row.norms and row.fused, row.left
 
