@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import shipped_tables
+from harness import few_sizes, shipped_tables, small_sizes
 
 from liger_hw import registry
 from liger_hw.autotune import compile as aot
@@ -68,6 +68,17 @@ def test_compiles(op, arch, workers, record_property):
     spilled = Counter(str(c) for c in certificates if c.resources.spills > _allowed_spills(c.launch.tunable, arch))
     assert not spilled, _listed("spilled registers without a reason in SPILLS", spilled)
     assert reached, f"{op.name} launched nothing"
+
+
+@pytest.mark.timeout(600)
+def test_small_sizes_compile(op, workers):
+    """Tiles of one element take other paths through the compiler than a workload's; on the H200 one of them crashed it."""
+    target = known_target("sm90")
+    sizes = (few_sizes(op), small_sizes(op)[1])
+    launches = [one for few in sizes for one in aot.trace(op.name, few, torch.bfloat16, target, shipped=False)]
+    assert launches, f"{op.name} launched nothing"
+    failed = Counter(f"{c}" for c in aot.certify(launches, workers) if not c.ok)
+    assert not failed, _listed("did not compile or may not be launched", failed)
 
 
 def _listed(what: str, found: Counter) -> str:
