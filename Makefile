@@ -23,7 +23,7 @@ CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constrai
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
 	@echo "make test    the lanes that need no GPU  (LANES='cpu gpu' picks lanes)"
-	@echo "make lint    ruff, shellcheck, and whether the workflows are what ci/matrix.yaml says"
+	@echo "make lint    ruff, shellcheck, and whether what is generated in ci/ and docs/ is current"
 	@echo "make clean   remove $(VENV)"
 
 demo: $(STAMP)
@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR ci/*.sh .ci/run
 	$(BIN)/python ci/workflows.py --check
+	$(BIN)/python ci/support.py --check
 
 install: $(STAMP)
 

@@ -1,0 +1,85 @@
+"""The support page says what the evidence says, and no more."""
+
+from __future__ import annotations
+
+import importlib.util
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def support():
+    spec = importlib.util.spec_from_file_location("support", ROOT / "ci" / "support.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def certificate(target, spills=0, error="", level="binary", kernel="_k"):
+    return {
+        "op": "rms_norm",
+        "target": target,
+        "tunable": "rms_norm.fwd",
+        "kernel": kernel,
+        "config": {},
+        "error": error,
+        "illegal": "",
+        "level": level,
+        "resources": None if error else {"spills": spills},
+    }
+
+
+def compiled(support, *certificates):
+    head = {"kind": "certificates", "date": "2026-01-01T00:00:00Z", "triton": "3.7.1", "depth": "quick"}
+    return support.condense_compiled({**head, "certificates": list(certificates)})
+
+
+def test_the_page_is_current(support):
+    assert support.main(["--check"]) == 0
+
+
+def test_kernels_are_counted_once(support):
+    twice = certificate("gfx942"), certificate("gfx942"), certificate("gfx942", spills=3, kernel="_other")
+    assert compiled(support, *twice)["ops"]["rms_norm"]["gfx942"] == {
+        "kernels": 2,
+        "failed": 0,
+        "spilling": 1,
+        "worst": 3,
+        "level": "binary",
+    }
+
+
+def test_states(support):
+    found = compiled(
+        support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm80", error="crashed"), certificate("sm90")
+    )
+    timed = {"rms_norm": {"sm90": {}, "sm80": {}}}
+    interpreted = {"ops": {"rms_norm": {"gfx1201": {"tests": 1, "failed": 0}, "gfx942": {"tests": 2, "failed": 0}}}}
+    wanted = {
+        "sm90": "measured",
+        "gfx942": "compile-proven",
+        "pvc": "modelled",
+        "gfx1201": "interpreted",
+        "sm80": "failed",
+        "gfx90a": None,
+    }
+    assert {arch: support._state("rms_norm", arch, timed, found, interpreted) for arch in wanted} == wanted
+
+
+def test_a_failed_interpreter_test_shows(support):
+    case = '<testcase><properties><property name="op" value="{}"/><property name="arch" value="pvc"/></properties>{}</testcase>'
+    cases = case.format("dyt", "") + case.format("dyt", "<failure/>") + "<testcase/>"
+    root = xml.fromstring(f'<testsuites><testsuite timestamp="2026-01-02T03:04:05">{cases}</testsuite></testsuites>')
+    assert support.condense_interpreted(root) == {"date": "2026-01-02", "ops": {"dyt": {"pvc": {"tests": 2, "failed": 1}}}}
+
+
+def test_other_files_are_refused(support):
+    with pytest.raises(ValueError, match="not the output"):
+        support.condense_compiled({"kind": "bench"})
+    with pytest.raises(ValueError, match="no test"):
+        support.condense_interpreted(xml.fromstring("<testsuites><testsuite timestamp='2026'/></testsuites>"))
