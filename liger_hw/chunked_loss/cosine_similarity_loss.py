@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels._distill_rows import COSINE
-from .distillation import distillation_loss
+from .distillation import DistillationLoss, distillation_loss
 
 _NAME = "liger_fused_linear_cosine"
 
@@ -40,49 +40,9 @@ class LigerFusedLinearCosineSimilarityFunction:
         return distillation_loss(_NAME, COSINE, 0.0, beta, student, teacher, true_labels, *options)
 
 
-class LigerFusedLinearCosineSimilarityLoss(torch.nn.Module):
-    """Cosine distillation between two linear heads. beta: scales the soft loss. compiled and chunk_size are accepted and change nothing (see docs/losses.md).
-
-    forward(student_input [tokens, hidden], student_weight [vocab, hidden], teacher_input [tokens, teacher's hidden],
-    teacher_weight [vocab, teacher's hidden], true_labels [tokens], student_bias and teacher_bias [vocab] or None) -> the
-    loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
+class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
+    """Cosine distillation between two linear heads. beta: scales the soft loss. compiled and
+    chunk_size are accepted and change nothing (see docs/losses.md). The rest is `DistillationLoss`.
     """
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:
-        super().__init__()
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature = ignore_index, temperature
-        self.compiled, self.chunk_size, self.return_soft_hard_loss = compiled, chunk_size, return_soft_hard_loss
-
-    def forward(
-        self,
-        student_input: torch.Tensor,
-        student_weight: torch.Tensor,
-        teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        true_labels: torch.Tensor,
-        student_bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return LigerFusedLinearCosineSimilarityFunction.apply(
-            *(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias),
-            weight_hard_loss=self.weight_hard_loss,
-            weight_soft_loss=self.weight_soft_loss,
-            beta=self.beta,
-            ignore_index=self.ignore_index,
-            temperature=self.temperature,
-            return_soft_hard_loss=self.return_soft_hard_loss,
-        )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, temperature={self.temperature}, weight_hard_loss={self.weight_hard_loss}"
+    function = LigerFusedLinearCosineSimilarityFunction

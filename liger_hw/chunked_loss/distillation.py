@@ -10,6 +10,8 @@ of both heads and writes the gradient of both terms over the student's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..kernels._cross_entropy_reference import absent
@@ -150,3 +152,58 @@ def distillation_loss(
     else:
         outputs = chunked_distillation(*call, False, False, False)
     return tuple(outputs[:3]) if return_soft_hard_loss else outputs[0]
+
+
+class DistillationLoss(torch.nn.Module):
+    """What the distillation modules share: Liger's arguments, handed to `function`.
+
+    forward(student_input [tokens, hidden], student_weight [vocab, hidden], teacher_input [tokens, teacher's hidden],
+    teacher_weight [vocab, teacher's hidden], true_labels [tokens], student_bias and teacher_bias [vocab] or None) -> the
+    loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
+    """
+
+    function: Any
+    """The class whose `apply` computes the loss."""
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
+        self.ignore_index, self.temperature = ignore_index, temperature
+        self.compiled, self.chunk_size, self.return_soft_hard_loss = compiled, chunk_size, return_soft_hard_loss
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `ValueError` for numbers that the loss does not take; here it takes all."""
+
+    def forward(
+        self,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        true_labels: torch.Tensor,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.function.apply(
+            *(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias),
+            weight_hard_loss=self.weight_hard_loss,
+            weight_soft_loss=self.weight_soft_loss,
+            beta=self.beta,
+            ignore_index=self.ignore_index,
+            temperature=self.temperature,
+            return_soft_hard_loss=self.return_soft_hard_loss,
+        )
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, temperature={self.temperature}, weight_hard_loss={self.weight_hard_loss}"
