@@ -39,9 +39,9 @@ def test_order_of_the_batch_does_not_matter_to_its_shape(lane, generator, seed):
 def test_outside_the_table(lane, generator):
     """Neither memory of others is read nor a gradient written: NaN, and zero."""
     weight = _weight(generator, lane)
-    indices = torch.tensor([0, -1, 7, 3, 2**31 - 1], device=lane.device)
+    indices = torch.tensor([0, -1, 7, 3, 2**31 - 1, 2**32 + 2, -(2**32) + 2], device=lane.device)
     out = liger_embedding(weight, indices)
-    assert out.isnan().all(1).tolist() == [False, True, True, False, True]
+    assert out.isnan().all(1).tolist() == [False, True, True, False, True, True, True]
     (found,) = torch.autograd.grad(out, weight, torch.ones_like(out))
     assert found.sum(1).tolist() == [9, 0, 0, 9, 0, 0, 0]
 
