@@ -145,6 +145,10 @@ DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+_LONGEST = 2**31 - 2**16
+"""Values of a channel: the kernels count those of a channel, up to the end of a tile, in 32 bits (all others in 64)."""
+
+
 def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
     """(batch, number of groups, values of a channel, number of channels)."""
     return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
@@ -191,6 +195,8 @@ def _launch_both(plan, kernel, tensors: tuple, numbers: tuple, shares: _Shares, 
 def _fwd(x, w, b, num_groups, eps):
     x, w, b = x.contiguous(), dense(w), dense(b)
     batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
+    if spatial > _LONGEST:
+        check(False, "liger_group_norm", f"a channel may have {_LONGEST} values on a GPU, got {tuple(x.shape)}")
     y = torch.empty_like(x)
     n_rows, channels = batch * num_groups, num_channels // num_groups
     stats = x.new_empty((2, n_rows), dtype=torch.float32)

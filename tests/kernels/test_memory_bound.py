@@ -10,6 +10,7 @@ from harness import few_sizes, make, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
+from liger_hw.kernels import group_norm
 
 SCALARS = (
     *("rms_norm", "fused_add_rms_norm", "modulated_rms_norm", "layer_norm", "poly_norm", "group_norm"),
@@ -83,6 +84,13 @@ def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
     with torch.no_grad():
         sample.args[0].add_(300.0)
     verify(op, sample, seed)
+
+
+@pytest.mark.cpu
+def test_a_channel_longer_than_32_bits_is_refused():
+    x = torch.empty((1, 2, 2**31), device="meta")
+    with pytest.raises(ValueError, match="liger_group_norm: a channel may have 2147418112 values"):
+        group_norm._fwd(x, None, None, 1, 1e-6)
 
 
 @pytest.mark.parametrize("name", SCALARS)
