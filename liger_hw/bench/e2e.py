@@ -13,7 +13,7 @@ import inspect
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -25,7 +25,10 @@ from .timing import Budget, OutOfBudget, first_line, with_index
 
 @dataclass(frozen=True)
 class Shape:
-    """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`."""
+    """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
+
+    layers: as published, for saying how many of them a plan has; experts: of each layer, two of them for a token
+    """
 
     family: str
     vocab: int
@@ -35,20 +38,25 @@ class Shape:
     kv_heads: int
     head_dim: int = 128
     attention: str = "sdpa"
+    layers: int = 32
+    experts: int = 0
 
     def scaled(self, hidden: int) -> "Shape":
         """The same proportions at another width, with four heads and bytes for a vocabulary: for a quick try."""
         inner = max(8, round(self.intermediate * hidden / self.hidden / 8) * 8)
-        return Shape(
-            self.family, 256, hidden, inner, 4, max(1, 4 * self.kv_heads // self.heads), hidden // 4, self.attention
+        kv_heads = max(1, 4 * self.kv_heads // self.heads)
+        return replace(
+            self, vocab=256, hidden=hidden, intermediate=inner, heads=4, kv_heads=kv_heads, head_dim=hidden // 4
         )
 
 
 MODELS = {
     "mistral": Shape("mistral", 32768, 4096, 14336, 32, 8),
     "llama3": Shape("llama", 128256, 4096, 14336, 32, 8),
-    "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8),
-    "gemma2": Shape("gemma2", 256000, 2304, 9216, 8, 4, 256, "eager"),  # 2B; sdpa has no logit softcap
+    "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8, layers=36),
+    "gemma2": Shape("gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26),  # 2B; sdpa has no logit softcap
+    "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96),  # mini
+    "mixtral": Shape("mixtral", 32000, 4096, 14336, 32, 8, experts=8),  # 8x7B; 11.6 GB a layer with AdamW in bf16
 }
 ARMS = ("hf", "liger", "liger_hw", "compile")
 SEED = 0
@@ -172,7 +180,7 @@ def _tokens(plan: Plan, device: torch.device) -> torch.Tensor:
     from ..cli.demo.train import read_text, to_tokens
 
     tokens = to_tokens(read_text(plan.text), 256 if plan.shape.vocab <= 256 else 32768)
-    return tokens.to(device)
+    return (tokens % plan.shape.vocab).to(device)  # a few vocabularies are a little smaller than 32768
 
 
 def build(plan: Plan, device: torch.device) -> Any:
@@ -180,6 +188,7 @@ def build(plan: Plan, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = plan.shape
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2} if shape.experts else {}
     config = AutoConfig.for_model(
         shape.family,
         vocab_size=shape.vocab,
@@ -194,6 +203,7 @@ def build(plan: Plan, device: torch.device) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **experts,
     )
     torch.manual_seed(SEED)
     before = torch.get_default_dtype()
@@ -336,7 +346,8 @@ def as_text(found: dict[str, Any]) -> str:
                 f"{row['largest_loss_difference']:.1e}" if row is not base else "",
             )
         )
-    shape = f"{plan['model']}, {plan['layers']} layers, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
+    published = found["shape"]["layers"]
+    shape = f"{plan['model']}, {plan['layers']} of {published} layers, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
     shape += ", checkpointing" if plan["checkpointing"] else ""
     failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in found["runs"] if run["status"] != "ok"]
     return "\n".join([shape, table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])

@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
     e2e = parser.add_argument_group("e2e")
-    e2e.add_argument("--model", default="mistral", help="mistral, llama3, qwen3 (7 and 8B shapes) or gemma2 (2B)")
+    e2e.add_argument(
+        "--model", default="mistral", help="mistral, llama3, qwen3 (7, 8B), gemma2 (2B), phi3 (mini), mixtral"
+    )
     e2e.add_argument("--layers", type=positive, default=8)
     e2e.add_argument("--batch", type=positive, default=4)
     e2e.add_argument("--seq", type=positive, default=4096)

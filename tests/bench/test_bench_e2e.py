@@ -29,6 +29,26 @@ def test_every_model_trains(model):
     assert all(4 < loss < 7 for loss in run["losses"])  # about log 256 from random weights
 
 
+@pytest.mark.parametrize("model", sorted(e2e.MODELS))
+def test_tokens_are_in_the_vocabulary(model, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(128)) * 128 + bytes(range(127, -1, -1)) * 2)  # up to the last token, 32767
+    plan = e2e.Plan(model=model, text=str(text))
+    tokens = e2e._tokens(plan, CPU)
+    assert tokens.min() >= 0 and tokens.max() < plan.shape.vocab and len(tokens.unique()) > 120
+
+
+def test_experts_are_built_and_layers_are_said():
+    plan = toy(model="mixtral")
+    experts = [p for n, p in e2e.build(plan, CPU).named_parameters() if n.endswith("experts.down_proj")]
+    if experts:  # transformers 4 has a module for each expert
+        assert [p.shape[0] for p in experts] == [8]
+    found = e2e.measure(toy(model="mixtral", arms=("hf", "liger_hw")), CPU)
+    assert [run["status"] for run in found["runs"]] == ["ok", "ok"], found["runs"]
+    assert found["summary"][1]["largest_loss_difference"] < 1e-4
+    assert e2e.as_text(found).startswith("mixtral, 1 of 32 layers, batch 2 x 16")
+
+
 def test_arms_see_the_same_data_and_start_from_the_same_weights():
     found = e2e.measure(toy(arms=("hf", "liger_hw"), rounds=2), CPU)
     assert [(run["arm"], run["round"]) for run in found["runs"]] == [
