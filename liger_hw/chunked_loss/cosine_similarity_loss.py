@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels._distill_rows import COSINE
+from ..kernels._op import check_floats
 from .distillation import DistillationLoss, distillation_loss
 
 _NAME = "liger_fused_linear_cosine"
@@ -35,6 +36,7 @@ class LigerFusedLinearCosineSimilarityFunction:
         return_soft_hard_loss: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         student, teacher = (student_input, student_weight, student_bias), (teacher_input, teacher_weight, teacher_bias)
+        check_floats(_NAME, beta=beta)
         weights = weight_hard_loss, weight_soft_loss
         options = *weights, ignore_index, temperature, return_soft_hard_loss
         return distillation_loss(_NAME, COSINE, 0.0, beta, student, teacher, true_labels, *options)

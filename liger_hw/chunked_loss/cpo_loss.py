@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels._op import check
-from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss, smoothed_logistic
+from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss, smoothed_logistic
 
 
 def _pair_loss(chosen, rejected, numbers):
@@ -42,14 +42,16 @@ class LigerFusedLinearCPOFunction:
         average_log_prob: bool = False,
         chunk_size: int = 1,
     ) -> Output:
-        check_smoothing(_NAME, label_smoothing)
-        numbers = alpha, average_log_prob, compute_nll_loss, label_smoothing
-        pairs = Pairs("cpo", float(beta), *map(float, numbers))
+        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
+        pairs = smoothed_pairs(_NAME, "cpo", *numbers)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 
-def check_smoothing(name: str, label_smoothing: float) -> None:
+def smoothed_pairs(name: str, *numbers: float, **extra: float) -> Pairs:
+    """`checked_pairs` of a label_smoothing, the last of the numbers, from 0 to 1."""
+    pairs, label_smoothing = checked_pairs(name, *numbers, **extra), numbers[-1]
     check(0.0 <= label_smoothing <= 1.0, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    return pairs
 
 
 class LigerFusedLinearCPOLoss(torch.nn.Module):
@@ -76,7 +78,8 @@ class LigerFusedLinearCPOLoss(torch.nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        check_smoothing(_NAME, label_smoothing)
+        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
+        smoothed_pairs(_NAME, "cpo", *numbers)
         self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
         self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
         self.compiled, self.chunk_size = compiled, chunk_size

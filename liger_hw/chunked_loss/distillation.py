@@ -18,7 +18,7 @@ from ..kernels._cross_entropy_reference import absent
 from ..kernels._distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ..kernels._log_prob_rows import vocab_key
-from ..kernels._op import check, define, first_order, is_interpreted
+from ..kernels._op import check, check_flags, check_floats, check_ignore_index, define, first_order, is_interpreted
 from ..kernels.fused_linear_jsd import FWD
 from ._checks import checked_head, checked_target
 from ._head import check_in_range, gradient_scale, save_gradients, saved_gradients
@@ -131,7 +131,7 @@ def distillation_loss(
     return_soft_hard_loss: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, or (loss, soft, hard), after checking the arguments; soft is reported times soft_scale."""
-    check(temperature > 0.0, name, f"temperature must be positive, got {temperature}")
+    check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
     x, weight, bias = checked_head(name, *student, "student_", 2)
     teacher_x, teacher_weight, teacher_bias = (
         t if t is None else t.detach() for t in checked_head(name, *teacher, "teacher_", 2)
@@ -141,7 +141,7 @@ def distillation_loss(
         check(False, name, f"the teacher must have {expected}, got {teacher_x.shape[0]} and {teacher_weight.shape[0]}")
     check(teacher_x.device == x.device, name, f"the teacher is on {teacher_x.device} but the student on {x.device}")
     target = checked_target(name, "true_labels", true_labels, x)
-    with_hard = return_soft_hard_loss or weight_hard_loss != 0.0
+    with_hard = bool(return_soft_hard_loss) or weight_hard_loss != 0.0
     numbers = float(beta), float(temperature), ignore_index, float(soft_scale)
     call = (
         *(x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, kind, *numbers),
@@ -152,6 +152,16 @@ def distillation_loss(
     else:
         outputs = chunked_distillation(*call, False, False, False)
     return tuple(outputs[:3]) if return_soft_hard_loss else outputs[0]
+
+
+def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
+    """Raise unless the options that need no tensors are valid; the modules ask when they are made."""
+    check_ignore_index(name, ignore_index)
+    check_floats(
+        name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature
+    )
+    check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
+    check(temperature > 0.0, name, f"temperature must be positive, got {temperature}")
 
 
 class DistillationLoss(torch.nn.Module):
@@ -183,7 +193,10 @@ class DistillationLoss(torch.nn.Module):
         self._check()
 
     def _check(self) -> None:
-        """Raise `ValueError` for numbers that the loss does not take; here it takes all."""
+        """Raise for options that the loss does not take."""
+        name, weights = type(self).__name__, (self.weight_hard_loss, self.weight_soft_loss)
+        check_floats(name, beta=self.beta)
+        check_options(name, *weights, self.ignore_index, self.temperature, self.return_soft_hard_loss)
 
     def forward(
         self,

@@ -23,8 +23,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..kernels._op import check
-from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss
+from ..kernels._op import check, check_flags
+from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
 
 
 def _sigmoid(c, r, o):
@@ -136,11 +136,18 @@ class LigerFusedLinearDPOFunction:
         discopop_tau: float = 0.05,
         alpha: float = 1.0,
     ) -> Output:
-        check_loss_type(loss_type, label_smoothing, beta, discopop_tau)
-        numbers = alpha, average_log_prob, compute_nll_loss, label_smoothing, discopop_tau
-        pairs = Pairs(f"dpo_{loss_type}", float(beta), *map(float, numbers))
+        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
+        pairs = _checked(loss_type, numbers, discopop_tau, use_ref_model)
         ref = (ref_input, ref_weight, ref_bias) if use_ref_model else None
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, ref)
+
+
+def _checked(loss_type: str, numbers: tuple, discopop_tau: float, use_ref_model: bool) -> Pairs:
+    """numbers: from ignore_index to label_smoothing, as `checked_pairs` takes them."""
+    check_flags(_NAME, use_ref_model=use_ref_model)
+    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, discopop_tau=discopop_tau)
+    check_loss_type(loss_type, pairs.label_smoothing, pairs.beta, pairs.extra)
+    return pairs
 
 
 def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopop_tau: float) -> None:
@@ -186,7 +193,8 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         discopop_tau: float = 0.05,
     ) -> None:
         super().__init__()
-        check_loss_type(loss_type, label_smoothing, beta, discopop_tau)
+        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
+        _checked(loss_type, numbers, discopop_tau, use_ref_model)
         self.ignore_index, self.beta, self.alpha, self.compute_nll_loss = ignore_index, beta, alpha, compute_nll_loss
         self.compiled, self.use_ref_model, self.average_log_prob = compiled, use_ref_model, average_log_prob
         self.chunk_size, self.loss_type, self.label_smoothing = chunk_size, loss_type, label_smoothing

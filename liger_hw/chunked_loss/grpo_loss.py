@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._op import check
+from ..kernels._op import check, check_flags
 from ._checks import checked_head, checked_reference, checked_target
 from ._head import SEQUENCE, TOKEN, Spec, run_loss, token_logps
 from .policy import (  # noqa: F401  the four functions are Liger's names too
@@ -61,12 +61,12 @@ class LigerFusedLinearGRPOFunction:
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
         policy = make_policy(
-            *(loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
-            *(sapo_temperature_pos, sapo_temperature_neg),
+            *(_NAME, loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
+            *(temperature, sapo_temperature_pos, sapo_temperature_neg),
             *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )
         check_policy(_NAME, policy, importance_sampling_level, max_completion_length)
-        check(temperature > 0, _NAME, f"temperature must be positive, got {temperature}")
+        check_flags(_NAME, use_ref_model=use_ref_model)
         x, weight, bias = checked_head(_NAME, _input, weight, bias)
         ids = checked_target(_NAME, "selected_token_ids", selected_token_ids, x)
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
@@ -139,11 +139,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         policy = make_policy(
-            *(loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
-            *(sapo_temperature_pos, sapo_temperature_neg),
+            *(_NAME, loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
+            *(temperature, sapo_temperature_pos, sapo_temperature_neg),
             *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )
         check_policy(_NAME, policy, importance_sampling_level, max_completion_length)
+        check_flags(_NAME, use_ref_model=use_ref_model)
 
     def forward(
         self,

@@ -51,4 +51,5 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     function = LigerFusedLinearJSDFunction
 
     def _check(self) -> None:
+        super()._check()
         jsd_options(_NAME, self.beta, self.ignore_index)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels._op import check
+from ..kernels._op import check, check_flags, check_floats, check_ignore_index
 from ._checks import checked_head, checked_reference, checked_target, on_device
 from ._head import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
@@ -82,6 +82,7 @@ class LigerFusedLinearKTOFunction:
         average_log_prob: bool = False,
         chunk_size: int = 1,
     ) -> Output:
+        _check(ignore_index, beta, use_ref_model, average_log_prob)
         x, weight, bias = checked_head(_NAME, _input, weight, bias)
         target = checked_target(_NAME, "target", target, x)
         batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
@@ -97,13 +98,20 @@ class LigerFusedLinearKTOFunction:
             ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
             ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1)
         if kl is not None:
+            check_floats(_NAME, kl=kl)
             kl = on_device(kl, wide, x.device)
             if kl.numel() not in (1, batch) or kl.dim() > 1:
                 check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
             kl = kl.expand(batch)
-        spec = Spec("kto", "kto", (float(beta), float(average_log_prob)), SEQUENCE, 4, ignore_index)
+        spec = Spec("kto", "kto", (float(beta), float(bool(average_log_prob))), SEQUENCE, 4, ignore_index)
         loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
         return loss, tuple(metrics)
+
+
+def _check(ignore_index: int, beta: float, use_ref_model: bool, average_log_prob: bool) -> None:
+    check_ignore_index(_NAME, ignore_index)
+    check_floats(_NAME, beta=beta)
+    check_flags(_NAME, use_ref_model=use_ref_model, average_log_prob=average_log_prob)
 
 
 class LigerFusedLinearKTOLoss(torch.nn.Module):
@@ -128,6 +136,7 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
+        _check(ignore_index, beta, use_ref_model, average_log_prob)
         self.ignore_index, self.beta, self.use_ref_model = ignore_index, beta, use_ref_model
         self.average_log_prob, self.compiled, self.chunk_size = average_log_prob, compiled, chunk_size
 

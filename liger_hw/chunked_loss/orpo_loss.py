@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .preference import PAIR_LOSSES, PAIR_METRICS, Output, Pairs, preference_loss
+from .preference import PAIR_LOSSES, PAIR_METRICS, Output, checked_pairs, preference_loss
 
 
 def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -34,6 +34,7 @@ def _pair_loss(chosen, rejected, numbers):
 
 PAIR_LOSSES["orpo"] = _pair_loss
 PAIR_METRICS["orpo"] = _metrics
+_NAME = "liger_fused_linear_orpo"
 
 
 class LigerFusedLinearORPOFunction:
@@ -52,9 +53,8 @@ class LigerFusedLinearORPOFunction:
         compiled: bool = True,
         chunk_size: int = 1,
     ) -> Output:
-        pairs = Pairs("orpo", float(beta), alpha=1.0, average=1.0, has_nll=float(compute_nll_loss))
-        name = "liger_fused_linear_orpo"
-        return preference_loss(name, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
+        pairs = checked_pairs(_NAME, "orpo", ignore_index, beta, 1.0, True, compute_nll_loss)
+        return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
 
 
 class LigerFusedLinearORPOLoss(torch.nn.Module):
@@ -77,6 +77,7 @@ class LigerFusedLinearORPOLoss(torch.nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
+        checked_pairs(_NAME, "orpo", ignore_index, beta, 1.0, True, compute_nll_loss)
         self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
         self.compiled, self.chunk_size = compiled, chunk_size
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels._op import check
+from ..kernels._op import check, check_flags, check_floats
 from ._checks import on_device
 from ._head import LOSSES, Seen
 
@@ -229,6 +229,8 @@ def check_policy(op: str, policy: Policy, level: str, max_completion_length: int
     check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
     if level == "sequence" and kind in ("cispo", "sapo", "vespo"):
         check(False, op, f"loss_type={kind!r} has no sequence level; use importance_sampling_level='token'")
+    if max_completion_length is not None:
+        check_floats(op, max_completion_length=max_completion_length)
     if kind == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
         check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
     check(policy.delta > 0, op, f"delta must be positive, or None, got {policy.delta}")
@@ -238,10 +240,17 @@ def check_policy(op: str, policy: Policy, level: str, max_completion_length: int
 
 
 def make_policy(
-    kind, beta, epsilon_low, epsilon_high, delta, level, bias_correction, sapo_pos, sapo_neg, *vespo: float
+    op, kind, beta, epsilon_low, epsilon_high, delta, level, bias_correction, temperature, sapo_pos, sapo_neg, *vespo
 ) -> Policy:
-    numbers = epsilon_low, epsilon_high, math.inf if delta is None else delta, level == "sequence", bias_correction
-    return Policy(kind, float(beta), *map(float, numbers), float(sapo_pos), float(sapo_neg), *map(float, vespo))
+    """Raises `TypeError` for a number that is none (the temperature of the logits too) and `ValueError` for one below 0."""
+    delta = math.inf if delta is None else delta
+    check_floats(op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=temperature)
+    check_floats(op, sapo_temperature_pos=sapo_pos, sapo_temperature_neg=sapo_neg)
+    check_floats(op, **dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), vespo)))
+    check_flags(op, use_bias_correction_kl=bias_correction)
+    check(temperature > 0, op, f"temperature must be positive, got {temperature}")
+    numbers = beta, epsilon_low, epsilon_high, delta, level == "sequence", bool(bias_correction), sapo_pos, sapo_neg
+    return Policy(kind, *map(float, (*numbers, *vespo)))
 
 
 def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:

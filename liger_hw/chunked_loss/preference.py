@@ -15,7 +15,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..kernels._op import check
+from ..kernels._op import check, check_flags, check_floats, check_ignore_index
 from ._checks import checked_head, checked_reference, checked_target
 from ._head import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
@@ -88,6 +88,25 @@ class Pairs(NamedTuple):
 
 
 LOSSES["pairs"] = Pairs
+
+
+def checked_pairs(
+    name: str,
+    kind: str,
+    ignore_index: int,
+    beta: float,
+    alpha: float = 1.0,
+    average_log_prob: bool = False,
+    compute_nll_loss: bool = False,
+    label_smoothing: float = 0.0,
+    **extra: float,
+) -> Pairs:
+    """The numbers of a loss, checked to be some; extra: at most one, by its public name. Modules ask when they are made."""
+    check_ignore_index(name, ignore_index)
+    check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
+    check_flags(name, average_log_prob=average_log_prob, compute_nll_loss=compute_nll_loss)
+    flags = bool(average_log_prob), bool(compute_nll_loss)
+    return Pairs(kind, *map(float, (beta, alpha, *flags, label_smoothing, *extra.values())))
 
 
 def _halves(t: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from .cpo_loss import check_smoothing
-from .preference import PAIR_LOSSES, Output, Pairs, by_margin, preference_loss, smoothed_logistic
+from .cpo_loss import smoothed_pairs
+from .preference import PAIR_LOSSES, Output, by_margin, preference_loss, smoothed_logistic
 
 
 def _pair_loss(chosen, rejected, numbers):
@@ -43,9 +43,8 @@ class LigerFusedLinearSimPOFunction:
         gamma: float = 0.5,
         chunk_size: int = 1,
     ) -> Output:
-        check_smoothing(_NAME, label_smoothing)
-        numbers = alpha, 1.0, compute_nll_loss, label_smoothing, gamma
-        pairs = Pairs("simpo", float(beta), *map(float, numbers))
+        numbers = ignore_index, beta, alpha, True, compute_nll_loss, label_smoothing
+        pairs = smoothed_pairs(_NAME, "simpo", *numbers, gamma=gamma)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 
@@ -72,7 +71,8 @@ class LigerFusedLinearSimPOLoss(torch.nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        check_smoothing(_NAME, label_smoothing)
+        numbers = ignore_index, beta, alpha, True, compute_nll_loss, label_smoothing
+        smoothed_pairs(_NAME, "simpo", *numbers, gamma=gamma)
         self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
         self.compute_nll_loss, self.gamma = compute_nll_loss, gamma
         self.compiled, self.chunk_size = compiled, chunk_size

@@ -26,7 +26,7 @@ from ._cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from ._cross_entropy_rows import RowResults, has_block_size
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import STATS, _stats_key, launch_sum
-from ._op import autocast_dtype, cdiv, check, check_tensors, define, first_order, launch, row_major
+from ._op import autocast_dtype, cdiv, check, check_ignore_index, check_tensors, define, first_order, launch, row_major
 from ._triton import tl, triton
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
@@ -422,8 +422,7 @@ def divergence(op: str, operators, input, target, labels, options: Divergence) -
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
     """Raise unless labels (None: all rows count) fit rows [n_rows, ...] and ignore_index is an int."""
-    if type(ignore_index) is not int:
-        check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
+    check_ignore_index(op, ignore_index)
     if labels is None:
         return
     if not isinstance(labels, torch.Tensor):

@@ -21,7 +21,7 @@ from ._distill_rows import Distillation, DistillRows, distill_reference, distill
 from ._divergence_rows import check_labels, label_share
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._log_prob_rows import vocab_key
-from ._op import autocast_dtype, check, check_tensors, define, first_order
+from ._op import autocast_dtype, check, check_floats, check_tensors, define, first_order
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
@@ -161,6 +161,7 @@ def linear_distillation(
             shapes = f"{teacher.shape[0]} rows and a vocabulary of {teacher_weight.shape[0]}"
             check(False, op, f"the teacher must have {n_rows} rows and a vocabulary of {vocab}, got {shapes}")
     check_labels(op, labels, x, options.ignore_index)
+    check_floats(op, temperature=options.temperature)
     check(options.temperature > 0.0, op, f"temperature must be positive, got {options.temperature}")
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")

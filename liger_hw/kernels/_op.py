@@ -25,6 +25,9 @@ __all__ = [
         "check",
         "check_tensors",
         "check_numbers",
+        "check_floats",
+        "check_flags",
+        "check_ignore_index",
         "autocast_dtype",
         "cdiv",
         "dense",
@@ -162,6 +165,26 @@ def check_numbers(op: str, **values: float) -> None:
     for name, value in values.items():
         if type(value) is not float and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def check_floats(op: str, **values: Any) -> None:
+    """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
+    for name, value in values.items():
+        if type(value) is not float and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def check_flags(op: str, **values: Any) -> None:
+    """Raise `TypeError` unless every value is True or False (1, 0 and None do as well; text would count as True)."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def check_ignore_index(op: str, ignore_index: Any) -> None:
+    """Raise `ValueError` unless it is an int; a number that is no label stands for none."""
+    if type(ignore_index) is not int:
+        check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
 
 def row_major(x: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._op import first_order
+from ._op import check_flags, first_order
 from .fused_linear_scaled_cross_entropy import _checked, _pack, scaled_cross_entropy_bwd, scaled_cross_entropy_fwd
-from .vocab_parallel_cross_entropy import _combined, _place
+from .vocab_parallel_cross_entropy import _combined, _place, check_group
 
 _IGNORED = -1  # among a rank's own targets, which count from 0
 
@@ -77,6 +77,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """
     op = "liger_fused_linear_scaled_cross_entropy_tp"
     input, weight = _checked(op, input, weight, target, temperature, ignore_index)
+    check_flags(op, return_entropy=return_entropy)
+    check_group(op, tp_group)
     call = input, weight, target, tp_group, float(temperature), ignore_index, return_entropy
     nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(*call)
     return _pack(nll, entropy if return_entropy else None, None)

@@ -53,7 +53,17 @@ from ._cross_entropy_rows import (
 )
 from ._cross_entropy_scale import BWD, scale_gradients
 from ._cross_entropy_stats import STATS, launch_stats, launch_sum
-from ._op import autocast_dtype, check, check_tensors, define, first_order, row_major
+from ._op import (
+    autocast_dtype,
+    check,
+    check_flags,
+    check_floats,
+    check_ignore_index,
+    check_tensors,
+    define,
+    first_order,
+    row_major,
+)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -224,9 +234,10 @@ def liger_cross_entropy(
     check_tensors(op, input=input)
     check(input.dim() == 2 and input.shape[1] > 0, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}")
     reduction = _reduction_name(op, size_average, reduce, reduction)
-    check_arguments(op, input, target, input.shape[1], weight, ignore_index, label_smoothing, reduction, softcap)
-    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
+    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     if torch.is_grad_enabled() and input.requires_grad:
         outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra)
     else:
@@ -242,7 +253,7 @@ def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:
     return reduction
 
 
-def check_arguments(op, rows, target, n_cols, weight, ignore_index, label_smoothing, reduction, softcap) -> None:
+def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
     """Raise unless target, class weight and options fit rows [n_rows, ...] scored over n_cols classes."""
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
@@ -261,13 +272,27 @@ def check_arguments(op, rows, target, n_cols, weight, ignore_index, label_smooth
         if weight.device != rows.device:
             check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
         check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
-    check_settings(op, ignore_index, label_smoothing, reduction, softcap)
+    check_settings(op, *settings)
 
 
-def check_settings(op, ignore_index, label_smoothing, reduction, softcap) -> None:
+def check_settings(
+    op,
+    ignore_index,
+    label_smoothing=0.0,
+    reduction="none",
+    softcap=None,
+    lse_square_scale=0.0,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    use_token_scaling=False,
+) -> None:
     """Raise unless the options that need no tensors are valid; the loss modules ask when they are made."""
-    if type(ignore_index) is not int:
-        check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
+    check_ignore_index(op, ignore_index)
+    number = 1.0 if softcap is None else softcap
+    check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale, softcap=number)
+    flags = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
+    check_flags(op, **flags, return_predicted_tokens=return_predicted_tokens, use_token_scaling=use_token_scaling)
     if not 0.0 <= label_smoothing <= 1.0:
         check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if reduction not in REDUCTIONS:
@@ -292,7 +317,9 @@ class LigerCrossEntropyLoss(torch.nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        check_settings("LigerCrossEntropyLoss", ignore_index, label_smoothing, reduction, softcap)
+        settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        check_settings("LigerCrossEntropyLoss", *settings, *extra)
         self.register_buffer("weight", weight)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap = reduction, softcap

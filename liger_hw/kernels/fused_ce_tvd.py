@@ -160,7 +160,7 @@ def liger_fused_ce_tvd(
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}")
     check(not teacher_logits.requires_grad, _NAME, "the teacher's logits have no gradient; detach them")
-    check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index, 0.0, "none", None)
+    check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
     if torch.is_grad_enabled() and student_logits.requires_grad:
         return LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
     return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]

@@ -331,8 +331,7 @@ def liger_fused_linear_cross_entropy(
     Raises as `liger_cross_entropy` does.
     """
     check_tensors(_NAME, optional=("bias",), input=input, weight=weight, bias=bias)
-    device = input.device.type
-    dtype = autocast_dtype(device)
+    dtype = autocast_dtype(input.device.type)
     if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):
         input, weight, bias = input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
@@ -347,9 +346,10 @@ def liger_fused_linear_cross_entropy(
         check(False, _NAME, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     if type(chunk_mem_const) is not int or chunk_mem_const < 1:
         check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
-    check_arguments(_NAME, input, target, weight.shape[0], ce_weight, ignore_index, label_smoothing, reduction, softcap)
-    order = remaining_rows(_NAME, target, ignore_index, compact)
+    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    check_arguments(_NAME, input, target, weight.shape[0], ce_weight, *settings, *extra, use_token_scaling)
+    order = remaining_rows(_NAME, target, ignore_index, compact)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
         options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
         more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const, order
@@ -384,13 +384,14 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         chunk_mem_const: int = 1,
     ) -> None:
         super().__init__()
-        check_settings("LigerFusedLinearCrossEntropyLoss", ignore_index, label_smoothing, reduction, softcap)
+        settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        check_settings("LigerFusedLinearCrossEntropyLoss", *settings, *extra, use_token_scaling)
         self.register_buffer("ce_weight", ce_weight)
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.accum_dtype = reduction, softcap, accum_dtype
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens, self.use_token_scaling = return_predicted_tokens, use_token_scaling
-        self.chunk_mem_const = chunk_mem_const
+        self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens = extra
+        self.use_token_scaling, self.chunk_mem_const = use_token_scaling, chunk_mem_const
 
     def forward(
         self,

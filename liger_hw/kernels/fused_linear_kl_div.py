@@ -23,7 +23,7 @@ from ..registry import Op, Sample
 from ._distill_rows import Distillation, distill_tunable
 from ._divergence_rows import KL, check_reduction
 from ._linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
-from ._op import check
+from ._op import check, check_floats, check_tensors
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -71,6 +71,8 @@ def liger_fused_linear_kl_div(
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
     """
     op = "liger_fused_linear_kl_div"
+    check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)
+    check_floats(op, eps=eps)
     check(eps >= 0.0, op, f"eps must not be negative, got {eps}")
     per_row = _per_row(op, reduction, student_weight)
     options = Distillation(KL, 0.5, float(eps), temperature, ignore_index)

@@ -34,7 +34,7 @@ from ._log_prob_rows import (
     row_log_prob_gradients,
     row_log_probs,
 )
-from ._op import autocast_dtype, check, check_tensors, define, first_order
+from ._op import autocast_dtype, check, check_flags, check_floats, check_tensors, define, first_order
 from .cross_entropy import check_arguments, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -248,6 +248,7 @@ def liger_fused_linear_scaled_cross_entropy(
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     input, weight = _checked(_NAME, input, weight, target, temperature, ignore_index, accum_dtype)
+    check_flags(_NAME, return_entropy=return_entropy)
     ids = selected_token_ids
     if ids is not None and (not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1):
         check(False, _NAME, "selected_token_ids must be an int64 tensor of shape [k]")
@@ -276,8 +277,9 @@ def _checked(op: str, input, weight, target, temperature: float, ignore_index: i
         check(False, op, f"input and weight must share one dtype, got {kinds}")
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
+    check_floats(op, temperature=temperature)
     check(0.0 < temperature < float("inf"), op, f"temperature must be positive and finite, got {temperature}")
-    check_arguments(op, input, target, weight.shape[0], None, ignore_index, 0.0, "none", None)
+    check_arguments(op, input, target, weight.shape[0], None, ignore_index)
     return input, weight
 
 

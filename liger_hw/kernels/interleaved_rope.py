@@ -17,7 +17,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import check, check_flags, check_tensors, first_order
 from ._rotary import PAIRS, SHARED, SMALL, Rotary, turned
 from .rope import _misfit, _per_token
 from .rope import _sample as _rope_sample
@@ -105,6 +105,7 @@ def liger_interleaved_rope(
     check_tensors("liger_interleaved_rope", q=q, k=k, cos=cos, sin=sin)
     if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_interleaved_rope", reason)
+    check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
     how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
     return LigerInterleavedRopeFunction.apply(q, k, cos, sin, *how)
 

@@ -30,7 +30,7 @@ from ._divergence_rows import (
     divergence_reference,
     divergence_tunable,
 )
-from ._op import check
+from ._op import check, check_flags, check_floats
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -76,6 +76,8 @@ def liger_kl_div(
 
 
 def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float) -> Divergence:
+    check_floats(op, eps=eps)
+    check_flags(op, size_average=size_average, reduce=reduce, log_target=log_target)
     check(eps >= 0.0, op, f"eps must not be negative, got {eps}")
     if not reduce:
         reduction = "none"

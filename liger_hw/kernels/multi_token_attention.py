@@ -24,7 +24,7 @@ from ._multi_token_attention_kernels import (
     _causal_softmax_bwd_kernel,
     _causal_softmax_fwd_kernel,
 )
-from ._op import cdiv, check, check_tensors, define, empty_like, first_order, launch, no_weight
+from ._op import cdiv, check, check_flags, check_tensors, define, empty_like, first_order, launch, no_weight
 from ._rms_backward import safe, tiles_rows
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
@@ -259,9 +259,23 @@ def liger_multi_token_attention(
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_multi_token_attention", optional=("bias",), scores=scores, weight=weight, bias=bias)
-    if reason := _misfit(scores, weight, bias, groups):
+    check_flags("liger_multi_token_attention", sparse=sparse)
+    reason = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
+    if reason := reason or _misfit(scores, weight, bias, groups):
         check(False, "liger_multi_token_attention", reason)
     return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+def _numbers_misfit(groups=1, **pairs) -> str:
+    """What is wrong with `groups`, or with an integer or pair of them: zero is for a padding."""
+    if not isinstance(groups, int) or groups < 1:
+        return f"groups must be a positive integer, got {groups!r}"
+    for name, given in pairs.items():
+        pair = _pair(given) if isinstance(given, (int, tuple, list)) else ()
+        least = 0 if name == "padding" else 1
+        if len(pair) not in (1, 2) or not all(isinstance(n, int) and n >= least for n in pair):
+            return f"{name} must be an integer of at least {least}, or a pair of them, got {given!r}"
+    return ""
 
 
 def _misfit(scores, weight, bias, groups) -> str:
@@ -297,7 +311,9 @@ class LigerMultiTokenAttention(torch.nn.Module):
         sparse: bool = False,
     ) -> None:
         super().__init__()
-        fits = groups > 0 and in_channels % groups == 0 and out_channels % groups == 0
+        reason = _numbers_misfit(groups, kernel_size=kernel_size, stride=stride, dilation=dilation, padding=padding)
+        check(not reason, "LigerMultiTokenAttention", reason)
+        fits = in_channels % groups == 0 and out_channels % groups == 0
         check(
             fits, "LigerMultiTokenAttention", f"groups={groups} must divide {in_channels} and {out_channels} channels"
         )

@@ -26,7 +26,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer_all
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable
-from ._op import cdiv, check, check_tensors, define, dense, first_order, launch, no_weight
+from ._op import cdiv, check, check_flags, check_floats, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
     _add_up,
     _gradients,
@@ -351,6 +351,8 @@ def liger_qk_norm_rope(
     check_tensors("liger_qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
     if casting_mode not in MODES:
         check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
+    check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
+    check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
     if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
         q, k, q_weight, k_weight
     ):

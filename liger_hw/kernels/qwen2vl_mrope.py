@@ -19,7 +19,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import check, check_flags, check_tensors, first_order
 from ._rotary import HALVES, SHARED, SMALL, Rotary, misfit, no_gradient, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -89,6 +89,7 @@ def liger_qwen2vl_mrope(
     if reason := misfit(q, k, unsqueeze_dim) or _misfit(q, cos, sin, mrope_section, unsqueeze_dim):
         check(False, "liger_qwen2vl_mrope", reason)
     no_gradient("liger_qwen2vl_mrope", cos, sin)
+    check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
     return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
 

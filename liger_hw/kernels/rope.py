@@ -26,7 +26,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._op import check, check_tensors, define, first_order, launch
+from ._op import check, check_flags, check_tensors, define, first_order, launch
 from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -343,6 +343,7 @@ def liger_rope(
     check_tensors("liger_rope", q=q, k=k, cos=cos, sin=sin)
     if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_rope", reason)
+    check_flags("liger_rope", shared_halves=shared_halves)
     return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
 
 
@@ -377,6 +378,8 @@ def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
         return f"cos and sin must both be [1 or B, T, width] or a table [positions, width], got {have}"
     width = cos[-1]
     rotary = width if rotary_dim is None else rotary_dim
+    if not isinstance(rotary, (int, torch.SymInt)):
+        return f"rotary_dim must be an int or None, got {rotary!r}"
     if rotary < 2 or rotary % 2 or rotary > head_dim:
         return f"the rotary width must be even and at most the head width {head_dim}, got {rotary}"
     if width not in (rotary, rotary // 2):

@@ -28,7 +28,7 @@ from ..registry import Op, Sample, next_power_of_2
 from ._cross_entropy_reference import NONE, Options, check_targets
 from ._cross_entropy_stats import launch_stats
 from ._log_prob_rows import LogProbs, log_prob_buffers, log_prob_tunables, row_log_prob_gradients, row_log_probs
-from ._op import check, check_tensors, define, first_order, row_major
+from ._op import check, check_floats, check_ignore_index, check_tensors, define, first_order, row_major
 from .cross_entropy import sample_targets
 
 _NAME = "liger_vocab_parallel_cross_entropy"
@@ -240,13 +240,22 @@ def liger_vocab_parallel_cross_entropy(
     if target.device != logits.device:
         check(False, _NAME, f"target is on {target.device} but the logits are on {logits.device}")
     check_smoothing(_NAME, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode)
+    check_group(_NAME, tp_group)
     options = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode
     return LigerVocabParallelCEFunction.apply(logits, target, tp_group, *options)
 
 
+def check_group(op: str, tp_group: Any) -> None:
+    """Raise `TypeError` for what is no process group."""
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        expected = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()) or None"
+        raise TypeError(f"{op}: tp_group must be {expected}, got {type(tp_group).__name__}")
+
+
 def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, mode: str) -> None:
     """Raise `ValueError` for options that do not fit."""
-    check(type(ignore_index) is int, op, f"ignore_index must be an int, got {ignore_index!r}")
+    check_ignore_index(op, ignore_index)
+    check_floats(op, label_smoothing=smoothing)
     check(0.0 <= smoothing < 1.0, op, f"label_smoothing must be in [0, 1), got {smoothing}")
     check(formula in FORMULAS, op, f"label_smoothing_formula must be one of {', '.join(FORMULAS)}, got {formula!r}")
     check(mode in MODES, op, f"label_smoothing_mode must be one of {', '.join(MODES)}, got {mode!r}")

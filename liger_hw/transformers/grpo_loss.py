@@ -56,7 +56,6 @@ def triton_grpo_loss(
     if len(shape) != 2 or logits.dim() != 3 or logits.shape[:2] != (shape[0], shape[1] + 1):
         expected = "logits must be [batch, length + 1, vocab] for completion_ids [batch, length]"
         check(False, _NAME, f"{expected}, got {tuple(logits.shape)} and {shape}")
-    check(temperature > 0, _NAME, f"temperature must be positive, got {temperature}")
     if completion_mask is None:
         completion_mask = torch.ones_like(completion_ids)
     if tuple(completion_mask.shape) != shape:
@@ -64,8 +63,8 @@ def triton_grpo_loss(
     if beta and ref_logp is None:
         check(False, _NAME, f"beta={beta} needs ref_logp; give it, or beta=0.0")
     policy = make_policy(
-        *(loss_type, beta, eps_low, eps_high, delta, importance_sampling_level, use_bias_correction_kl),
-        *(sapo_temperature_pos, sapo_temperature_neg),
+        *(_NAME, loss_type, beta, eps_low, eps_high, delta, importance_sampling_level, use_bias_correction_kl),
+        *(temperature, sapo_temperature_pos, sapo_temperature_neg),
         *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
     )
     check_policy(_NAME, policy, importance_sampling_level, max_completion_length if reduce else 1)

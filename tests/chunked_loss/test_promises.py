@@ -392,3 +392,20 @@ def test_no_tensor_is_a_type_error():
         _dpo()(_W, _X, [[0]])
     with pytest.raises(TypeError, match="advantages must be a tensor, got float"):
         _grpo(advantages=0.5)
+
+
+_LOSSES = [getattr(chunked_loss, name) for name in dir(chunked_loss) if name.endswith("Loss")]
+_UNUSED = ("compiled", "chunk_size")  # Liger's, without a meaning here
+
+
+@pytest.mark.parametrize("kind", _LOSSES, ids=lambda kind: kind.__name__)
+def test_text_for_a_number_or_a_flag_is_refused_when_the_loss_is_made(kind):
+    """Named, and neither converted nor taken for True; None is no number either."""
+    scalars = [n for n, p in inspect.signature(kind).parameters.items() if type(p.default) is not str and n not in _UNUSED]
+    assert "beta" in scalars
+    for name in scalars:
+        with pytest.raises((TypeError, ValueError), match=f": {name} must be"):
+            kind(**{name: "1"})
+    for name in {"ignore_index", "beta"}.intersection(scalars):
+        with pytest.raises((TypeError, ValueError), match=f": {name} must be"):
+            kind(**{name: None})

@@ -124,3 +124,5 @@ def test_what_is_refused():
         liger_vocab_parallel_cross_entropy(x, target, label_smoothing_formula="other")
     with pytest.raises(IndexError, match=r"target\[4\] = 7 is out of range"):
         liger_vocab_parallel_cross_entropy(x, target.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(7)))
+    with pytest.raises(TypeError, match=r"tp_group must be a torch.distributed.ProcessGroup \(of a DeviceMesh.*got str"):
+        liger_vocab_parallel_cross_entropy(x, target, "tp")
