@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from small_decoder import HIDDEN, TOKENS, WIDE, Decoder, gradients, identical, some_input
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger_hw
 from liger_hw import registry
@@ -96,6 +97,60 @@ def test_every_op_that_offers(name, ledger):
     expected = run("keep")
     assert identical(run("cheap"), expected)
     assert len(ledger.computed) == 1
+
+
+class _Exp(torch.autograd.Function):
+    """Saves its own output, after making nodes of others in its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            (x.detach().requires_grad_() * 2).exp()
+        y = x.detach().exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+SAVE_THEIR_OUTPUT = {
+    "exp": lambda x: x.exp(),
+    "softmax": lambda x: x.softmax(-1),
+    "in place": lambda x: (x * 1).sigmoid_(),
+    "in place on a view": lambda x: (x * 1)[:2].exp_(),
+    "several at once": lambda x: torch._foreach_exp([x * 1, x * 2])[0],
+    "several at once, in place": lambda x: torch._foreach_exp_([x * 1, x * 2])[0],
+    "a Function": lambda x: _Exp.apply(x),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None]
+    ),
+    "norm": lambda x: torch.linalg.norm(x, dim=-1),
+    "cumulative": lambda x: x.cumprod(-1).logcumsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("level", ["cheap", "keep inside cheap"])
+@pytest.mark.parametrize("name", SAVE_THEIR_OUTPUT)
+def test_no_node_holds_itself(name, level):
+    """What a node saves of its own output goes with the graph, without the garbage collector, which cannot see it."""
+    x = normal(4, 8).requires_grad_()
+
+    def run():
+        with liger_hw.activations("cheap"), liger_hw.activations(level.split()[0]):
+            y = SAVE_THEIR_OUTPUT[name](x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return StorageWeakRef(y.untyped_storage()), gradient
+
+    gc.disable()
+    try:
+        kept, found = run()
+        assert kept.expired()
+    finally:
+        gc.enable()
+    (expected,) = torch.autograd.grad(SAVE_THEIR_OUTPUT[name](x).square().sum(), x)
+    assert torch.equal(found, expected)
 
 
 def test_one_computation_serves_all_and_goes_with_the_last(ledger, monkeypatch):
