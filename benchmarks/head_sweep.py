@@ -1,0 +1,205 @@
+"""Fused linear cross entropy over tokens x vocabulary, forward and backward: is there a size where it falls off?
+
+    python benchmarks/head_sweep.py --out head-sweep-h200.json [--part 0/4] [--seconds 100]
+    python benchmarks/head_sweep.py --plot docs/head-sweep.png head-sweep-h200.json [...]
+
+Each point: our call and its three products on whole tensors (`torch.mm`, the floor), captured as CUDA graphs and replayed
+in turn; medians. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several processes with a GPU each;
+points that would begin after --seconds are left out and named. The last lines name the least share of the floor, and the
+largest fall of it from one token count to the next. Where there are no graphs (--device cpu) calls are timed as they are,
+to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+
+from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+
+TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
+VOCABULARIES = (262144, 151936, 131072, 128256, 128001, 50257, 32768, 32000, 4093, 1000)
+
+
+def timer(call: Callable[[], Any], device: str) -> Callable[[], float]:
+    """A function that returns the milliseconds of one call; of a graph's replay where there are graphs."""
+    call()
+    if device == "cpu":
+
+        def measured() -> float:
+            began = time.perf_counter()
+            call()
+            return (time.perf_counter() - began) * 1e3
+
+        return measured
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+
+    def replayed() -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+
+    return replayed
+
+
+def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) -> dict[str, Any]:
+    """Milliseconds of ours and of the floor at one size."""
+    vocab = weight.shape[0]
+    x = states[:tokens].detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+    target = torch.randint(vocab, (tokens,), device=device)
+
+    def ours() -> None:
+        x.grad = weight.grad = None
+        liger_fused_linear_cross_entropy(x, weight, target).backward()
+
+    plain, head = x.detach(), weight.detach()
+    logits = torch.empty(tokens, vocab, dtype=x.dtype, device=device)
+    dx, dweight = torch.empty_like(plain), torch.empty_like(head)
+
+    def products() -> None:
+        torch.mm(plain, head.t(), out=logits)
+        torch.mm(logits, head, out=dx)
+        torch.mm(logits.t(), plain, out=dweight)
+
+    arms = {"floor": timer(products, device), "ours": timer(ours, device)}
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    spent = 0.0
+    while len(samples["ours"]) < 15 and (len(samples["ours"]) < 3 or spent < 250.0):
+        for name, measured in arms.items():
+            samples[name].append(measured())
+            spent += samples[name][-1]
+    ms, floor = (statistics.median(samples[name]) for name in ("ours", "floor"))
+    return {
+        "tokens": tokens,
+        "vocab": vocab,
+        "ms": ms,
+        "floor_ms": floor,
+        "share": floor / ms,
+        "samples": len(samples["ours"]),
+    }
+
+
+def sweep(options: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    index, parts = map(int, options.part.split("/"))
+    device = options.device
+    on_gpu = device != "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    found: dict[str, Any] = {
+        "hidden": options.hidden,
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "points": [],
+        "left_out": [],
+    }
+    found["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    states = torch.randn(max(options.tokens), options.hidden, generator=generator, device=device, dtype=dtype)
+    for vocab in options.vocabularies[index::parts]:
+        weight = (
+            torch.randn(vocab, options.hidden, generator=generator, device=device, dtype=dtype) * options.hidden**-0.5
+        )
+        for tokens in options.tokens:
+            if time.perf_counter() - began > options.seconds:
+                found["left_out"].append([tokens, vocab])
+                continue
+            found["points"].append(point(tokens, weight, states, device))
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+        row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in found["points"] if p["vocab"] == vocab)
+        print(f"{vocab:7} words, share of the floor by tokens: {row}", flush=True)
+        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    summary(found["points"])
+    if found["left_out"]:
+        print(f"left out after {options.seconds:g} s (tokens, vocabulary): {found['left_out']}")
+    print(f"{time.perf_counter() - began:.0f} s")
+    return 0
+
+
+def summary(points: list[dict[str, Any]]) -> None:
+    """The least share, and where it falls most between neighbouring token counts."""
+    if not points:
+        return
+    least = min(points, key=lambda p: p["share"])
+    print(f"least share: {least['share']:.1%} at {least['tokens']} x {least['vocab']} ({least['ms']:.3f} ms)")
+    falls = [
+        (b["share"] / a["share"], a, b)
+        for vocab in sorted({p["vocab"] for p in points})
+        for a, b in zip(*(lambda row: (row, row[1:]))([p for p in points if p["vocab"] == vocab]))
+    ]
+    if falls:
+        ratio, a, b = min(falls, key=lambda fall: fall[0])
+        print(
+            f"largest fall: {a['share']:.1%} -> {b['share']:.1%} from {a['tokens']} to {b['tokens']} x {b['vocab']} ({ratio:.2f})"
+        )
+
+
+def plot(target: str, files: list[str]) -> int:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = [json.loads(Path(name).read_text()) for name in files]
+    points = [p for run in runs for p in run["points"]]
+    figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for vocab in sorted({p["vocab"] for p in points}):
+        row = sorted((p["tokens"], p["ms"], p["share"]) for p in points if p["vocab"] == vocab)
+        tokens, ms, share = zip(*row)
+        times.plot(tokens, ms, marker=".", label=str(vocab))
+        shares.plot(tokens, [100 * value for value in share], marker=".")
+    times.set_yscale("log")
+    times.set_ylabel("ms, forward and backward")
+    times.legend(title="vocabulary", fontsize=7)
+    shares.set_ylabel("% of its three matrix products")
+    shares.set_ylim(0, 110)
+    for axes in (times, shares):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Fused linear cross entropy, hidden size {runs[0]['hidden']}, {runs[0]['device']}", fontsize=10)
+    figure.savefig(target, dpi=100)
+    summary(sorted(points, key=lambda p: (p["vocab"], p["tokens"])))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="write the points here")
+    parser.add_argument("--plot", metavar="PNG", help="draw the files given instead of measuring")
+    parser.add_argument("files", nargs="*", help="for --plot")
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("--seconds", type=float, default=100.0, help="no further point is begun after this")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--vocabularies", type=int, nargs="*", default=list(VOCABULARIES))
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    if options.plot:
+        return plot(options.plot, options.files)
+    if not options.out:
+        parser.error("--out FILE, or --plot PNG FILE...")
+    return sweep(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
