@@ -4,8 +4,9 @@
     liger-hw compile --target all --json > certificates.json            the whole matrix, as evidence
 
 Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
-resources that are counted. One line for each distinct kernel; --json prints what made them and every launch's certificate. Ends with 1
-when a kernel does not compile or may not be launched on the target.
+resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what made
+them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may not be
+launched on the target.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from ..autotune import matrix
@@ -43,28 +45,28 @@ def run(arguments: argparse.Namespace) -> int:
     from ..autotune import compile as aot
 
     dtypes = [arguments.dtype] if arguments.dtype else None
+    screen = _Progress()
     try:
         targets, ops = _targets(arguments.target), _ops(arguments.ops)
         launches, case_of = [], {}
         for target in targets:
             for op in ops:
+                screen.update(f"{target.arch} {op.name}: what it launches")
                 for case, launch in matrix.launches(op, target, arguments.depth, dtypes, not arguments.heuristic):
                     launches.append(launch)
                     case_of.setdefault(launch.same(), case)
     except (ValueError, ImportError, RuntimeError) as error:
+        screen.end()
         raise UsageError(f"compile: {error}") from None
-    certificates, seen = [], set()
-    distinct = len(case_of)
+    certificates, seen, bad = [], set(), 0
     with aot.Workers(arguments.workers, arguments.timeout) as workers:
         for certificate in aot.certify(launches, workers):
             certificates.append(certificate)
             if certificate.launch.same() not in seen:
                 seen.add(certificate.launch.same())
-                if sys.stderr.isatty():
-                    print(f"\r{len(seen)}/{distinct} kernels", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    bad = [c for c in certificates if not c.ok]
+                bad += not certificate.ok
+                screen.update(f"{len(seen)}/{len(case_of)} kernels" + (f", {bad} FAILED or ILLEGAL" if bad else ""))
+    screen.end()
     if arguments.json:
         print(json.dumps(_evidence(arguments, targets, ops, certificates, case_of), indent=1))
     else:
@@ -72,11 +74,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+class _Progress:
+    """On a terminal one line that changes, elsewhere a plain line now and then."""
+
+    EVERY = 10.0
+
+    def __init__(self) -> None:
+        self.live, self.drawn, self.last = sys.stderr.isatty(), False, time.monotonic()
+
+    def update(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self.last < (0.1 if self.live else self.EVERY):
+            return
+        self.last, self.drawn = now, self.live
+        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _targets(names: str) -> list[Any]:
     from ..backends import VENDORS, backend, known_target
 
     known = [arch for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
     chosen = known if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    if not chosen:
+        raise ValueError(f"--target names no architecture; known: {', '.join(known)}")
     targets = [known_target(name) for name in chosen]
     if wrong := [target.arch for target in targets if target.vendor == "cpu"]:
         raise ValueError(f"{wrong[0]} compiles nothing; architectures: {', '.join(known)}")
@@ -88,7 +112,10 @@ def _ops(names: str | None) -> list[Any]:
 
     if names is None:
         return list(registry.ops().values())
-    return [registry.get_op(name.strip()) for name in names.split(",") if name.strip()]
+    chosen = [registry.get_op(name.strip()) for name in names.split(",") if name.strip()]
+    if not chosen:
+        raise ValueError(f"--ops names no op; known: {', '.join(registry.ops())}")
+    return chosen
 
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
@@ -115,7 +142,7 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
 
 def _text(certificates: list[Any], case_of: dict) -> str:
     rows = [
-        ("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "")
+        ("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "", "for")
     ]
     seen = set()
     problems = []
@@ -124,21 +151,23 @@ def _text(certificates: list[Any], case_of: dict) -> str:
         if same in seen:
             continue
         seen.add(same)
+        case = case_of[same]
+        what = " ".join([case.dtype, *(f"{name}={value}" for name, value in case.options.items())])
         head = (
             c.launch.target.arch,
             c.launch.tunable,
-            case_of[same].workload,
+            case.workload,
             c.launch.layer,
             str(c.launch.config.num_warps),
         )
         r = c.resources
         if r is None:
-            rows.append((*head, "-", "-", "-", "-", "-", "-", "FAILED"))
+            rows.append((*head, "-", "-", "-", "-", "-", "-", "FAILED", what))
             problems.append(str(c))
             continue
         widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
         state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
-        rows.append((*head, str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths, state))
+        rows.append((*head, str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths, state, what))
         problems += [str(c)] if c.illegal else []
     rows[1:] = sorted(rows[1:])
     failed = f", {len(problems)} FAILED or ILLEGAL:" if problems else ""

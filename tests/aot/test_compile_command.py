@@ -17,6 +17,18 @@ def test_table(capsys):
     assert "softmax.fwd" in out and "softmax.bwd" in out and out.strip().endswith("0 with spills")
 
 
+def test_lines_and_progress(capsys, monkeypatch):
+    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no terminal."""
+    from liger_hw.cli import compile as command
+
+    monkeypatch.setattr(command._Progress, "EVERY", 0.0)
+    assert main(["compile", "--target", "gfx1151", "--ops", "softmax", "--workers", "1", "--depth", "deep"]) == 0
+    said = capsys.readouterr()
+    lines = [line for line in said.out.splitlines() if line.startswith("gfx1151")]
+    assert {line.split()[-1] for line in lines} >= {"bfloat16", "float32"} and len(lines) == len(set(lines))
+    assert "gfx1151 softmax: what it launches" in said.err and f"{len(lines)}/{len(lines)} kernels" in said.err
+
+
 def test_evidence(capsys):
     what = ["--target", "sm90,gfx1100", "--ops", "softmax", "--dtype", "fp32", "--depth", "quick"]
     assert main(["compile", *what, "--json", "--workers", "1"]) == 0
@@ -55,6 +67,8 @@ def test_depths():
     [
         (["--target", "gfx9000"], "unknown architecture 'gfx9000'"),
         (["--target", "cpu"], "cpu compiles nothing"),
+        (["--target", ","], "--target names no architecture; known: sm80"),
+        (["--target", "sm90", "--ops", ""], "--ops names no op; known: cross_entropy"),
         (["--target", "sm90", "--ops", "rms_nrom"], "did you mean rms_norm"),
     ],
 )
