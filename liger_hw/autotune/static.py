@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from .. import registry
 from ..backends import LaunchConfig, Target
@@ -58,8 +58,11 @@ class StaticTuner:
             done(result)
         return results
 
-    def choose(self, job: Job) -> Result:
-        """The configuration that the model prefers, with the certificates of the kernels it decides."""
+    def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
+        """The configuration that the model prefers, with the certificates of the kernels it decides.
+
+        among: only these and the heuristic are compiled, as when an entry's kernel has changed since
+        """
         tunable = registry._tunables[job.name]
         result = Result(job, note="the heuristic stays")
         legal, refused = space.legal(tunable, self.target, job.key)
@@ -69,11 +72,14 @@ class StaticTuner:
             return result
         alike = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))  # no binary tells hints apart
         search = _Candidates(self, job, heuristic)
-        search.add(space.shortlist(alike, heuristic, max(2, self.most * 2 // 3), {}, f"{job.name}{job.key}"))
+        if among is None:
+            search.add(space.shortlist(alike, heuristic, max(2, self.most * 2 // 3), {}, f"{job.name}{job.key}"))
+        else:
+            search.add([heuristic, *(config for config in among if config in alike)])
         if heuristic not in search.times:
             result.error = f"the heuristic cannot be judged: {search.dropped.get(heuristic, 'unknown')}"
             return result
-        for best in sorted(search.times, key=search.times.__getitem__)[:2]:
+        for best in sorted(search.times, key=search.times.__getitem__)[:2] if among is None else ():
             near = [c for c in space.neighbours(alike, best) if c not in search.traced]
             search.add(near[: max(0, self.most - len(search.traced) + 1) // 2])
         times = search.times
