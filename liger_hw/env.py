@@ -34,6 +34,13 @@ def _mebibytes(text: str) -> int:
     return value
 
 
+def _folder(text: str) -> str:
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError("expected a folder, this is a file")
+    return text
+
+
 @dataclass(frozen=True)
 class Variable:
     name: str
@@ -44,7 +51,7 @@ class Variable:
 
 _TABLE = (
     Variable("LIGER_HW_INTERPRET", _flag, False, "run the Triton kernels in Triton's interpreter on CPU tensors"),
-    Variable("LIGER_HW_CACHE_DIR", str, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
+    Variable("LIGER_HW_CACHE_DIR", _folder, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
     Variable("LIGER_HW_LOCK_FILE", str, None, "lock file that pins every configuration (default: none)"),
     Variable("LIGER_HW_AUTOTUNE", _flag, False, "tune inline on a registry miss; off, a miss takes the heuristic"),
     Variable("LIGER_HW_DETERMINISTIC", _flag, False, "fix every numerics-affecting knob to the heuristic's value"),

@@ -115,6 +115,14 @@ def test_a_known_configuration_variable_is_not_warned_of(clean_registry, monkeyp
     assert not caplog.records and env.unknown() == []
 
 
+def test_a_file_is_no_cache_folder(clean_registry, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file"))
+    registry.reload()
+    with pytest.raises(env.SettingError, match="LIGER_HW_CACHE_DIR=.*expected a folder, this is a file"):
+        env.get("LIGER_HW_CACHE_DIR")
+
+
 def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monkeypatch, capsys):
     """On the CPU too, whose path needs no chunks, and before the first step rather than in it."""
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "2GiB")

@@ -62,8 +62,8 @@ def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> 
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
-    """(header, entries). Raises `OSError` or `ValueError` that says what is wrong."""
-    header, table, problems = tables.parse(path.read_text(encoding="utf-8"), str(path))
+    """(header, entries). Raises `ValueError` that says what is wrong."""
+    header, table, problems = tables.load(path)
     if problems:
         raise ValueError(problems[0])
     if header.get("kind") != "lock":
@@ -80,8 +80,8 @@ def entries(path: Path) -> dict[Name, Entry]:
     """
     try:
         return read(path)[1]
-    except (OSError, ValueError, RecursionError) as error:
-        why = f"no such file (looked in {Path.cwd()})" if isinstance(error, FileNotFoundError) else str(error)
+    except ValueError as error:
+        why = str(error) if path.exists() else f"no such file (looked in {Path.cwd()})"
         raise SettingError(
             f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with `liger-hw lock -o {path} --model ...`, "
             "correct the path, or unset the variable"

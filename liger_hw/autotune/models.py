@@ -6,6 +6,7 @@ copy is enough; nothing is downloaded that transformers would not download itsel
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,21 +102,67 @@ def find(name: str) -> Model:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            return from_config(json.loads(path.read_text(encoding="utf-8")), path.parent.name or name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        return from_config(_read(path), path.parent.name or name)
+    if path != Path(name) or name.endswith(".json") or name.startswith((".", "/", "~")):
+        raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     known = ", ".join(model.name for model in KNOWN.values())
     try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(name).to_dict()
+        config = _published(name)
     except ImportError:
         raise ValueError(f"{name!r} is no file and transformers is not installed; known without it: {known}") from None
     except Exception as error:
         reason = str(error).strip().splitlines()
-        raise ValueError(f"{name!r}: {reason[0] if reason else error}; known without a download: {known}") from None
+        why = reason[0].rstrip(".") if reason else type(error).__name__
+        near = difflib.get_close_matches(name.lower(), [model.name for model in KNOWN.values()], 1, 0.75)
+        hint = f"did you mean {near[0]}? Else give" if near else "give"
+        otherwise = f"{hint} the path of a config.json, or one of {known}, known without a download"
+        raise ValueError(f"{name!r} is no file, and as a Hugging Face id: {why}; {otherwise}") from None
     return from_config(config, name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no config: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no config: it holds a JSON {type(config).__name__}, not an object")
+    return config
+
+
+def _published(name: str) -> dict[str, Any]:
+    """The config of a Hugging Face id, from transformers' cache or the hub. Raises for one that cannot be had.
+
+    transformers tries an unreachable hub again and again, for half a minute; here one look decides.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True).to_dict()
+    except OSError:  # not in the cache
+        pass
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and (why := _unreachable(constants.ENDPOINT)):
+        raise OSError(f"{constants.ENDPOINT} cannot be reached ({why})")
+    return AutoConfig.from_pretrained(name).to_dict()
+
+
+def _unreachable(url: str, seconds: float = 5.0) -> str:
+    """Why no server answers there (through the proxies of the environment), or nothing."""
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+    except urllib.error.HTTPError:  # an answer
+        return ""
+    except urllib.error.URLError as error:  # certificates are transformers' matter
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:

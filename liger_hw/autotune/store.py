@@ -307,8 +307,8 @@ def _same_family(arch: str, target: Target) -> bool:
 
 def _read_shipped(path: Path, target: Target, problems: list[str]) -> Table:
     try:
-        header, entries, wrong = tables.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError, RecursionError) as error:
+        header, entries, wrong = tables.load(path)
+    except ValueError as error:
         problems.append(f"{path}: {error}")
         return {}
     if header.get("vendor") != target.vendor or header.get("warp_size") != target.warp_size:

@@ -11,6 +11,7 @@ configuration is a one-line diff:
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Iterable, Mapping
 
 from ..backends import LaunchConfig
@@ -59,11 +60,22 @@ def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tup
     return f'{head}, "entries": [\n{lines}\n]}}\n' if records else f'{head}, "entries": []}}\n'
 
 
+def load(path: Path) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
+    """`parse` of a file. Raises `ValueError` that says why it cannot be read or used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("not a table of liger_hw: no text in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    return parse(text, str(path))
+
+
 def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
     """(header, entries, what is wrong with single entries). Raises `ValueError` when the whole file cannot be used."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
         raise ValueError("not a table of liger_hw: no list of entries")

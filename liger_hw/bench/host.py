@@ -45,12 +45,14 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     against: Sequence[str] = ("liger", "torch"),
     budget: Budget | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Host microseconds of each op's first workload with few rows. Raises `ValueError` for an unknown op."""
     budget = budget or Budget()
     chosen = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
     rows, parts, ended = [], [], ""
-    for op in chosen:
+    for number, op in enumerate(chosen, 1):
+        progress(f"[{number}/{len(chosen)}] {budget.spent:.0f} s  {op.name}")
         try:
             budget.check()
         except OutOfBudget as stop:

@@ -104,9 +104,10 @@ def bench(
     budget: Budget | None = None,
     meter: Meter | None = None,
     copy_rate: float | None = None,
+    on_case: Callable[[Case], None] = lambda case: None,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case and return its rows. `on_rows` gets the rows of a case as soon as it is done.
+    """Measure every case and return its rows. `on_case` gets a case when it begins, `on_rows` its rows once it is done.
 
     Raises `OutOfBudget` when the budget ends before the last case and `DeviceLost` when a peer broke the device; what
     was done by then has gone through `on_rows`.
@@ -117,6 +118,7 @@ def bench(
     rows: list[dict[str, Any]] = []
     for case in todo:
         budget.check()
+        on_case(case)
         try:
             found = _bench_case(case, meter, copy_rate, (peers.OURS, *against), modes, repeats, budget)
         finally:

@@ -12,6 +12,7 @@ the command, not for figures. Ctrl-C and --budget end a run early; what was meas
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from typing import Any
@@ -109,16 +110,21 @@ def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], me
 
     budget = timing.Budget(arguments.budget)
     facts = report.machine(meter.device, arguments.commit)
+    if meter.device.type == "cpu":
+        _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes, --budget)")
     facts["copy_gb_s"] = meter.copy_rate()
     carried = {name: facts[name] for name in ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")}
     rows: list[dict[str, Any]] = []
     ended = ""
 
+    begun = itertools.count(1)
+
+    def begin(case: ops.Case) -> None:
+        _progress(f"[{next(begun)}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
+
     def keep(found: list[dict[str, Any]]) -> None:
         rows.extend({**row, **carried} for row in found)
-        _progress(
-            f"[{len({(r['op'], tuple(r['sizes'])) for r in rows})}/{len(todo)}] {budget.spent:.0f} s  {_line(found)}"
-        )
+        _progress(f"        {budget.spent:.0f} s  {_line(found)}")
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
@@ -132,6 +138,7 @@ def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], me
             budget=budget,
             meter=meter,
             copy_rate=facts["copy_gb_s"],
+            on_case=begin,
             on_rows=keep,
         )
     except timing.OutOfBudget as stop:
@@ -189,7 +196,7 @@ def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     against = ["liger", "torch"] if arguments.against is None else arguments.against
     try:
         with timing.Meter(device) as meter:
-            found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget))
+            found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget), _progress)
             document = {"machine": report.machine(meter.device, arguments.commit), **found}
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None

@@ -155,8 +155,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
             try:
-                _, entries, wrong = tables.parse(path.read_text(encoding="utf-8"), str(path))
-            except (OSError, ValueError) as error:
+                _, entries, wrong = tables.load(path)
+            except ValueError as error:
                 problems.append(f"{path}: {error}")
                 continue
             problems += [f"{path}: {text}" for text in wrong]
@@ -190,8 +190,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UsageError(f"cache export: no current entry in {folders[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
         try:
-            before, entries, _ = tables.parse(Path(arguments.output).read_text(encoding="utf-8"), arguments.output)
-        except (OSError, ValueError) as error:
+            before, entries, _ = tables.load(Path(arguments.output))
+        except ValueError as error:
             raise UsageError(f"cache export: {arguments.output}: {error}") from None
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
@@ -213,9 +213,12 @@ def _import(arguments: argparse.Namespace) -> int:
 
     try:
         target = registry._target_named(arguments.device)
-        header, entries, wrong = tables.parse(Path(arguments.file).read_text(encoding="utf-8"), arguments.file)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         raise UsageError(f"cache import: {error}") from None
+    try:
+        header, entries, wrong = tables.load(Path(arguments.file))
+    except ValueError as error:
+        raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
     if (header.get("vendor"), header.get("warp_size")) != (target.vendor, target.warp_size):
         raise UsageError(
             f"cache import: {arguments.file} is for {header.get('vendor')} with warps of {header.get('warp_size')}; "

@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
 
     try:
         header, table = lock.read(Path(arguments.check))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"{arguments.check}: {error}")
         return 1
     registry.ops()

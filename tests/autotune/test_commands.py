@@ -72,7 +72,7 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
         (("--device", "cpu", "--dry-run"), "nothing to tune"),
         ((), "no GPU here"),
         (("--dry-run", "--device", "sm90", "--ops", "rms_nrm"), "did you mean rms_norm"),
-        (("--dry-run", "--device", "sm90", "--model", "mistral-70z"), "known without"),
+        (("--dry-run", "--device", "sm90", "--model", "mistral-70z"), "did you mean mistral-7b?"),
         (("--dry-run", "--device", "sm90", "--ops", "rope", "--shapes", "1x2"), "rope (5)"),
         (("--shapes", "axb"), "is not a shape"),
         (("--budget", "-3"), "positive number of seconds"),
@@ -215,6 +215,15 @@ def test_lock_says_what_is_missing(clean_registry, capsys):
     assert "say what to pin" in run(capsys, "lock", "--device", "sm90", "--from-used", "--model", "qwen3-8b", code=2)
 
 
+@pytest.mark.parametrize("content", [b"no", b"[1]", b"\xff", b"[" * 100_000, None], ids=["text", "list", "bytes", "deep", "folder"])
+def test_a_file_that_cannot_be_used_is_named(clean_registry, capsys, tmp_path, content):
+    path = tmp_path / "x.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    said = run(capsys, "cache", "import", str(path), "--device", "sm90", code=2)
+    assert str(path) in said and "`liger-hw cache export` writes a table" in said
+    assert str(path) in run(capsys, "lock", "--check", str(path), "--device", "sm90", code=1)
+
+
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,3 +258,27 @@ def test_a_config_file_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(ValueError, match="num_attention_heads"):
         models.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff", b"[" * 100_000], ids=["list", "torn", "bytes", "deep"])
+def test_a_file_that_is_no_config_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="config.json is no config"):
+        models.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", "no.json", "./there/config.json"])
+def test_a_path_to_no_file_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        models.find(name)
+
+
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(ValueError, match="'some/model' is no file.* http://127.0.0.1:9 cannot be reached.* give the path of a config"):
+        models.find("some/model")

@@ -35,6 +35,15 @@ def test_an_op_against_torch(tmp_path, capsys):
     assert document["rows"][0]["commit"] == "abc"
 
 
+def test_each_case_is_named_before_it_runs(capsys):
+    arguments = ("--sizes", "8x16,9x16", "--dtype", "fp32", "--against", "torch", "--device", "cpu", "--repeats", "1")
+    _, _, err = said(capsys, "rms_norm", *arguments)
+    lines = err.splitlines()
+    assert lines[0].startswith("no GPU: torch's reference path")
+    assert lines[1].startswith("[1/2]") and lines[1].endswith("rms_norm 8x16: liger_hw, torch ...")
+    assert lines[3].startswith("[2/2]") and "rms_norm 9x16" in lines[3]
+
+
 def test_json_to_standard_output_is_only_json(capsys):
     code, out, _ = said(capsys, "registry", "--json", "--device", "cpu")
     assert code == 0 and json.loads(out)["hit_us"] > 0
