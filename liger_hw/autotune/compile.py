@@ -394,13 +394,12 @@ def _compile(job: Mapping[str, Any]) -> dict[str, Any]:
 def _built(target: Target, vendor: Any, kernel: Any, args: list[Any], options: Mapping[str, Any]) -> Any:
     """The kernel as far as the Triton at hand can build it: a binary, or its TTIR where it has no compiler."""
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
     goal = vendor.triton_target(target)
     if goal is None:
         return ttir.lower(kernel, args, options, _device(GPUTarget("cuda", 80, 32), "front half only"))
-    driver.set_active(_device(goal))
-    return kernel.warmup(*args, grid=(1,), **options)
+    with ttir.standing_in(_device(goal)):
+        return kernel.warmup(*args, grid=(1,), **options)
 
 
 class _Pointer:

@@ -7,6 +7,7 @@ it would take of the device by counting: not a compiler's word (entries chosen b
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -31,15 +32,27 @@ def lower(kernel: Any, args: list[Any], options: Mapping[str, Any], device: Any)
 
     device: what stands for the driver; its target only decides which compiler's front end is asked
     """
+    with standing_in(device):
+        kernel.device_caches[device.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
+        compiler, kernel.compile = kernel.compile, _front
+        try:
+            return kernel.warmup(*args, grid=(1,), **{k: v for k, v in options.items() if k in _FRONT_OPTIONS})
+        finally:
+            kernel.compile = compiler
+
+
+@contextlib.contextmanager
+def standing_in(device: Any) -> Iterator[None]:
+    """`device` is Triton's driver inside the block; behind it, the one that was (none, where none was asked for yet)."""
     from triton.runtime import driver
 
+    slot = "_active" if "_active" in vars(driver) else "active"  # the latter in older releases
+    before = vars(driver)[slot]
     driver.set_active(device)
-    kernel.device_caches[device.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
-    compiler, kernel.compile = kernel.compile, _front
     try:
-        return kernel.warmup(*args, grid=(1,), **{k: v for k, v in options.items() if k in _FRONT_OPTIONS})
+        yield
     finally:
-        kernel.compile = compiler
+        setattr(driver, slot, before)
 
 
 def _front(source: Any, target: Any, options: Mapping[str, Any], **_more: Any) -> Any:

@@ -9,6 +9,7 @@ architecture is `liger-hw compile --target all`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter
@@ -185,6 +186,16 @@ def test_tracing_leaves_the_registry_alone():
     _first()
     assert registry.misses() == before and _launch.redirect is None and not registry._state["pretend"]
     assert all(plan.target.arch == "cpu" for plan in registry.plans())
+
+
+@pytest.mark.parametrize("arch", ["sm90", "bmg"])
+def test_compiling_in_this_process_leaves_tritons_driver_as_it_was(arch):
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    launch = aot.trace("relu_squared", (4, 64), torch.float32, known_target(arch))[0]
+    assert aot._compile(json.loads(json.dumps(aot._job(launch))))["level"] == ("ttir" if arch == "bmg" else "binary")
+    assert vars(driver) == before
 
 
 def test_the_certificate_of_a_known_kernel(workers):
