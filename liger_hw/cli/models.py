@@ -20,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("families", nargs="*", help="names as in config.model_type (default: all)")
     parser.add_argument("--named", action="store_true", help="only the families with a function of their own")
     parser.add_argument("--converge", action="store_true", help="train each 32 steps on real text, patched and not")
+    parser.add_argument("--device", default="cpu", help="where (default cpu)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="for --converge")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="each N-th family from the I-th on, for N processes"
+    )
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", metavar="FILE", help="check nothing: tables of earlier --json runs"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a family, for machines")
     parser.add_argument("--output", type=Path, help="write the tables into this file (docs/models.md is made so)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a family may take (default 120)")
@@ -34,10 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         return _work()
+    if arguments.dtype != "float32" and not arguments.converge:
+        raise UsageError("models: one step is compared in float32 only; --dtype goes with --converge")
+    if arguments.rows:
+        rows = [json.loads(line) for path in arguments.rows for line in path.read_text().splitlines()]
+        if arguments.output:
+            arguments.output.write_text(_page(rows))
+        print(_sum(rows))
+        return 1 if any(row["outcome"] == "differs" for row in rows) else 0
     rows = []
+    first, step = _part(arguments.part)
     with _Worker(arguments.timeout) as worker:
-        for job in _jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge):
-            row = worker.ask(job)
+        jobs = list(_jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge))
+        for job in jobs[first::step]:
+            row = worker.ask({**job, "device": arguments.device, "dtype": arguments.dtype})
             rows.append(row)
             print(json.dumps(row) if arguments.json else _line(row), flush=True)
     if arguments.output:
@@ -45,6 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(_sum(rows))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise UsageError(f"models: --part {text!r} is no part; write 0/4 to 3/4 for four processes")
+    return int(first), int(count)
 
 
 def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
@@ -125,9 +150,11 @@ def _work() -> int:
             continue
         function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
         if job["converge"]:
-            row = converge.check(job["family"], job["class"], function)
+            row = converge.check(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
         else:
-            row = verify.check(job["family"], job["class"], function, classes=job["named"]).as_dict()
+            row = verify.check(
+                job["family"], job["class"], function, classes=job["named"], device=job["device"]
+            ).as_dict()
         answers.write(json.dumps({**row, "named": job["named"], "converge": job["converge"]}) + "\n")
         answers.flush()
     return 0
@@ -204,20 +231,32 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
     lines = [
         "# Convergence",
         "",
-        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}, on the CPU in fp32; do not edit.",
+        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}; do not edit. With `--json` into "
+        "files in several places (`--device cuda --dtype bfloat16`), and `--rows FILE ...` for one page of them.",
         "",
         "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same weights. "
-        "Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A control is a "
-        "third, unpatched run whose weights differ from the start in their last bit; it is made where 32 steps carry "
-        "rounding further than the tolerances, and the patched run may then be at most twice as far away as it.",
+        "Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A control is an "
+        "unpatched run whose weights differ from the start in their last bit; it is made where 32 steps carry "
+        "rounding further than the tolerances, and the patched run may then be at most twice as far away as it. In bf16 "
+        "that is every family, the differences are means, and the furthest of three controls counts.",
         "",
-        "| family | class | outcome | first loss | last loss | losses | parameters | log-probabilities | control |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        numbers = [row.get(name) for name in ("first", "last", "loss_error", "parameter_error", "logprob_error")]
-        shown = [f"{n:.3g}" if isinstance(n, float) else "-" for n in numbers]
-        outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
-        control = ", ".join(f"{n:.3g}" for n in row.get("control") or ()) or "-"
-        lines.append("| " + " | ".join((row["family"], row["model_class"], outcome, *shown, control)) + " |")
-    return "\n".join([*lines, ""])
+    places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)
+    for device, dtype in places:
+        chosen = [row for row in rows if (row.get("device", "cpu"), row.get("dtype", "float32")) == (device, dtype)]
+        lines += [
+            f"## {dtype} on {'the CPU' if device == 'cpu' else device}",
+            "",
+            f"{_sum(chosen)}.",
+            "",
+            "| family | class | outcome | first loss | last loss | losses | parameters | log-probabilities | control |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in chosen:
+            numbers = [row.get(name) for name in ("first", "last", "loss_error", "parameter_error", "logprob_error")]
+            shown = [f"{n:.3g}" if isinstance(n, float) else "-" for n in numbers]
+            outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
+            control = ", ".join(f"{n:.3g}" for n in row.get("control") or ()) or "-"
+            lines.append("| " + " | ".join((row["family"], row["model_class"], outcome, *shown, control)) + " |")
+        lines.append("")
+    return "\n".join(lines)
