@@ -166,7 +166,13 @@ class Arch:
         if name in self.measured:
             return "measured"
         saved: dict[tables.Name, Entry] = {}
-        tuner.save = lambda name, entry: saved.setdefault(name, entry) is entry
+
+        def save(name: tables.Name, entry: Entry) -> bool:
+            if not entry.provenance["spills"]:  # what ships spills nothing (tests/aot), though the heuristic may
+                saved[name] = entry
+            return bool(saved)
+
+        tuner.save = save
         result = tuner.choose(job, among=[before.config] if recheck else None)
         if result.error:
             self.entries.pop(name, None)
@@ -178,6 +184,8 @@ class Arch:
             self.judged[label(job)] = {**stamp(self.target, job), "answer": kept, "tried": result.tried, "date": store.today()[:10]}
         elif saved:  # the search itself is still that of the earlier kernel
             return f"stays, {result.gain:.0%}"
+        if result.provenance and not saved:
+            result.note = "the heuristic stays: the choice spills"
         gain = f"{result.gain:.0%} better: {tables.to_record(name, saved[name])['config']}" if saved else result.note
         return gain if saved or before is None else f"goes: {gain}"
 

@@ -1,0 +1,162 @@
+"""The shipped tables of GPUs that are not here: each made for its own device, and how they are kept current."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from harness import shipped_tables
+
+from liger_hw import registry
+from liger_hw.autotune import static, store
+from liger_hw.autotune.jobs import Job, Result
+from liger_hw.backends import VENDORS, backend, known_target
+from liger_hw.registry import Entry
+from tests.autotune.fakes import other_config, tunable
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = {name: dict(entries) for name, entries in shipped_tables().items()}
+ARCHS = [(vendor, arch) for vendor in VENDORS if vendor != "cpu" for arch in backend(vendor).known_archs()]
+RESOURCES = ("registers", "spills", "shared", "occupancy")
+
+# -- what ships ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vendor", "arch"), ARCHS)
+def test_every_architecture_ships_a_table(vendor, arch):
+    assert [table for table in TABLES if table.split("-")[0] == f"{vendor}/{arch}"]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_entries_are_of_their_own_device(table):
+    """A copied entry carries another device. We own no AMD or Intel GPU, so nothing of theirs was timed."""
+    vendor, stem = table.split("/")
+    target = known_target(stem.split("-")[0])
+    compiles = backend(vendor).triton_target(target) is not None
+    for name, entry in TABLES[table].items():
+        facts, kind = entry.provenance, entry.provenance["kind"]
+        if kind == "measured":
+            assert vendor == "cuda" and store.slug(facts["device"]) in stem, f"{table} {name}"
+            continue
+        assert kind == ("static" if compiles else "modelled"), f"{table} {name}: {kind}"
+        assert facts["device"] == target.name, f"{table} {name} was made for {facts['device']}"
+        assert {*RESOURCES, "triton", "date", "sizes", "dtype", "predicted_us", "heuristic_us"} <= set(facts)
+        assert facts["gain"] > static.MARGINS["binary" if compiles else "ttir"] and facts["spills"] == 0
+        assert not {"median_us", "p20", "p80"} & set(facts), f"{table} {name} looks timed"
+
+
+def test_no_two_vendors_ship_the_same_choices():
+    """Unless the certificates show the same resources, entry by entry."""
+    for (one, a), (other, b) in combinations(TABLES.items(), 2):
+        if one.split("/")[0] == other.split("/")[0] or a.keys() != b.keys():
+            continue
+        differ = [name for name in a if a[name].config != b[name].config]
+        alike = all(a[n].provenance.get(fact) == b[n].provenance.get(fact) for n in a for fact in RESOURCES)
+        assert differ or alike, f"{one} and {other} hold the same configurations"
+
+
+@pytest.mark.parametrize(("vendor", "arch"), ARCHS)
+def test_no_table_answers_across_warp_sizes_or_families(vendor, arch):
+    target = known_target(arch)
+    for layer, path in store._shipped_files(target):
+        about = json.loads(path.read_text())
+        assert (about["vendor"], about["warp_size"]) == (vendor, target.warp_size), path.name
+        assert about["arch"] == arch or (layer == "shipped-family" and about["family"] == target.family), path.name
+
+
+# -- how they are kept current ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """benchmarks/static_tables.py, with its tables and records in an empty folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "static_tables", raising=False)
+    import static_tables
+
+    monkeypatch.setattr(static_tables, "JUDGED", tmp_path / "judged.json")
+    monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path / vendor)
+    return static_tables
+
+
+TARGET = known_target("gfx1151")
+JOB = Job("rms_norm", "fwd", (4096, 14, 2), (16384, 4096), "bfloat16")
+NAME = (JOB.op, JOB.variant, JOB.key)
+
+
+class FakeTuner:
+    """Chooses `config` when it may, and remembers what it was asked for."""
+
+    def __init__(self, config, spills=0) -> None:
+        self.config, self.spills, self.asked, self.save = config, spills, [], None
+
+    def choose(self, job, among=None):
+        self.asked.append((job.name, among))
+        result = Result(job, gain=0.2, tried=3, note="chosen by the model")
+        if self.config is None or (among is not None and self.config not in among):
+            result.note = "the heuristic stays"
+        else:
+            result.provenance = {"kind": "static", "sizes": list(job.sizes), "dtype": job.dtype, "spills": self.spills}
+            entry = Entry(self.config, result.provenance, tunable().kernel_hash())
+            self.save((job.op, job.variant, job.key), entry)
+        return result
+
+
+def _arch(tool):
+    return tool.Arch(TARGET.arch, tool.read_judged())
+
+
+@pytest.mark.aot
+def test_a_job_is_judged_once(tool, monkeypatch):
+    config = other_config(tunable(), TARGET, JOB.key)
+    arch = _arch(tool)
+    jobs = arch.searches(["rms_norm"])
+    assert JOB.name in {job.name for job in jobs} and len(jobs) == 3
+    for job in jobs:
+        arch.judge(job, FakeTuner(config if job.name == JOB.name else None), False)
+    arch.write()
+    again = _arch(tool)
+    assert again.searches(["rms_norm"]) == [] and {n: e.config for n, e in again.entries.items()} == {NAME: config}
+    assert {found["answer"] for found in again.judged.values()} == {"entry", "heuristic"}
+    monkeypatch.setattr(registry._tunables["rms_norm.dw"], "_hash", "another")
+    assert {job.name for job in _arch(tool).searches(["rms_norm"])} == {"rms_norm.dw"}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("still_good", [True, False])
+def test_a_stale_entry_is_held_against_the_heuristic(tool, still_good):
+    config = other_config(tunable(), TARGET, JOB.key)
+    provenance = {"kind": "static", "sizes": list(JOB.sizes), "dtype": JOB.dtype}
+    gone = ("rms_norm", "fwd", (1, 2, 3))
+    tool.write(TARGET, {NAME: Entry(config, provenance, "before"), gone: Entry(config, provenance, "before")})
+    arch = _arch(tool)
+    (job,) = arch.rechecks(["rms_norm"])
+    assert (job.name, job.key, job.sizes) == (JOB.name, JOB.key, JOB.sizes) and gone not in arch.entries
+    tuner = FakeTuner(config if still_good else None)
+    said = arch.judge(job, tuner, True)
+    assert tuner.asked == [(JOB.name, [config])] and said.startswith("stays" if still_good else "goes")
+    arch.write()
+    after = _arch(tool)
+    assert {n: e.kernel_hash for n, e in after.entries.items()} == ({NAME: tunable().kernel_hash()} if still_good else {})
+    assert not after.rechecks(["rms_norm"]) and after.judged == {}, "a recheck is no search"
+
+
+@pytest.mark.aot
+def test_what_was_measured_stays(tool):
+    config = other_config(tunable(), TARGET, JOB.key)
+    tool.write(TARGET, {NAME: Entry(config, {"kind": "measured", "sizes": [1, 1], "dtype": "bfloat16"}, tunable().kernel_hash())})
+    arch = _arch(tool)
+    assert arch.judge(JOB, FakeTuner(config), False) == "measured" and not arch.rechecks(["rms_norm"])
+    assert arch.entries[NAME].provenance["kind"] == "measured"
+
+
+@pytest.mark.aot
+def test_a_choice_that_spills_does_not_ship(tool):
+    """Where the heuristic spills too the tuner may choose it; a table takes nothing that spills."""
+    arch = _arch(tool)
+    said = arch.judge(JOB, FakeTuner(other_config(tunable(), TARGET, JOB.key), spills=4), False)
+    assert said == "the heuristic stays: the choice spills" and not arch.entries
+    assert [found["answer"] for found in arch.judged.values()] == ["heuristic"]
