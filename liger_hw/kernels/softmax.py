@@ -35,17 +35,17 @@ def _exp(x, anchor):
 
 
 @triton.jit
-def _exp_folded(x, anchor):
-    """The same in two, for values that bear being scaled (`_fold`). That the anchor is scaled and rounded on its own moves
-    every value of a row by the same factor, which the sum takes out again."""
-    return tl.exp2(x * 1.4426950408889634 - anchor * 1.4426950408889634)
+def _exp_folded(x, anchor, log2_base):
+    """The same in two. The compiler fuses the first product with the subtraction, so that the anchor's alone is rounded: it
+    moves every value of a row by the same factor, which the sum takes out again. See `_log2_base` for how large that is."""
+    return tl.exp2(x * log2_base - anchor * log2_base)
 
 
 @triton.jit
-def _fold(top):
-    """A factor for a row under `top`: 1, or 1/4 where the row is so large (masked with finfo.min) that scaling would
-    overflow. Up there two numbers that differ are so far apart that the smaller one counts for 0 either way."""
-    return tl.where(tl.abs(top) < 1e38, 1.0, 0.25)
+def _log2_base(top):
+    """log2(e), or 1 for a row that reaches 2^30: there the rounding of a product would move values by up to 2^64 and more,
+    and 1 has none; and the base no longer matters, since two numbers up there differ by 64 at least or not at all."""
+    return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -72,13 +72,12 @@ def _softmax_fwd_kernel(
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
             x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             top = tl.max(x.to(tl.float32), axis=1)[:, None]
-            fold = _fold(top)
-            x, top = x * fold.to(x.dtype), top * fold
+            log2_base = _log2_base(top)
             if BLOCK_SIZE > 16384 and x.dtype != tl.float32:  # narrow across both sums; the exponentials are computed twice
-                scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top), axis=1)[:, None]
-                y = _exp_folded(_after(x, scale).to(tl.float32), top) * scale
+                scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, log2_base), axis=1)[:, None]
+                y = _exp_folded(_after(x, scale).to(tl.float32), top, log2_base) * scale
             else:
-                e = _exp_folded(x.to(tl.float32), top)
+                e = _exp_folded(x.to(tl.float32), top, log2_base)
                 y = e * (1.0 / tl.sum(e, axis=1))[:, None]
             tl.store(Y_ptr + rows * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -170,7 +169,7 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _exp_folded, _fold, _after), (_softmax_bwd_kernel, _after))
+FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _after), (_softmax_bwd_kernel, _after))
 softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
 
 
