@@ -266,7 +266,7 @@ def as_text(runs: list[dict[str, Any]]) -> str:
                 "" if gib is None else f"{gib:.1f}" + (f" ({100 * (gib / peak - 1):+.1f}%)" if peak else ""),
                 f"{100 * speed * unit:.1f}%" if speed else "",
                 f"{100 * run['predicted_speed']:.1f}%" if "predicted_speed" in run else "",
-                run.get("levels") or run.get("error", ""),
+                "; ".join(run[key] for key in ("levels", "error") if key in run),
             )
         )
     return table(lines)

@@ -244,10 +244,12 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
     places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)
     for device, dtype in places:
         chosen = [row for row in rows if (row.get("device", "cpu"), row.get("dtype", "float32")) == (device, dtype)]
+        first = next((row for row in chosen if "device_name" in row), {"device_name": device})
+        versions = ", ".join(f"{name} {first[name]}" for name in ("transformers", "torch") if name in first)
         lines += [
-            f"## {dtype} on {'the CPU' if device == 'cpu' else device}",
+            f"## {dtype} on {first['device_name']}",
             "",
-            f"{_sum(chosen)}.",
+            f"{_sum(chosen)}. {versions}".strip(),
             "",
             "| family | class | outcome | first loss | last loss | losses | parameters | log-probabilities | control |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -62,7 +62,8 @@ def check(
     from .apply import patch
 
     row: dict[str, Any] = {"family": family, "model_class": class_name, "outcome": NOT_BUILT, "reason": ""}
-    row |= {"device": device if device == "cpu" else torch.get_device_module(device).get_device_name(), "dtype": dtype}
+    row |= {"device": device, "dtype": dtype, "torch": torch.__version__, "transformers": transformers.__version__}
+    row["device_name"] = "the CPU" if device == "cpu" else torch.get_device_module(device).get_device_name()
     cls = getattr(transformers, class_name, None)
 
     def fresh() -> Any:

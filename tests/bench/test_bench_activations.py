@@ -1,0 +1,109 @@
+"""benchmarks/activations.py and longest_sequence.py at toy size on the CPU: arms, budgets, rivals, the search."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw.autotune import models
+from liger_hw.recompute.planner import Planner
+
+pytestmark = pytest.mark.cpu
+pytest.importorskip("transformers")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return importlib.import_module
+
+
+def test_arms_of_a_toy(script, monkeypatch):
+    activations = script("activations")
+    real, calls = activations.train_step, []
+
+    def fails_at_mlp(model, optimizer, ids):
+        calls.append(ids.shape)
+        if len(calls) == 4:  # two steps of keep, two of cheap
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB\nmore")
+        return real(model, optimizer, ids)
+
+    monkeypatch.setattr(activations, "train_step", fails_at_mlp)
+    options = argparse.Namespace(
+        **{"model": "llama3", "layers": 3, "batch": 1, "seq": 8, "hidden": 32, "device": "cpu", "no_window": False},
+        **{"rounds": 1, "steps": 1, "budgets": [0.01, 60.0], "rivals": 1},
+    )
+    found = {row["arm"]: {"library": "liger_hw", **row} for row in activations.arms("liger_hw", options)}
+    assert list(found) == ["keep", "cheap", "mlp", "full", "0.01GiB", "60GiB"]
+    assert found["cheap"]["error"].startswith("tried to allocate") and found["cheap"]["levels"] == "cheap x3"
+    assert "needs" in found["0.01GiB"]["error"] and "tokens_per_second" not in found["0.01GiB"]
+    assert found["60GiB"]["levels"] == "keep x3" and found["60GiB"]["predicted_speed"] == 1.0
+    assert found["mlp"]["levels"] == "mlp x2, cheap x1" and found["mlp"]["tokens_per_second"] > 0
+    text = activations.as_text(list(found.values()))
+    assert "tried to allocate" in text and "full x2, cheap x1" in text
+
+
+def test_rivals_fit_and_are_of_other_levels(script):
+    activations = script("activations")
+    planner = Planner(models.find("llama-3-8b"), 4, 4096)
+    found = activations.budgets(planner, [60, 75, 200], 2)
+    assert list(found) == ["60GiB", "75GiB", "75GiB, rival 1", "75GiB, rival 2", "200GiB"]
+    assert isinstance(found["60GiB"], activations.NothingFits), "nor would anything be left to compare where all fits"
+    chosen = planner.best(75 * GIB)
+    for number in (1, 2):
+        rival = planner.predict(found[f"75GiB, rival {number}"])
+        assert rival.peak <= 75 * GIB and rival.speed <= chosen.speed + 0.005
+        assert not set(rival.levels) <= set(chosen.levels)
+
+
+class Device:
+    """Runs what is at most so long; remembers what it was asked."""
+
+    def __init__(self, most):
+        self.most, self.asked = most, []
+
+    def __call__(self, level, seq):
+        self.asked.append(seq)
+        return (2.0, 100.0) if seq <= self.most else None
+
+
+@pytest.mark.parametrize("most, tries, outcomes", [
+    (10**9, 3, ["ran", "ran"]),
+    (0, 3, ["out of memory"] * 3),
+    (0, 2, ["out of memory"] * 2),
+    ("first", 3, ["ran", "out of memory"]),
+    ("less", 3, ["out of memory", "ran"]),
+])  # fmt: skip
+def test_the_search(script, most, tries, outcomes):
+    longest = script("longest_sequence")
+    memory = 139 * GIB
+    model = models.find("mistral-7b")
+
+    def at(seq):
+        return Planner(model, 1, seq)
+
+    free = Device(10**9)
+    lengths = [one["seq"] for one in longest.search("mlp", at, free, memory, 3, longest.Clock(1e9))["tries"]]
+    device = Device({"first": lengths[0], "less": lengths[0] - 1}.get(most, most))
+    row = longest.search("mlp", at, device, memory, tries, longest.Clock(1e9))
+    assert [one["outcome"] for one in row["tries"]] == outcomes
+    assert row["longest"] == max((s for s in device.asked if s <= device.most), default=0)
+    assert lengths[1] > lengths[0] and all(seq % longest.STEP == 0 for seq in lengths)
+    peak = at(lengths[0]).predict(("mlp",) * 31 + ("cheap",)).peak
+    more = at(lengths[0] + longest.STEP).predict(("mlp",) * 31 + ("cheap",)).peak
+    assert peak <= longest.FIRST * memory < more
+    assert "out of memory" in longest.as_text([row]) or "ran" in outcomes
+
+
+def test_a_try_that_takes_too_long_is_said(script):
+    longest = script("longest_sequence")
+    device = Device(10**9)
+    row = longest.search(
+        "full", lambda seq: Planner(models.find("mistral-7b"), 1, seq), device, 139 * GIB, 3, longest.Clock(5)
+    )
+    assert not device.asked and row["longest"] == 0 and row["tries"][0]["outcome"].startswith("not tried: about")
