@@ -19,11 +19,12 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constraints.txt)
 
-.PHONY: demo test lint install clean help
+.PHONY: demo test lint evidence install clean help
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
 	@echo "make test    the lanes that need no GPU  (LANES='cpu gpu' picks lanes)"
 	@echo "make lint    ruff, shellcheck, and whether what is generated in ci/ and docs/ is current"
+	@echo "make evidence   what docs/support.md rests on, made again where it is stale  (STEPS, TRITONS: ci/evidence.sh)"
 	@echo "make clean   remove $(VENV)"
 
 demo: $(STAMP)
@@ -37,6 +38,9 @@ lint: $(STAMP)
 	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR ci/*.sh .ci/run
 	$(BIN)/python ci/workflows.py --check
 	$(BIN)/python ci/support.py --check
+
+evidence: $(STAMP)
+	PYTHON=$(BIN)/python TRITON_AT=$(VENV) bash ci/evidence.sh
 
 install: $(STAMP)
 

@@ -1,16 +1,19 @@
-"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand.
+"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand. `bash ci/evidence.sh` does all of it:
 
     liger-hw compile --target all --depth full --json > all.json; python ci/support.py compiled all.json
     TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py interpreted run.xml
     python ci/support.py            write the page
     python ci/support.py --check    say whether it is current
+    python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
 
-`compiled` and `interpreted` keep what the page needs of a run in ci/evidence/. What was measured is read from
-benchmarks/results/, where `liger-hw bench` leaves it.
+`compiled` and `interpreted` keep what the page needs of a run in ci/evidence/; a run of some ops replaces what is kept of
+those. What was measured is read from benchmarks/results/, where `liger-hw bench` leaves it.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import sys
 import xml.etree.ElementTree as xml
@@ -20,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "ci" / "evidence"
+KERNELS = ROOT / "liger_hw" / "kernels"
 PAGE = ROOT / "docs" / "support.md"
 STATES = {
     "measured": ("**M**", "timed on such a device, results checked there"),
@@ -67,7 +71,41 @@ def condense_interpreted(root: xml.Element) -> dict[str, Any]:
             found["failed"] += any(case.find(kind) is not None for kind in ("failure", "error"))
     if not counts:
         raise ValueError("no test in this file recorded an op and an architecture")
-    return {"date": max(dates)[:10], "ops": {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}}
+    facts = {"date": max(dates)[:10]}
+    about = {op: {**facts, "source": source_of(op)} for op in sorted(counts)}
+    return {"about": about, "ops": {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}}
+
+
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of interpreter runs, with the ops of a new one replaced."""
+    return {part: dict(sorted({**before.get(part, {}), **now[part]}.items())) for part in ("about", "ops")}
+
+
+def source_of(op: str) -> str:
+    """Hash of an op's file and of the kernels' files it imports; empty for an op that is gone."""
+    found, left = {}, [op]
+    while left:
+        name = left.pop()
+        path = KERNELS / f"{name}.py"
+        if name in found or not path.is_file():
+            continue
+        found[name] = path.read_text()
+        for node in ast.walk(ast.parse(found[name])):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                left += [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:16] if found else ""
+
+
+def stale() -> list[str]:
+    """Ops in evidence whose source has changed since they were interpreted, and those that never were."""
+    about = json.loads((EVIDENCE / "interpreted.json").read_text()).get("about", {})
+    compiled = json.loads(_compiled()[-1].read_text())["ops"]
+    return [op for op in compiled if (now := source_of(op)) and about.get(op, {}).get("source") != now]
+
+
+def _compiled() -> list[Path]:
+    """Kept runs of compilers, oldest release first."""
+    return sorted(EVIDENCE.glob("compiled-*.json"), key=lambda path: [int(n) for n in path.stem.split("-")[1].split(".")])
 
 
 def measured() -> dict[str, dict[str, dict[str, str]]]:
@@ -93,10 +131,11 @@ def measured() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def page() -> str:
-    compiled = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("compiled-*.json"))]
+    compiled = [json.loads(path.read_text()) for path in _compiled()]
     interpreted = json.loads((EVIDENCE / "interpreted.json").read_text())
     timed = measured()
-    newest = compiled[-1]
+    pinned = _pinned()
+    newest = next(one for one in compiled if one["triton"] == pinned)
     archs = sorted({arch for found in newest["ops"].values() for arch in found} | {a for f in interpreted["ops"].values() for a in f})
     lines = [
         "# Support, from evidence",
@@ -125,13 +164,15 @@ def page() -> str:
             f"{total['kernels']} distinct kernels of {len(one['ops'])} ops, {short} of them to TTIR only; "
             f"{total['failed']} failed or illegal, {spilling} with spills"
         )
+    days = sorted({one["date"] for one in interpreted["about"].values()})
+    days = [days[0], days[-1]][: len(days)]
     tests = [c for found in interpreted["ops"].values() for c in found.values()]
     lines.append(
-        f"- interpreted, {interpreted['date']}: {sum(c['tests'] for c in tests)} tests, {sum(c['failed'] for c in tests)} failed"
+        f"- interpreted, {' to '.join(days)}: {sum(c['tests'] for c in tests)} tests, {sum(c['failed'] for c in tests)} failed"
     )
     devices = sorted({(f["device"], f["torch"], f["triton"], f["date"], f["file"]) for by in timed.values() for f in by.values()})
     lines += [f"- measured on {d}, torch {t}, Triton {v}, {date}: `{file}`" for d, t, v, date, file in devices]
-    lines += ["", "Spills, with the last of these compilers (kernels that spill, most registers):", ""]
+    lines += ["", f"Spills, with Triton {pinned} (kernels that spill, most registers):", ""]
     spilling = [
         f"- {op} on {arch}: {c['spilling']} of {c['kernels']}, at most {c['worst']}"
         for op, found in newest["ops"].items()
@@ -144,7 +185,23 @@ def page() -> str:
         for arch, c in found.items()
         if c["failed"]
     ]
-    return "\n".join([*lines, *(spilling or ["- none"]), *failing]) + "\n"
+    others = [
+        f"- with Triton {one['triton']}: {op} on {arch}, {c['failed']} of {c['kernels']}"
+        for one in compiled
+        if one is not newest
+        for op, found in one["ops"].items()
+        for arch, c in found.items()
+        if c["failed"]
+    ]
+    if others:
+        others = ["", "What other releases of Triton do not compile, or not within the device's limits:", "", *others]
+    return "\n".join([*lines, *(spilling or ["- none"]), *failing, *others]) + "\n"
+
+
+def _pinned() -> str:
+    """The Triton that ci/constraints.txt pins: the signs are of its run."""
+    lines = (ROOT / "ci" / "constraints.txt").read_text().splitlines()
+    return next(line.removeprefix("triton==") for line in lines if line.startswith("triton=="))
 
 
 def _state(op: str, arch: str, timed: dict, compiled: dict, interpreted: dict) -> str | None:
@@ -166,6 +223,8 @@ def main(arguments: list[str]) -> int:
             name = f"compiled-{kept['triton']}.json"
         else:
             kept, name = condense_interpreted(xml.parse(path).getroot()), "interpreted.json"
+            if (EVIDENCE / name).exists():
+                kept = merged(json.loads((EVIDENCE / name).read_text()), kept)
         EVIDENCE.mkdir(exist_ok=True)
         (EVIDENCE / name).write_text(json.dumps(kept, indent=1) + "\n")
         return 0
@@ -174,6 +233,9 @@ def main(arguments: list[str]) -> int:
         if not current:
             print("docs/support.md is not what the evidence says; run: python ci/support.py")
         return 0 if current else 1
+    if arguments == ["--stale"]:
+        print(" or ".join(stale()))
+        return 0
     if arguments:
         print(__doc__)
         return 2

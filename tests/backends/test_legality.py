@@ -104,6 +104,13 @@ def test_no_kernel_writes_both_on_one_access():
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_kernel_multiplies_matrices():
+    """Intel's rule for products, tensor descriptors for their operands, has nothing to apply to (docs/vendors.md)."""
+    for path in sorted((Path(registry.__file__).parent / "kernels").glob("*.py")):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert not calls & {"tl.dot", "tl.dot_scaled"}, f"{path.name}: load its operands by tensor descriptors"
+
+
 def test_what_was_compiled_must_fit_a_multiprocessor():
     """A block that asks for more registers than there are does not launch, however well it compiled."""
     sm90, gfx942 = known_target("sm90"), known_target("gfx942")

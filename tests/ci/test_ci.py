@@ -13,7 +13,7 @@ import yaml
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh"))
+SCRIPTS = sorted(path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh", "evidence.sh"))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,32 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
     )
     assert done.returncode == 1 and "sees no xpu device" in done.stderr
     assert "ci/test.sh" not in done.stdout
+
+
+def test_evidence_refuses_a_step_it_does_not_know():
+    """Before it touches the page."""
+    done = subprocess.run(
+        ["bash", "ci/evidence.sh"],
+        cwd=ROOT,
+        env={**os.environ, "STEPS": "guess", "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "known: tables compile interpret" in done.stderr and "==" not in done.stdout
+
+
+def test_the_releases_of_triton_around_the_pinned_one_are_a_lane():
+    """Two before and two after."""
+    matrix = yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())
+    pins = (ROOT / "ci" / "constraints.txt").read_text().splitlines()
+    pinned = next(line.removeprefix("triton==") for line in pins if line.startswith("triton=="))
+    lanes = [lane["triton"] for lane in matrix["triton"] if lane["script"] == "aot.sh"]
+
+    def number(version):
+        return [int(part) for part in version.split(".")]
+
+    assert sum(number(v) < number(pinned) for v in lanes) >= 2 and sum(number(v) > number(pinned) for v in lanes) >= 2
 
 
 def test_the_workflows_are_current(workflows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -75,7 +76,38 @@ def test_a_failed_interpreter_test_shows(support):
     case = '<testcase><properties><property name="op" value="{}"/><property name="arch" value="pvc"/></properties>{}</testcase>'
     cases = case.format("dyt", "") + case.format("dyt", "<failure/>") + "<testcase/>"
     root = xml.fromstring(f'<testsuites><testsuite timestamp="2026-01-02T03:04:05">{cases}</testsuite></testsuites>')
-    assert support.condense_interpreted(root) == {"date": "2026-01-02", "ops": {"dyt": {"pvc": {"tests": 2, "failed": 1}}}}
+    found = support.condense_interpreted(root)
+    assert found["ops"] == {"dyt": {"pvc": {"tests": 2, "failed": 1}}}
+    assert found["about"] == {"dyt": {"date": "2026-01-02", "source": support.source_of("dyt")}}
+
+
+def test_a_run_of_some_ops_replaces_only_those(support):
+    before = {"about": {"a": {"date": "1"}, "b": {"date": "1"}}, "ops": {"a": {"pvc": {}}, "b": {"pvc": {}}}}
+    after = support.merged(before, {"about": {"b": {"date": "2"}}, "ops": {"b": {"sm90": {}}}})
+    assert after == {"about": {"a": {"date": "1"}, "b": {"date": "2"}}, "ops": {"a": {"pvc": {}}, "b": {"sm90": {}}}}
+
+
+def test_a_changed_source_makes_an_op_stale(support, monkeypatch, tmp_path):
+    """Its own file or one it imports; the file of an op that does not import it changes nothing."""
+    kernels, evidence = tmp_path / "kernels", tmp_path / "evidence"
+    kernels.mkdir(), evidence.mkdir()
+    for name, text in {"a": "from ._shared import x\n", "b": "import torch\n", "_shared": "x = 1\n"}.items():
+        (kernels / f"{name}.py").write_text(text)
+    monkeypatch.setattr(support, "KERNELS", kernels)
+    monkeypatch.setattr(support, "EVIDENCE", evidence)
+    about = {op: {"date": "2026-01-01", "source": support.source_of(op)} for op in "ab"}
+    (evidence / "interpreted.json").write_text(json.dumps({"about": about, "ops": {}}))
+    (evidence / "compiled-3.7.1.json").write_text(json.dumps({"ops": {"a": {}, "b": {}, "gone": {}}}))
+    assert support.stale() == []
+    (kernels / "_shared.py").write_text("x = 2\n")
+    assert support.stale() == ["a"]
+
+
+def test_signs_are_of_the_pinned_triton(support):
+    """Releases are ordered by number, and what another one fails at is said apart."""
+    names = [path.stem for path in support._compiled()]
+    assert f"compiled-{support._pinned()}" in names
+    assert names == sorted(names, key=lambda name: tuple(map(int, name.split("-")[1].split("."))))
 
 
 def test_other_files_are_refused(support):
