@@ -170,6 +170,16 @@ def gpu(pytestconfig: pytest.Config) -> str:
     return device
 
 
+@pytest.fixture(autouse=True)
+def _memory_given_back(request: pytest.FixtureRequest):
+    """After a test of the gpu lane: torch's cached blocks, which other processes on the device could not use."""
+    yield
+    if request.node.get_closest_marker("gpu") and (device := gpu_device(request.config)):
+        import torch
+
+        torch.get_device_module(torch.device(device).type).empty_cache()
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of its own for every test, the same in every run."""
