@@ -58,3 +58,29 @@ def test_unknown_families_and_no_transformers():
         list(models._jobs({"classes": {"llama": "LlamaForCausalLM"}}, ["lama"], False, False))
     with pytest.raises(UsageError, match="its process died"):
         list(models._jobs({"reason": "its process died"}, [], False, False))
+
+
+def test_parts_and_one_page_of_them(tmp_path, capsys):
+    listed = {"classes": {f"f{i}": "X" for i in range(5)}}
+    jobs = list(models._jobs(listed, [], True, True))
+    parts = [jobs[first::step] for first, step in map(models._part, ("0/3", "1/3", "2/3"))]
+    assert sorted(job["family"] for part in parts for job in part) == sorted(job["family"] for job in jobs)
+    for wrong in ("3/3", "1", "-1/2", "a/b"):
+        with pytest.raises(UsageError, match="is no part"):
+            models._part(wrong)
+    base = {"model_class": "X", "outcome": "verified", "reason": "", "converge": True, "named": True, "loss_error": 0.5}
+    for number, (device, dtype) in enumerate((("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "bfloat16"))):
+        row = {**base, "family": f"f{number}", "device": device, "dtype": dtype, "device_name": device.upper()}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
+    page = tmp_path / "page.md"
+    files = [str(tmp_path / f"{number}.jsonl") for number in range(3)]
+    assert main(["models", "--converge", "--rows", *files, "--output", str(page)]) == 0
+    text = page.read_text()
+    assert (
+        text.index("## float32 on CPU")
+        < text.index("| f0 |")
+        < text.index("## bfloat16 on CUDA")
+        < text.index("| f1 |")
+    )
+    assert "2 of 2 verified" in text and "3 of 3 verified" in capsys.readouterr().out
+    assert main(["models", "--dtype", "bfloat16"]) == 2 and "--converge" in capsys.readouterr().err
