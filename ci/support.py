@@ -153,6 +153,7 @@ def page() -> str:
     for op in sorted(newest["ops"]):
         cells = [STATES[state][0] if (state := _state(op, arch, timed, newest, interpreted)) else "" for arch in archs]
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
+    lines += ["", f"## By architecture, Triton {pinned}", "", *_by_arch(archs, newest, interpreted)]
     lines += ["", "## What the signs rest on", ""]
     for one in compiled:
         built = [c for found in one["ops"].values() for c in found.values()]
@@ -196,6 +197,21 @@ def page() -> str:
     if others:
         others = ["", "What other releases of Triton do not compile, or not within the device's limits:", "", *others]
     return "\n".join([*lines, *(spilling or ["- none"]), *failing, *others]) + "\n"
+
+
+def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
+    """A table: what was compiled and interpreted for each architecture, over all ops."""
+    lines = ["| architecture | kernels compiled | to | failed or illegal | with spills | interpreter tests |", "|---|---|---|---|---|---|"]
+    for arch in archs:
+        built = [found[arch] for found in compiled["ops"].values() if arch in found]
+        run = sum(found[arch]["tests"] for found in interpreted["ops"].values() if arch in found)
+        level = ", ".join(sorted({one["level"] for one in built})).replace("ttir", "TTIR")
+        binary = [one for one in built if one["level"] == "binary"]  # spills counted from TTIR are an estimate
+        spilling = str(sum(one["spilling"] for one in binary)) if binary else "-"
+        counts = (sum(one[key] for one in built) for key in ("kernels", "failed"))
+        kernels, failed = map(str, counts)
+        lines.append(f"| {arch} | {kernels} | {level} | {failed} | {spilling} | {run or ''} |")
+    return lines
 
 
 def _pinned() -> str:
