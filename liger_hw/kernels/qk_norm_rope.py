@@ -104,8 +104,11 @@ def _blocks(target: Target, key: registry.Key, heads: int) -> tuple[dict[str, in
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """4 heads a thread: 128 bytes on their way."""
-    return LaunchConfig(*_blocks(target, key, 4), 1, 0)
+    """4 heads a thread: 128 bytes on their way. Of heads 256 wide one, by single warps: 62.8 us against 68.6 on an H200."""
+    blocks, warps = _blocks(target, key, 4)
+    if key[2] >= 256:
+        blocks, warps = {"BLOCK_T": max(1, blocks["BLOCK_T"] // warps), "BLOCK_H": 1}, 1
+    return LaunchConfig(blocks, warps, 1, 0)
 
 
 def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
@@ -178,11 +181,17 @@ DW = column_sum_tunable("qk_norm_rope", _DIMS, lambda *sizes: 2 * sizes[-1])
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+_CROSSED_HEADS = 1 << 30
+"""`_geometry`'s: always. A program here has 2 to 4 heads, so cos and sin are read again for every few of them and are
+a third of all reads: on an H200 the forward goes from 113.9 to 107.7 us at 32 + 8 heads of 128, the backward from 119 to
+109 at 8 + 4 of 256."""
+
+
 def _launched(tunable, q, k, cos, layout):
-    """(plan, programs for q, programs for k, strides, sizes, widths) of a launch, or None where there is no token."""
+    """(plan, programs for q, programs for k, axes, strides, sizes, widths) of a launch, or None where there is no token."""
     rotary_dim, head_axis, *inside = layout
-    k_layout = k.shape, k.stride()
-    geometry = _geometry(q.shape, q.stride(), *k_layout, cos.shape, cos.stride(), rotary_dim, head_axis, tuple(inside))
+    layouts = q.shape, q.stride(), k.shape, k.stride(), cos.shape, cos.stride()
+    geometry = _geometry(*layouts, rotary_dim, head_axis, tuple(inside), _CROSSED_HEADS)
     if not geometry.tokens:
         return None
     plan = tunable.plan(q.device, (*geometry.key, q.itemsize))
@@ -192,7 +201,7 @@ def _launched(tunable, q, k, cos, layout):
         tiles = for_q + for_k
         for_q = max(1, min(plan.programs - 1, plan.programs * for_q // tiles))
         for_k = max(1, plan.programs - for_q)
-    return plan, for_q, for_k, geometry.strides, (*geometry.sizes, for_q), geometry.widths
+    return plan, for_q, for_k, geometry.axes, geometry.strides, (*geometry.sizes, for_q), geometry.widths
 
 
 def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
@@ -201,7 +210,7 @@ def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_
     out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
     found = _launched(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if found:
-        plan, for_q, for_k, strides, sizes, widths = found
+        plan, for_q, for_k, _, strides, sizes, widths = found
         args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, eps, offset)
         launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, (*widths, trig, alignment(strides), casting))
     return out_q, out_k
@@ -217,8 +226,7 @@ def _bwd(
     found = _launched(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
     if not found:
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    plan, for_q, for_k, strides, sizes, widths = found
-    axes = (0, head_axis, 3 - head_axis)
+    plan, for_q, for_k, axes, strides, sizes, widths = found
     strides = (*(dq.stride(axis) for axis in axes), *(dk.stride(axis) for axis in axes), *strides)
     partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
     args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, eps, offset)
