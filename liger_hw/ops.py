@@ -110,6 +110,7 @@ def get_op(name: str) -> Op:
         import difflib
 
         table = ops()
-        near = difflib.get_close_matches(name, table, 3) or sorted(table)
-        raise ValueError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
+        near = difflib.get_close_matches(name, table, 3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
+        raise ValueError(f"unknown op {name!r}; {hint}")
     return _ops[name]

@@ -78,7 +78,9 @@ def _dispatch(argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     try:
-        return module.run(parser.parse_args(argv[1:]))
+        # options may stand between the names an argument takes many of (argparse: not where there are sub-parsers)
+        parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+        return module.run(parse(argv[1:]))
     except ModuleNotFoundError as error:
         extra = {"transformers": "transformers", "triton": "cuda", "matplotlib": "bench"}.get(
             (error.name or "").split(".")[0]

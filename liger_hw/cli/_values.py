@@ -6,8 +6,13 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Sequence
 
+from ..autotune.models import KNOWN
+
 if TYPE_CHECKING:
     import torch
+
+A_MODEL = f"a known name ({', '.join(model.name for model in KNOWN.values())}), a config.json, or a Hugging Face id"
+"""What --model takes, for its help."""
 
 DTYPES = {
     "fp32": "float32",
@@ -53,6 +58,46 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
+
+
+def seconds(text: str) -> float:
+    """argparse type: a finite time of more than 0 seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def name_list(text: str) -> list[str]:
+    """argparse type: names joined by commas, at least one."""
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no name; write names joined by commas, as in rope,swiglu")
+    return found
+
+
+def usable_device(command: str, name: str | None) -> "torch.device":
+    """The device of that name, or without one the accelerator here, else the CPU. Raises `UsageError` that says why not."""
+    import torch
+
+    from ..backends import backends, target_of
+    from . import UsageError
+
+    try:
+        if name is None:
+            found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+            name = found if found in {backend.device_type for backend in backends()} else "cpu"
+        device = torch.device(name)
+        if device.type not in ("cpu", "meta") and device.index is None:
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        target_of(device)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        hint = "; torch calls an AMD GPU cuda" if str(name).startswith(("rocm", "hip")) else ""
+        raise UsageError(f"{command}: cannot use --device {name}: {str(error).splitlines()[0]}{hint}") from None
+    return device
 
 
 def share(text: str) -> float:

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import UsageError, _static
-from ._values import dtype_name, positive, shape, table
+from ._values import A_MODEL, dtype_name, name_list, positive, seconds, shape, table
 
 if TYPE_CHECKING:
     from ..autotune.jobs import Job, Result
@@ -40,22 +40,12 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
     return [shape(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, or an architecture (default: the GPU here)")
-    what.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
+    what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     what.add_argument(
-        "--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id"
+        "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
     )
     what.add_argument("--batch", type=_numbers, default=[1], help="batch sizes for --model (default 1)")
     what.add_argument(
@@ -79,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--budget",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="stop after about this long; less is tried where time is short",
     )

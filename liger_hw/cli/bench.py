@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from . import UsageError
-from ._values import dtype_name, positive, torch_dtype
+from ._values import dtype_name, positive, seconds, torch_dtype, usable_device
 
 OTHERS = ("registry", "host", "e2e")
 MODES = ("fwd", "bwd", "full")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it"
     )
     parser.add_argument("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop starting new work after this long")
+    parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="stop starting new work after this long")
     parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
     parser.add_argument("--commit", help="commit to record, where the source tree is no git checkout")
 
@@ -76,15 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
-
-    if arguments.device:
-        try:
-            device = torch.device(arguments.device)
-        except RuntimeError as error:
-            raise UsageError(f"bench: --device {arguments.device!r}: {str(error).splitlines()[0]}") from None
-    else:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = usable_device("bench", arguments.device)
     what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
     ops = arguments.what[1:] if what != "ops" else arguments.what
     return {"ops": _ops, "registry": _registry, "host": _host, "e2e": _e2e}[what](arguments, device, ops)
@@ -93,9 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import ops, peers, timing
 
-    against = list(peers.DEFAULT) if arguments.against is None else arguments.against
-    if unknown := [name for name in against if name not in peers.PEERS]:
-        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+    against = _peers(arguments, list(peers.DEFAULT))
     try:
         todo = ops.cases(names, arguments.sizes, torch_dtype(arguments.dtype))
     except ValueError as error:
@@ -103,6 +93,15 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     with timing.Meter(device) as meter:
         return _bench_ops(arguments, todo, against, meter)
+
+
+def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
+    from ..bench import peers
+
+    against = default if arguments.against is None else arguments.against
+    if unknown := [name for name in against if name not in peers.PEERS]:
+        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+    return against
 
 
 def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any) -> int:
@@ -193,7 +192,7 @@ def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> i
 def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import host, report, timing
 
-    against = ["liger", "torch"] if arguments.against is None else arguments.against
+    against = _peers(arguments, ["liger", "torch"])
     try:
         with timing.Meter(device) as meter:
             found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget), _progress)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from . import UsageError
-from ._values import dtype_name
+from ._values import A_MODEL, dtype_name, name_list
 from .autotune import _numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", nargs="+", default=[], metavar="M", help="models: a known name, a config.json, or a Hugging Face id"
+        "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
     )
     parser.add_argument("--batch", type=_numbers, default=[1], help="batch sizes (default 1)")
     parser.add_argument(
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up"
     )
-    parser.add_argument("--ops", type=lambda text: text.split(","), metavar="A,B", help="only these ops (default: all)")
+    parser.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     parser.add_argument("--device", help="cuda:0, xpu, or an architecture such as sm90 (default: the device here)")
     parser.add_argument("-o", "--output", default="liger-hw.lock", help="file to write (default liger-hw.lock)")

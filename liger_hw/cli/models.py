@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from . import UsageError
+from ._values import seconds, usable_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a family, for machines")
     parser.add_argument("--output", type=Path, help="write the tables into this file (docs/models.md is made so)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a family may take (default 120)")
+    parser.add_argument("--timeout", type=seconds, default=120.0, help="seconds a family may take (default 120)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.description = (
         "Builds every causal LM family of transformers tiny, from its configuration class, with random weights; patches "
@@ -45,11 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dtype != "float32" and not arguments.converge:
         raise UsageError("models: one step is compared in float32 only; --dtype goes with --converge")
     if arguments.rows:
-        rows = [json.loads(line) for path in arguments.rows for line in path.read_text().splitlines()]
+        rows = [row for path in arguments.rows for row in _read(path)]
         if arguments.output:
             arguments.output.write_text(_page(rows))
         print(_sum(rows))
         return 1 if any(row["outcome"] == "differs" for row in rows) else 0
+    usable_device("models", arguments.device)
     rows = []
     first, step = _part(arguments.part)
     with _Worker(arguments.timeout) as worker:
@@ -63,6 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(_sum(rows))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"models: --rows {path}: {error}; `liger-hw models --json > FILE` writes one") from None
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -14,14 +14,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError
-from ._values import dtype_name, positive, share, table
+from ._values import A_MODEL, dtype_name, positive, share, table
 
 if TYPE_CHECKING:
     from ..recompute.planner import Planner, Prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a known name, a config.json, or a Hugging Face id")
+    parser.add_argument("--model", required=True, help=A_MODEL)
     parser.add_argument("--batch", type=positive, required=True, help="sequences a device takes at a time")
     parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
     parser.add_argument(

@@ -50,8 +50,8 @@ def test_json_to_standard_output_is_only_json(capsys):
 
 
 def test_a_budget_ends_early_and_says_so(capsys):
-    code, out, _ = said(capsys, "rms_norm", "--sizes", "8x16", "--device", "cpu", "--budget", "0")
-    assert code == 0 and "nothing was measured" in out and "stopped early: the budget of 0 s is spent" in out
+    code, out, _ = said(capsys, "rms_norm", "--sizes", "8x16", "--device", "cpu", "--budget", "0.001")
+    assert code == 0 and "nothing was measured" in out and "stopped early: the budget of 0.001 s is spent" in out
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,10 @@ def test_a_budget_ends_early_and_says_so(capsys):
         (("rms_norm", "--against", "ligr"), "unknown peer 'ligr'"),
         (("rms_norm", "--sizes", "8x8x8x8x8x8x8"), "no op takes size"),
         (("rms_norm", "--mode", "backward"), "unknown mode 'backward'"),
-        (("rms_norm", "--device", "gpu7"), "--device 'gpu7'"),
+        (("rms_norm", "--device", "gpu7"), "cannot use --device gpu7"),
+        (("rms_norm", "--device", "meta"), "cannot use --device meta"),
+        (("rms_norm", "--budget", "nan"), "'nan' is not a positive number of seconds"),
+        (("host", "--against", "ligr", "rms_norm"), "unknown peer 'ligr'"),
         (("e2e", "--model", "gpt5"), "unknown model 'gpt5'"),
         (("host", "rms_nrm"), "did you mean rms_norm"),
     ],

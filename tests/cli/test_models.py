@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -84,3 +85,17 @@ def test_parts_and_one_page_of_them(tmp_path, capsys):
     )
     assert "2 of 2 verified" in text and "3 of 3 verified" in capsys.readouterr().out
     assert main(["models", "--dtype", "bfloat16"]) == 2 and "--converge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("--device", "nope"), "cannot use --device nope"),
+        (("--timeout", "-1"), "'-1' is not a positive number of seconds"),
+        (("--rows", "no.json"), "--rows no.json: .*`liger-hw models --json > FILE` writes one"),
+    ],
+)
+def test_bad_requests_are_answered_before_anything_is_built(argv, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["models", "llama", *argv]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import UsageError
-from .._values import dtype_name, positive, torch_dtype
+from .._values import dtype_name, positive, torch_dtype, usable_device
 from . import train
 from .arms import ARMS, Absent, Arm, Leftover, Original, arms_named
 from .check import EPS, Verdict, compare
@@ -146,33 +146,14 @@ def _in_interpreter(arguments: argparse.Namespace) -> int:
 def _device(arguments: argparse.Namespace) -> "torch.device":
     import torch
 
-    from ...backends import target_of
-
     if arguments.interpret:
         if arguments.device not in (None, "cpu"):
             raise UsageError("demo: --interpret runs on the CPU; leave --device away")
         return torch.device("cpu")
-    try:
-        device = torch.device(arguments.device or _best_device())
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.get_device_module(device).current_device())
-        target_of(device)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        hint = "; torch calls an AMD GPU cuda" if str(arguments.device).startswith(("rocm", "hip")) else ""
-        raise UsageError(f"demo: cannot use --device {arguments.device}: {reason}{hint}") from None
+    device = usable_device("demo", arguments.device)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     return device
-
-
-def _best_device() -> str:
-    import torch
-
-    from ...backends import backends
-
-    found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    return found if found in {backend.device_type for backend in backends()} else "cpu"
 
 
 def _size(arguments: argparse.Namespace) -> train.Size:

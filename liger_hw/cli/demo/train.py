@@ -92,7 +92,7 @@ def read_text(path: str | None) -> bytes:
         try:
             return Path(path).read_bytes()
         except OSError as error:
-            raise UsageError(f"demo: cannot read --text {path}: {error.strerror}") from None
+            raise UsageError(f"cannot read --text {path}: {error.strerror}") from None
     try:
         from pydoc_data.topics import topics
     except ImportError:
