@@ -395,10 +395,8 @@ def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
         return f"cos and sin must both be [1 or B, T, width] or a table [positions, width], got {have}"
     width = cos[-1]
     rotary = width if rotary_dim is None else rotary_dim
-    if not isinstance(rotary, (int, torch.SymInt)):
-        return f"rotary_dim must be an int or None, got {rotary!r}"
-    if rotary < 2 or rotary % 2 or rotary > head_dim:
-        return f"the rotary width must be even and at most the head width {head_dim}, got {rotary}"
+    if not isinstance(rotary, (int, torch.SymInt)) or rotary < 2 or rotary % 2 or rotary > head_dim:
+        return f"the rotary width (rotary_dim) must be even and at most the head width {head_dim}, got {rotary!r}"
     if width not in (rotary, rotary // 2):
         return f"cos and sin must be {rotary} (or {rotary // 2}) wide to rotate {rotary} dimensions, got {width}"
     if len(cos) == 3:
