@@ -46,7 +46,7 @@ _ALWAYS_TAKEN = ("heuristic", "safe")
 class Plan:
     """A resolved launch: the configuration, lowered, and what the fast launcher compiled for it.
 
-    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT)
+    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT, FAST_LOG2)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
     programs: programs of a persistent grid, 0 when the configuration is not persistent
     compiled: specialisation -> compiled kernel, or None where only Triton's own launcher is used
@@ -68,6 +68,7 @@ class Plan:
             "STAGES": chosen.config.num_stages,
             "LOAD_CACHE": cache,
             "LOAD_EVICT": evict,
+            "FAST_LOG2": vendor.fast_log2 and not interpreting(),
         }
         self.options = vendor.lower(chosen.config)
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors

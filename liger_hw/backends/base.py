@@ -180,6 +180,8 @@ class Backend:
     """Launch options this vendor knows beyond num_warps and num_stages."""
     fast_launch = False
     """Compiled kernels may be launched without Triton's argument binder (only where that was tested on hardware)."""
+    fast_log2 = False
+    """`libdevice.fast_log2f` is there, and shorter than `tl.log2`."""
 
     def present(self) -> bool:
         """Whether torch was built for this vendor. MUST NOT create a device context."""

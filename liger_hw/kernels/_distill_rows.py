@@ -5,8 +5,17 @@ For student logits s, teacher logits t (biases added in fp32), temperature T, x 
            or 1 - cosine(s, t)
     hard = -log_softmax(s)[label], optional
     d soft / ds[c] = (g[c] - e^x[c] * sum(g)) / T with g = d soft / dx
-so one launch sweeps a row up to three times: for the log-sum-exps, for the loss and sum(g), and for the gradient, which
-may go over the student's logits. The last two go the opposite way of the one before: what was read last is in cache.
+so one launch sweeps a row two or three times: for the sums of exponentials, for the loss and sum(g), which JSD and TVD need
+both sums for (the other kinds find theirs in the first sweep), and for the gradient, which may go over the student's
+logits. Every sweep goes the opposite way of the one before: what was read last is in cache.
+
+Reading both rows takes less time than what is done with them, so that is counted: instructions a column of a bf16 row
+takes on sm90 (Triton 3.6), sweep by sweep, and those of them that run at an eighth of the rate (exp2, log2):
+    JSD with labels   15.9 + 19.5 + 23.0   2.3 + 3 + 3        KL_LOG   21.2 + 13.1   2.3 + 2
+    TVD with labels   15.4 + 17.5 + 19.5   2.3 + 2 + 2        RKL      21.2 + 15.1   2.3 + 1
+    cosine, labels    14.6 + 15.6          1.1 + 1            KL       17.9 + 10.1   2.1 + 1
+Hence: exponentials and logarithms of base 2, one logarithm for JSD's mixture and none of a probability (a logit less its
+log-sum-exp), running maxima and sums a lane, reduced at the row's end, and no masks but in a row's last tile.
 
     for start, logits, teacher in sweep(chunks, x, weight, grads, second=(x2, weight2)):
         distill_rows(plan, logits, teacher, labels, share, options, out, dlogits=logits, row_start=start)
@@ -24,7 +33,7 @@ import torch.nn.functional as F
 from .. import registry
 from ..registry import LaunchConfig, Target, Tunable
 from ._cross_entropy_rows import has_block_size
-from ._divergence_rows import KL, TVD, divergence_of, divergence_slope, divergence_terms, jsd_of
+from ._divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from ._log_prob_rows import vocab_key
 from ._op import launch
 from ._triton import tl, triton
@@ -32,6 +41,8 @@ from ._triton import tl, triton
 COSINE = 5  # beside the kinds of _divergence_rows.py
 _NO_HARD, _HARD_SAME, _HARD_APART = range(3)
 _SHORTEST = 1e-8
+SAVED = 6
+"""Numbers a row that a later backward needs."""
 
 
 class Distillation(NamedTuple):
@@ -103,37 +114,39 @@ def distill_slopes(
 
 
 @triton.jit
-def _logits_block(PTR, BIAS_ptr, cols, n_cols, n_stored, outside):
-    """A block of a row; `outside` past its end. Masked where it may be loaded, so that an odd width loads as wide."""
-    x = tl.load(PTR + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
-    if BIAS_ptr is not None:
-        x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    return tl.where(cols < n_cols, x, outside)
-
-
-@triton.jit
-def _online(s, m, d):
-    """Take a block into the running maximum m and sum d of exp(s - m)."""
-    m_new = tl.maximum(m, tl.max(s))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only adds nothing
-    return m_new, d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
-
-
-@triton.jit
-def _soft_terms(s, t, inv_temperature, lse_s, lse_t, beta, eps, KIND: tl.constexpr):
-    """(f, df / dx, e^x) of a block with x = s / T - lse_s; t are logits, probabilities for KL."""
-    x = s * inv_temperature - lse_s
-    if KIND == 3:
-        return jsd_of(x, t * inv_temperature - lse_t, beta)
-    q = tl.exp(x)
-    if KIND == 0:
-        f, g = divergence_of(x, t, beta, eps, KIND)
-    elif KIND == 4:
-        f, g = divergence_of(q, tl.exp(t * inv_temperature - lse_t), beta, eps, KIND)
-        g *= q
+def _logits_tile(PTR, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr):
+    """A tile of a row in fp32. MASKED: the row ends in it, beyond which it is `outside`; masked where it may be loaded, so
+    that an odd width loads as wide."""
+    if MASKED:
+        x = tl.load(PTR + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x = tl.where(cols < n_cols, x, outside)
     else:
-        f, g = divergence_of(x, t * inv_temperature - lse_t, beta, eps, KIND)
-    return f, g, q
+        x = tl.load(PTR + cols).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _raised(x, m, scale):
+    """(maximum of every lane with a tile x [lanes, few], what it multiplies the lane's sums so far by, exponentials)."""
+    higher = tl.maximum(m, tl.max(x, axis=1))
+    return higher, tl.exp2((m - higher) * scale), tl.exp2((x - higher[:, None]) * scale)
+
+
+@triton.jit
+def _row_sum(d, m, top, scale):
+    """The sum of a row from those of its lanes, which stand about their own maxima."""
+    e = tl.exp2((m - top) * scale)
+    return tl.sum(tl.where(e == 0.0, 0.0, d * e))
+
+
+@triton.jit
+def _log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
+    """log2 of both distributions: the maximum is taken off first, which is exact, however large the logits are."""
+    return (s - m_s) * scale - l_s, (t - m_t) * scale - l_t
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -171,12 +184,23 @@ def _distill_kernel(
     FROM_SAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
 ):
-    """One program a row of a chunk that begins at row `row_start` of labels, losses and SAVED [n_rows, 4].
+    """One program a row of a chunk that begins at row `row_start` of labels, losses and SAVED [n_rows, 6].
 
-    HARD: 0 none, 1 with the soft loss's log-sum-exp (T = 1), 2 with its own. FROM_SAVED: a backward, which skips the
-    first two sweeps. DS may be S: every element is read and written by the same thread, in the last sweep.
+    HARD: 0 none, 1 with the soft loss's sum of exponentials (T = 1), 2 with its own. FROM_SAVED: a backward, which has
+    the last sweep only. DS may be S: every element is read and written by the same thread, in the last sweep.
     """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
+    COSINE: tl.constexpr = KIND == 5
+    MIDDLE: tl.constexpr = (KIND == 3 or KIND == 4) and not FROM_SAVED  # the loss needs both sums of exponentials first
+    LAST: tl.constexpr = 1 if MIDDLE else 0  # the part of the last sweep that holds the tile the row ends in
+    LANES_S: tl.constexpr = not COSINE or HARD == 2
+    LANES_T: tl.constexpr = not COSINE and KIND != 0
+    WIDE: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # neighbours that a thread loads at once
+    FEW: tl.constexpr = WIDE if WIDE < BLOCK_SIZE else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // FEW
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     S_ptr += chunk_row * S_row_stride
@@ -185,6 +209,7 @@ def _distill_kernel(
         DS_ptr += chunk_row * DS_row_stride
     block = tl.arange(0, BLOCK_SIZE)
     tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    n_full = n_cols // BLOCK_SIZE
     label = -1
     if LABEL_ptr is not None:
         label = tl.load(LABEL_ptr + row)
@@ -193,6 +218,9 @@ def _distill_kernel(
                 tl.store(SOFT_ptr + row, 0.0)
             if HARD_ptr is not None:
                 tl.store(HARD_ptr + row, 0.0)
+            if SAVED_ptr is not None and not FROM_SAVED:
+                slot = tl.arange(0, 8)
+                tl.store(SAVED_ptr + row * 6 + slot, tl.zeros([8], dtype=tl.float32), mask=slot < 6)
             if DS_ptr is not None:
                 for i in range(0, tiles):
                     cols = i * BLOCK_SIZE + block
@@ -200,14 +228,17 @@ def _distill_kernel(
                     tl.store(DS_ptr + cols, nothing, mask=cols < s_stored)
             return
     share = tl.load(SHARE_ptr)
-    outside = 0.0 if KIND == 5 else float("-inf")
-    t_outside = 0.0 if (KIND == 5 or KIND == 0) else float("-inf")
+    scale = LOG2E if COSINE else inv_temperature * LOG2E
+    outside = 0.0 if COSINE else float("-inf")
+    t_outside = 0.0 if (COSINE or KIND == 0) else float("-inf")
 
     if FROM_SAVED:
-        lse_s = tl.load(SAVED_ptr + row * 4)
-        lse_hard = tl.load(SAVED_ptr + row * 4 + 1)
-        lse_t = tl.load(SAVED_ptr + row * 4 + 2)
-        dot = tl.load(SAVED_ptr + row * 4 + 3)
+        m_s = tl.load(SAVED_ptr + row * 6)
+        l_s = tl.load(SAVED_ptr + row * 6 + 1)
+        m_t = tl.load(SAVED_ptr + row * 6 + 2)
+        l_t = tl.load(SAVED_ptr + row * 6 + 3)
+        l_hard = tl.load(SAVED_ptr + row * 6 + 4)
+        dot = tl.load(SAVED_ptr + row * 6 + 5)
     else:
         s_label = 0.0
         if HARD:  # read before the first sweep: its reductions are the barrier between this and the gradient there
@@ -217,60 +248,115 @@ def _distill_kernel(
             if S_BIAS_ptr is not None:
                 s_label += tl.load(S_BIAS_ptr + at).to(tl.float32)
             s_label = tl.where(inside, s_label, float("nan"))
-        m_s = float("-inf")
-        m_t = float("-inf")
-        m_h = float("-inf")
-        d_s = 0.0
-        d_t = 0.0
-        d_h = 0.0
-        for i in tl.range(0, tiles, num_stages=STAGES):
-            cols = i * BLOCK_SIZE + block
-            s = _logits_block(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside)
-            t = _logits_block(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside)
-            if KIND == 5:
-                d_s += tl.sum(s * s)
-                d_t += tl.sum(t * t)
-                m_t = tl.where(i == 0, 0.0, m_t) + tl.sum(s * t)
-            else:
-                m_s, d_s = _online(s * inv_temperature, m_s, d_s)
-                if KIND == 0:
-                    d_t += tl.sum(t)
-                else:
-                    m_t, d_t = _online(t * inv_temperature, m_t, d_t)
-            if HARD == 2:
-                m_h, d_h = _online(tl.where(cols < n_cols, s, float("-inf")), m_h, d_h)
-        if KIND == 5:  # lse_s, lse_t and dot stand for 1 / |s|^2, 1 / (|s| |t|) and the cosine
-            norm_s = tl.maximum(tl.sqrt(d_s), 1e-8)
-            lse_s = 1.0 / (norm_s * norm_s)
-            lse_t = 1.0 / (norm_s * tl.maximum(tl.sqrt(d_t), 1e-8))
-            dot = m_t * lse_t
+        # A maximum and sums of its own a lane: no thread waits for another until the row is read. The maximum begins at a
+        # finite number, below which there are no logits, so that a lane of -inf (masked classes) has terms of 0, not nan.
+        top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+        top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
+        sum_s = tl.zeros([LANES], dtype=tl.float32)
+        sum_t = tl.zeros([LANES], dtype=tl.float32)
+        sum_hard = tl.zeros([LANES], dtype=tl.float32)
+        apart = tl.zeros([LANES], dtype=tl.float32)  # of KL_LOG and RKL: terms e^a (a - b), about the maximum of a
+        one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)  # of KL: terms; of the cosine: s^2, t^2 and s * t
+        two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
+            for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
+                cols = tile * BLOCK_SIZE + block
+                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == 1)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 1)
+                if COSINE:
+                    one += s * s
+                    two += t * t
+                    three += s * t
+                elif KIND == 0:
+                    one += tl.where(t == 0.0, 0.0, t * (log2_of(tl.maximum(t, eps), FAST_LOG2) - s * scale))
+                    two += t
+                if LANES_S:
+                    if COSINE:
+                        s = tl.where(cols < n_cols, s, float("-inf"))
+                    s_few = tl.reshape(s, [LANES, FEW])
+                    before = top_s
+                    top_s, again_s, e_s = _raised(s_few, before, scale)
+                    sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
+                    if HARD == 2 and not COSINE:
+                        again = tl.exp2((before - top_s) * LOG2E)
+                        sum_hard = sum_hard * again + tl.sum(tl.exp2((s_few - top_s[:, None]) * LOG2E), axis=1)
+                if LANES_T:
+                    t_few = tl.reshape(t, [LANES, FEW])
+                    top_t, again_t, e_t = _raised(t_few, top_t, scale)
+                    sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
+                    if KIND == 1:
+                        apart = tl.where(again_t == 0.0, 0.0, apart * again_t)
+                        apart += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (t_few - s_few)), axis=1)
+                    if KIND == 2:
+                        apart = tl.where(again_s == 0.0, 0.0, apart * again_s)
+                        apart += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (s_few - t_few)), axis=1)
+        m_s = 0.0
+        l_s = 0.0
+        m_t = 0.0
+        l_t = 0.0
+        if LANES_S:
+            m_s = tl.max(top_s)
+            d_s = _row_sum(sum_s, top_s, m_s, scale)
+            l_s = tl.log2(d_s)
+        l_hard = l_s
+        if HARD == 2 and not COSINE:
+            l_hard = tl.log2(_row_sum(sum_hard, top_s, m_s, LOG2E))
+        if LANES_T:
+            m_t = tl.max(top_t)
+            d_t = _row_sum(sum_t, top_t, m_t, scale)
+            l_t = tl.log2(d_t)
+        if COSINE:  # l_s, l_t and dot stand for 1 / |s|^2, 1 / (|s| |t|) and the cosine
+            norm_s = tl.maximum(tl.sqrt(tl.sum(one)), 1e-8)
+            l_s = 1.0 / (norm_s * norm_s)
+            l_t = 1.0 / (norm_s * tl.maximum(tl.sqrt(tl.sum(two)), 1e-8))
+            dot = tl.sum(three) * l_t
             soft = 1.0 - dot
-        else:
-            lse_s = m_s + tl.log(d_s)
-            lse_t = m_t + tl.log(d_t)
-            soft_terms = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-            slopes = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-            for done in tl.range(0, tiles, num_stages=STAGES):
-                cols = (tiles - 1 - done) * BLOCK_SIZE + block
-                s = _logits_block(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside)
-                t = _logits_block(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside)
-                f, g, q = _soft_terms(s, t, inv_temperature, lse_s, lse_t, beta, eps, KIND)
-                soft_terms += f
-                slopes += g
-            soft = tl.sum(soft_terms)
-            dot = tl.sum(slopes)
-        lse_hard = lse_s
-        if HARD == 2:
-            lse_hard = m_h + tl.log(d_h)
+        elif KIND == 0:
+            dot = tl.sum(two)  # less the sum of the slopes
+            soft = LN2 * (tl.sum(one) + dot * (m_s * scale + l_s))
+        elif KIND == 1:
+            dot = -1.0
+            soft = inv_temperature * (_row_sum(apart, top_t, m_t, scale) / d_t + (m_s - m_t)) + LN2 * (l_s - l_t)
+        elif KIND == 2:
+            soft = inv_temperature * (_row_sum(apart, top_s, m_s, scale) / d_s + (m_t - m_s)) + LN2 * (l_t - l_s)
+            dot = soft  # the sum of the slopes less 1
+        if MIDDLE:
+            for PART in tl.static_range(2):  # the other way: what was read last is in cache
+                for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
+                    tile = (n_full if PART else tiles) - 1 - done
+                    cols = tile * BLOCK_SIZE + block
+                    s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == 0)
+                    t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 0)
+                    x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+                    if KIND == 3:
+                        y = tl.maximum(y, -126.0)
+                        p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
+                        one += p * l
+                        two += q * u
+                    else:
+                        p = tl.exp2(y)
+                        q = tl.exp2(x)
+                        one += tl.abs(q - p)
+                        two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+            known = 0.0 * (l_s + l_t)  # nan where a logit is: the maxima of jsd_of lose it
+            if KIND == 3:
+                dot = LN2 * (1.0 - beta) * tl.sum(two) + known
+                soft = dot - LN2 * beta * tl.sum(one)
+            else:
+                dot = 0.5 * tl.sum(two) + known
+                soft = 0.5 * tl.sum(one)
         if SOFT_ptr is not None:
             tl.store(SOFT_ptr + row, soft * share)
         if HARD_ptr is not None:
-            tl.store(HARD_ptr + row, (lse_hard - s_label) * share)
+            tl.store(HARD_ptr + row, (m_s - s_label + LN2 * l_hard) * share)
         if SAVED_ptr is not None:
-            tl.store(SAVED_ptr + row * 4, lse_s)
-            tl.store(SAVED_ptr + row * 4 + 1, lse_hard)
-            tl.store(SAVED_ptr + row * 4 + 2, lse_t)
-            tl.store(SAVED_ptr + row * 4 + 3, dot)
+            tl.store(SAVED_ptr + row * 6, m_s)
+            tl.store(SAVED_ptr + row * 6 + 1, l_s)
+            tl.store(SAVED_ptr + row * 6 + 2, m_t)
+            tl.store(SAVED_ptr + row * 6 + 3, l_t)
+            tl.store(SAVED_ptr + row * 6 + 4, l_hard)
+            tl.store(SAVED_ptr + row * 6 + 5, dot)
 
     if DS_ptr is not None:
         slope = 1.0 if LATE else share
@@ -280,23 +366,54 @@ def _distill_kernel(
             soft_slope *= tl.load(GO_SOFT_ptr + row * GO_SOFT_stride).to(tl.float32)
         if GO_HARD_ptr is not None:
             hard_slope *= tl.load(GO_HARD_ptr + row * GO_HARD_stride).to(tl.float32)
+        if not COSINE:
+            soft_slope *= inv_temperature
+        # the gradient is q * (pull + a term of each kind), with what the hard loss pulls by where it shares q
+        pull = soft_slope * (dot if KIND == 0 else -dot)
+        if HARD == 1:
+            pull += hard_slope
+        if KIND == 2:
+            soft_slope *= LN2
+        if KIND == 3:
+            soft_slope *= LN2 * (1.0 - beta)
+        if KIND == 4:
+            soft_slope *= 0.5
         label_col = label.to(tl.int32) if LABEL_ptr is not None else -1
-        for i in tl.range(0, tiles, num_stages=STAGES):
-            cols = i * BLOCK_SIZE + block
-            s = _logits_block(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside)
-            t = _logits_block(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside)
-            if KIND == 5:
-                ds = soft_slope * (dot * s * lse_s - t * lse_t)
-            else:
-                f, g, q = _soft_terms(s, t, inv_temperature, lse_s, lse_t, beta, eps, KIND)
-                ds = soft_slope * inv_temperature * (g - q * dot)
-            if HARD:
-                h = hard_slope * tl.exp(s - lse_hard)
-                ds += tl.where(cols == label_col, h - hard_slope, h)
-            tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
+        for PART in tl.static_range(2):  # the opposite way of the sweep before
+            for done in tl.range(0, tiles - n_full if PART == LAST else n_full, num_stages=STAGES):
+                if MIDDLE:
+                    tile = done + (n_full if PART == LAST else 0)
+                else:
+                    tile = (tiles if PART == LAST else n_full) - 1 - done
+                cols = tile * BLOCK_SIZE + block
+                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == LAST)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == LAST)
+                x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+                if COSINE:
+                    ds = soft_slope * (dot * s * l_s - t * l_t)
+                elif KIND == 3:
+                    y = tl.maximum(y, -126.0)
+                    p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
+                    ds = q * (soft_slope * u + pull)
+                else:
+                    q = tl.exp2(x)
+                    if KIND == 0:
+                        ds = q * pull - soft_slope * t
+                    elif KIND == 1:
+                        ds = q * pull - soft_slope * tl.exp2(y)
+                    elif KIND == 2:
+                        ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + pull))
+                    else:
+                        p = tl.exp2(y)
+                        ds = q * tl.where(q > p, pull + soft_slope, tl.where(q < p, pull - soft_slope, pull))
+                if HARD == 2:
+                    ds += hard_slope * tl.exp2((s - m_s) * LOG2E - l_hard)
+                if HARD:
+                    ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
+                tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
 
 
-KERNELS = (_distill_kernel, _logits_block, _online, _soft_terms, divergence_of, jsd_of)
+KERNELS = (_distill_kernel, _logits_tile, _raised, _row_sum, _log2_pair, jsd_of, log2_of)
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
@@ -334,7 +451,7 @@ def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
 
 
 class DistillRows(NamedTuple):
-    """Per-row results, fp32 [n_rows] times the share, and what a later backward needs [n_rows, 4]; None: unwanted."""
+    """Per-row results, fp32 [n_rows] times the share, and what a later backward needs [n_rows, SAVED]; None: unwanted."""
 
     soft: torch.Tensor | None = None
     hard: torch.Tensor | None = None
@@ -386,4 +503,3 @@ def distill_rows(
         *(options.beta, options.eps, options.soft_weight, options.hard_weight),
     )
     launch(plan, _distill_kernel, (n,), args, (options.kind, hard, late, from_saved))
-

@@ -27,7 +27,7 @@ from ._cross_entropy_rows import RowResults, has_block_size
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import STATS, _stats_key, launch_sum
 from ._op import autocast_dtype, cdiv, check, check_ignore_index, check_tensors, define, first_order, launch, row_major
-from ._triton import tl, triton
+from ._triton import libdevice, tl, triton
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = 3
@@ -103,43 +103,54 @@ def _share(x, labels, options: Divergence, dtype) -> torch.Tensor:
 
 
 @triton.jit
-def jsd_of(x, y, beta):
-    """(f, df / dx, e^x) of the Jensen-Shannon divergence, about the larger of x and y, so that neither exp underflows
-    before the other counts: of the two exponentials about it one is 1."""
-    d = tl.where(x == y, 0.0, x - y)  # equal, or both -inf
-    less = tl.exp(-tl.abs(d))
-    q = tl.where(d < 0, less, 1.0)
-    p = tl.where(d < 0, 1.0, less)
-    m = tl.log(beta * p + (1.0 - beta) * q)
-    size = tl.exp(tl.maximum(x, y))
-    p *= size
-    q *= size
-    g = tl.where(q == 0.0, 0.0, (1.0 - beta) * q * (tl.minimum(d, 0.0) - m))
-    # Fused, not summed: LLVM's vectoriser dies on the two nested sums of f and g (Triton 3.9 on sm90, 3.8 on sm89).
-    f = tl.fma(beta * p, tl.where(p == 0.0, 0.0, tl.minimum(-d, 0.0) - m), g)
-    return f, g, q
+def log2_of(x, FAST_LOG2: tl.constexpr):
+    """log2 of normal numbers."""
+    if FAST_LOG2:
+        y = libdevice.fast_log2f(x)
+    else:
+        y = tl.log2(x)
+    return y
 
 
 @triton.jit
-def divergence_of(x, y, beta, eps, KIND: tl.constexpr):
+def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
+    """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 - beta) q.
+
+    y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell. A d
+    of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
+    """
+    d = tl.maximum(d, -400.0)
+    p = tl.exp2(y)
+    ratio = tl.exp2(d)
+    m = log2_of((1.0 - beta) * ratio + beta, FAST_LOG2)
+    return p, p * ratio, m, d - m
+
+
+@triton.jit
+def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
     """(f, df / dx) of a block; elements past a row's end must be masked by the caller."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
     if KIND == 4:
         d = x - y
         f = 0.5 * tl.abs(d)
         g = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))  # d at a tie: 0, and nan stays nan
     elif KIND == 0:
-        f = tl.where(y == 0.0, 0.0, y * (tl.log(tl.maximum(y, eps)) - x))
+        f = tl.where(y == 0.0, 0.0, y * (log2_of(tl.maximum(y, eps), FAST_LOG2) * LN2 - x))
         g = -y
     elif KIND == 1:
-        p = tl.exp(y)
+        p = tl.exp2(y * LOG2E)
         f = tl.where(p == 0.0, 0.0, p * (y - x))
         g = -p
     elif KIND == 2:
-        q = tl.exp(x)
+        q = tl.exp2(x * LOG2E)
         f = tl.where(q == 0.0, 0.0, q * (x - y))
         g = f + q
     else:
-        f, g, _ = jsd_of(x, y, beta)
+        y = tl.maximum(y, -87.3)
+        p, q, m, u = jsd_of((x - y) * LOG2E, y * LOG2E, beta, FAST_LOG2)
+        g = LN2 * (1.0 - beta) * (q * u)
+        f = g - LN2 * beta * (p * m)
     return f, g
 
 
@@ -166,6 +177,7 @@ def _divergence_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
 ):
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
@@ -191,7 +203,7 @@ def _divergence_kernel(
         mask = cols < n_cols
         x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND)
+        f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
         total += tl.where(mask, f, 0.0)
         if TERM_ptr is not None:
             tl.store(TERM_ptr + at + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
@@ -258,7 +270,7 @@ def divergence_tunable(op: str) -> Tunable:
     return Tunable(
         op,
         "fwd",
-        kernels=(_divergence_kernel, divergence_of, jsd_of),
+        kernels=(_divergence_kernel, divergence_of, jsd_of, log2_of),
         key=row_key,
         dims=DIMS,
         heuristic=_heuristic,

@@ -5,7 +5,7 @@ Rows whose target is ignore_index have losses and gradient of exactly zero.
 Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 or int32 -> ce [n_rows], tvd [n_rows].
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one by
 one. The teacher has no gradient.
-Saved for backward: the logits and four fp32 numbers a row, so that backward reads each of them once. See
+Saved for backward: the logits and six fp32 numbers a row, so that backward reads each of them once. See
 _distill_rows.py for the kernel.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", https://arxiv.org/abs/2307.15190
@@ -22,6 +22,7 @@ from ..registry import Op, Sample, next_power_of_2
 from ._cross_entropy_reference import NONE, Options, check_targets
 from ._cross_entropy_stats import launch_stats
 from ._distill_rows import (
+    SAVED,
     Distillation,
     DistillRows,
     distill_reference,
@@ -71,7 +72,7 @@ def _fwd(student, teacher, target, ignore_index):
     none = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
     launch_stats(_NAME, target, None, student.shape[1], none, device)  # asserts the targets
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
-    saved = torch.empty(n_rows, 4, dtype=torch.float32, device=device)
+    saved = torch.empty(n_rows, SAVED, dtype=torch.float32, device=device)
     _launch(student, teacher, target, ignore_index, DistillRows(tvd, ce, saved))
     return ce, tvd, saved
 
@@ -91,7 +92,7 @@ def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
 def _fwd_reference(student, teacher, target, ignore_index):
     check_targets(_NAME, target, student.shape[1], ignore_index)
     ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
-    return ce, tvd, ce.new_zeros(ce.shape[0], 4)
+    return ce, tvd, ce.new_zeros(ce.shape[0], SAVED)
 
 
 @torch.no_grad()
@@ -102,7 +103,7 @@ def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
 
 def _fwd_fake(student, teacher, target, ignore_index):
     wide, n_rows = torch.promote_types(student.dtype, torch.float32), student.shape[0]
-    return tuple(student.new_empty(shape, dtype=wide) for shape in ((n_rows,), (n_rows,), (n_rows, 4)))
+    return tuple(student.new_empty(shape, dtype=wide) for shape in ((n_rows,), (n_rows,), (n_rows, SAVED)))
 
 
 def _bwd_fake(student, *rest):
@@ -125,7 +126,7 @@ fused_ce_tvd_bwd = define(
 
 
 class LigerFusedCETVDFunction(torch.autograd.Function):
-    """Autograd for both losses: saves the logits and four numbers a row."""
+    """Autograd for both losses: saves the logits and six numbers a row."""
 
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
