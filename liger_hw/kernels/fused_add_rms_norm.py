@@ -17,15 +17,22 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer
-from ..registry import Op, Sample, row_key
+from ..registry import Op, Sample
 from . import rms_norm
 from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._rms_backward import backward_tunables, rms_backward
+from ._row_pieces import _columns_of, _first_piece, _tail_piece, pieces_key, row_pieces
 from ._row_tiles import _after
 from ._triton import tl, triton
-from .rms_norm import CASTING_MODES, LigerRMSNorm, forward_tunable, rms_norm_reference
-
-_normalise_and_store = rms_norm._normalise_and_store
+from .rms_norm import (
+    CASTING_MODES,
+    NORMALISE,
+    LigerRMSNorm,
+    _normalise_and_store,
+    _sum_of_squares,
+    forward_tunable,
+    rms_norm_reference,
+)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -71,50 +78,68 @@ def _fused_add_rms_norm_fwd_kernel(
     offset,
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """ROWS rows a program. Rows wider than BLOCK_SIZE are read and added twice; the second sweep comes from cache."""
+    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
+    time from cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = (rows < n_rows)[:, None]
-    cols = tl.arange(0, BLOCK_SIZE)
-    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-    r_ptrs = R_ptr + rows[:, None] * R_row_stride + cols[None, :]
-    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
-    s_ptrs = S_ptr + rows[:, None] * n_cols + cols[None, :]
+    x_rows = X_ptr + rows[:, None] * X_row_stride
+    r_rows = R_ptr + rows[:, None] * R_row_stride
+    y_rows = Y_ptr + rows[:, None] * n_cols
+    s_rows = S_ptr + rows[:, None] * n_cols
     if WHOLE_ROW:
-        mask = row_mask & (cols < n_cols)[None, :]
-        s_raw = _sum_tile(x_ptrs, r_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
-        tl.store(s_ptrs, s_raw, mask=mask)
-        s = s_raw.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n_cols + eps)
+        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        mask = row_mask & exist[None, :]
+        s = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, LOAD_CACHE, LOAD_EVICT)
+        if BLOCK_SIZE <= 4096:
+            w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
+        if TAIL:
+            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+            tail_mask = row_mask & tail_exist[None, :]
+            s_tail = _sum_tile(x_rows + tail[None, :], r_rows + tail[None, :], tail_mask, LOAD_CACHE, LOAD_EVICT)
+            w_tail = _columns_of(W_ptr, tail, tail_exist)
+        tl.store(s_rows + cols[None, :], s, mask=mask)
+        squares = _sum_of_squares(s)
+        if TAIL:
+            tl.store(s_rows + tail[None, :], s_tail, mask=tail_mask)
+            squares += _sum_of_squares(s_tail)
+        rstd = tl.rsqrt(squares / n_cols + eps)
+        if BLOCK_SIZE > 4096:
+            w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            s_raw = _after(s_raw, rstd[:, None])
-        _normalise_and_store(s_raw, rstd, W_ptr, y_ptrs, cols, n_cols, mask, offset, CASTING)
+            s = _after(s, rstd[:, None])
+        _normalise_and_store(s, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
+        if TAIL:
+            _normalise_and_store(s_tail, rstd, w_tail, y_rows + tail[None, :], tail_mask, offset, CASTING)
     else:
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            s_raw = _sum_tile(x_ptrs + start, r_ptrs + start, mask, "", "")
-            tl.store(s_ptrs + start, s_raw, mask=mask)
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            mask = row_mask & (cols < n_cols)[None, :]
+            s_raw = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, "", "")
+            tl.store(s_rows + cols[None, :], s_raw, mask=mask)
             s = s_raw.to(tl.float32)
             squares += s * s
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            s_raw = _sum_tile(x_ptrs + start, r_ptrs + start, mask, "", "")
-            _normalise_and_store(s_raw, rstd, W_ptr, y_ptrs + start, start + cols, n_cols, mask, offset, CASTING)
+        for tile in range(tiles):  # backwards: what was read last is nearest
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            mask = row_mask & (cols < n_cols)[None, :]
+            s = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, "", "")
+            w = _columns_of(W_ptr, cols, cols < n_cols)
+            _normalise_and_store(s, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_tile, _normalise_and_store, _after)
-FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536)
+_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_tile, *NORMALISE)
+FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=pieces_key)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -126,9 +151,9 @@ def _fwd(x, r, w, eps, offset, casting):
     y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        flags = (casting, blocks["BLOCK_SIZE"] >= n_cols)
+        flags = (casting, *row_pieces(n_cols, blocks["BLOCK_SIZE"]))
         args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
         launch(plan, _fused_add_rms_norm_fwd_kernel, (-(-n_rows // blocks["ROWS"]),), args, flags)
     return y, s, rstd

@@ -24,6 +24,8 @@ from ._op import check, check_numbers, check_tensors, define, dense, empty_like,
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
+    _at,
+    _scale_of,
     bwd_heuristic,
     bwd_space,
     dot_heuristic,
@@ -32,6 +34,7 @@ from ._rms_backward import (
     safe,
     tiles_rows_persistently,
 )
+from ._row_pieces import PIECES, _columns_of, _first_piece, _tail_piece, pieces_key, row_pieces
 from ._row_tiles import _after
 from ._triton import tl, triton
 from .rms_norm import forward_tunable
@@ -56,12 +59,12 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
 
 
 @triton.jit
-def _scale_shift_and_store(h, W_ptr, B_ptr, Y_ptrs, cols, n_cols, mask):
+def _scale_shift_and_store(h, w, b, Y_ptrs, mask):
     y = h
-    if W_ptr is not None:
-        y = y * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
-    if B_ptr is not None:
-        y = y + tl.load(B_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
+    if w is not None:
+        y = y * w.to(tl.float32)[None, :]
+    if b is not None:
+        y = y + b.to(tl.float32)[None, :]
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
 
 
@@ -77,49 +80,76 @@ def _layer_norm_fwd_kernel(
     n_cols,
     eps,
     WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
+    cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = (rows < n_rows)[:, None]
-    cols = tl.arange(0, BLOCK_SIZE)
-    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+    x_rows = X_ptr + rows[:, None] * X_row_stride
+    y_rows = Y_ptr + rows[:, None] * n_cols
     if WHOLE_ROW:
-        mask = row_mask & (cols < n_cols)[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        mean = tl.sum(x.to(tl.float32), axis=1) / n_cols
+        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        mask = row_mask & exist[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        if BLOCK_SIZE <= 4096:
+            w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
+            b = _columns_of(B_ptr, cols, exist)
+        total = tl.sum(x.to(tl.float32), axis=1)
+        if TAIL:
+            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+            tail_mask = row_mask & tail_exist[None, :]
+            x_tail = tl.load(
+                x_rows + tail[None, :], mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+            )
+            w_tail = _columns_of(W_ptr, tail, tail_exist)
+            b_tail = _columns_of(B_ptr, tail, tail_exist)
+            total += tl.sum(x_tail.to(tl.float32), axis=1)
+        mean = total / n_cols
         if BLOCK_SIZE > 4096:
             x = _after(x, mean[:, None])
         centred = tl.where(mask, x.to(tl.float32) - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / n_cols + eps)
+        squares = tl.sum(centred * centred, axis=1)
+        if TAIL:
+            centred_tail = tl.where(tail_mask, x_tail.to(tl.float32) - mean[:, None], 0.0)
+            squares += tl.sum(centred_tail * centred_tail, axis=1)
+        rstd = tl.rsqrt(squares / n_cols + eps)
         if BLOCK_SIZE > 4096:
             centred = _after(x, rstd[:, None]).to(tl.float32) - mean[:, None]
-        _scale_shift_and_store(centred * rstd[:, None], W_ptr, B_ptr, y_ptrs, cols, n_cols, mask)
+            w = _columns_of(W_ptr, cols, exist)
+            b = _columns_of(B_ptr, cols, exist)
+        _scale_shift_and_store(centred * rstd[:, None], w, b, y_rows + cols[None, :], mask)
+        if TAIL:
+            _scale_shift_and_store(centred_tail * rstd[:, None], w_tail, b_tail, y_rows + tail[None, :], tail_mask)
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        lanes = tl.arange(0, BLOCK_SIZE)
         lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         lane_m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for tile in range(tiles):
-            start = tile * BLOCK_SIZE
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            cols = tile * BLOCK_SIZE + lanes
+            mask = row_mask & (cols < n_cols)[None, :]
+            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             step = tl.where(mask, x - lane_mean, 0.0)
             lane_mean += step * (1.0 / (tile + 1.0))
             lane_m2 += step * (x - lane_mean)
-        seen = ((n_cols - cols + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
+        seen = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
         mean = tl.sum(lane_mean * seen, axis=1) / n_cols
         apart = lane_mean - mean[:, None]
         rstd = tl.rsqrt(tl.sum(lane_m2 + seen * apart * apart, axis=1) / n_cols + eps)
         for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes  # backwards: what was read last is nearest
+            exist = cols < n_cols
+            mask = row_mask & exist[None, :]
+            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             h = (x - mean[:, None]) * rstd[:, None]
-            _scale_shift_and_store(h, W_ptr, B_ptr, y_ptrs + start, start + cols, n_cols, mask)
+            w = _columns_of(W_ptr, cols, exist)
+            b = _columns_of(B_ptr, cols, exist)
+            _scale_shift_and_store(h, w, b, y_rows + cols[None, :], mask)
     tl.store(STATS_ptr + rows, mean, mask=rows < n_rows)
     tl.store(STATS_ptr + n_rows + rows, rstd, mask=rows < n_rows)
 
@@ -155,6 +185,24 @@ def _layer_norm_bwd_means_kernel(
     tl.store(MEANS_ptr + n_rows + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + n_rows + row) / n_cols)
 
 
+@triton.jit
+def _centred_and_m(x, dy, mean, rstd, w):
+    """(h, m) of one piece; w: W in fp32, or None."""
+    h = (x.to(tl.float32) - mean) * rstd
+    m = dy
+    if w is not None:
+        m = dy * w[None, :]
+    return h, m
+
+
+@triton.jit
+def _store_sums(Line_ptr, width, dw, db, cols, exist, HAS_BIAS: tl.constexpr):
+    """Sums of one piece over its rows: those of dw, and behind them (a row is `width` wide) those of db."""
+    tl.store(Line_ptr + cols, tl.sum(dw, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
+    if HAS_BIAS:
+        tl.store(Line_ptr + width + cols, tl.sum(db, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _layer_norm_bwd_kernel(
     DY_ptr,
@@ -170,6 +218,7 @@ def _layer_norm_bwd_kernel(
     n_cols,
     n_tiles,
     HAS_BIAS: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -178,49 +227,72 @@ def _layer_norm_bwd_kernel(
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw, db stays in registers.
 
+    With a TAIL the one column tile is a row's first piece, and the second is taken along with it.
     MEANS_ptr: mean(m) and mean(m * h) of every row, or None when the tile holds whole rows.
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
     """
     pid = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    if W_ptr is not None:
-        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    w = _scale_of(W_ptr, cols, exist, 0.0)
     if Partial_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    if TAIL:
+        tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+        w_tail = _scale_of(W_ptr, tail, tail_exist, 0.0)
+        if Partial_ptr is not None:
+            dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+            db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
-        mask = row_mask[:, None] & col_mask[None, :]
-        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        mask = row_mask[:, None] & exist[None, :]
+        x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
+        dy_ptrs = _at(DY_ptr, rows, DY_row_stride, cols)
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         dy = dy.to(tl.float32)
+        if TAIL:
+            tail_mask = row_mask[:, None] & tail_exist[None, :]
+            x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
+            dy_ptrs = _at(DY_ptr, rows, DY_row_stride, tail)
+            x_tail = tl.load(x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            dy_tail = tl.load(dy_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            dy_tail = dy_tail.to(tl.float32)
         mean = tl.load(STATS_ptr + rows, mask=row_mask, other=0.0)[:, None]
         rstd = tl.load(STATS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
-        h = (x - mean) * rstd
-        m = dy
-        if W_ptr is not None:
-            m = dy * w[None, :]
+        h, m = _centred_and_m(x, dy, mean, rstd, w)
         if Partial_ptr is not None:
             dw += dy * h
             if HAS_BIAS:
                 db += dy
+        if TAIL:
+            h_tail, m_tail = _centred_and_m(x_tail, dy_tail, mean, rstd, w_tail)
+            if Partial_ptr is not None:
+                dw_tail += dy_tail * h_tail
+                if HAS_BIAS:
+                    db_tail += dy_tail
         if MEANS_ptr is None:
-            shift = (tl.sum(m, axis=1) / n_cols)[:, None]
-            dot = (tl.sum(m * h, axis=1) / n_cols)[:, None]
+            shift = tl.sum(m, axis=1)
+            dot = tl.sum(m * h, axis=1)
+            if TAIL:
+                shift += tl.sum(m_tail, axis=1)
+                dot += tl.sum(m_tail * h_tail, axis=1)
+            shift = (shift / n_cols)[:, None]
+            dot = (dot / n_cols)[:, None]
         else:
             shift = tl.load(MEANS_ptr + rows, mask=row_mask, other=0.0)[:, None]
             dot = tl.load(MEANS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
         dx = rstd * (m - shift - h * dot)
-        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        tl.store(_at(DX_ptr, rows, n_cols, cols), dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        if TAIL:
+            dx = rstd * (m_tail - shift - h_tail * dot)
+            tl.store(_at(DX_ptr, rows, n_cols, tail), dx.to(DX_ptr.dtype.element_ty), mask=tail_mask)
     if Partial_ptr is not None:
-        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS) + cols
-        tl.store(partial_ptrs, tl.sum(dw, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
-        if HAS_BIAS:
-            tl.store(partial_ptrs + n_cols, tl.sum(db, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
+        line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
+        _store_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
+        if TAIL:
+            _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail, tail_exist, HAS_BIAS)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -232,19 +304,20 @@ _WIDEST_BWD_TILE = 8192
 def narrow_bwd_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
     """The tiles of rms_norm's backward; wider rows in column tiles of 4096."""
     block = key[0] if key[0] <= _WIDEST_BWD_TILE else 4096
-    return bwd_heuristic(target, (block, *key[1:]), streams)
+    return bwd_heuristic(target, (block, *key[1:]), streams, grads=2)
 
 
 def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
     return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
 
 
-FWD = forward_tunable("layer_norm", _layer_norm_fwd_kernel, _scale_shift_and_store, _after, widest=32768)
+_FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _after, *PIECES)
+FWD = forward_tunable("layer_norm", *_FWD_KERNELS, widest=32768, key=pieces_key)
 BWD = Tunable(
     "layer_norm",
     "bwd",
-    kernels=(_layer_norm_bwd_kernel,),
-    key=row_key,
+    kernels=(_layer_norm_bwd_kernel, _centred_and_m, _store_sums, _scale_of, _at, *PIECES),
+    key=pieces_key,
     dims=DIMS,
     heuristic=narrow_bwd_heuristic,
     safe=safe,
@@ -272,11 +345,11 @@ def _fwd(x, w, b, eps):
     y = empty_like(x, x.dtype)
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         grid = (-(-n_rows // blocks["ROWS"]),)
         args = (x, w, b, y, stats, stride, n_rows, n_cols, eps)
-        launch(plan, _layer_norm_fwd_kernel, grid, args, (blocks["BLOCK_SIZE"] >= n_cols,))
+        launch(plan, _layer_norm_fwd_kernel, grid, args, row_pieces(n_cols, blocks["BLOCK_SIZE"]))
     return y, stats
 
 
@@ -288,19 +361,20 @@ def _bwd(dy, x, w, b, stats, needs_params):
     if not n_rows:
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     dy_stride = rows_of(dy)[2]
-    key = row_key(n_rows, n_cols, x.itemsize)
-    plan = BWD.plan(x.device, key)
+    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), -(-n_cols // blocks["BLOCK_SIZE"])
+    whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
+    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     means = None
     if col_tiles > 1:
         means = torch.empty_like(stats)
         args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
-        launch(BWD_MEANS.plan(x.device, key), _layer_norm_bwd_means_kernel, (n_rows,), args)
+        plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
     programs = max(1, min(plan.programs // col_tiles, n_tiles))
     partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
-    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2,))
+    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2, tail))
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 

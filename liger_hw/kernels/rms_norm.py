@@ -14,7 +14,7 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -35,6 +35,7 @@ from ._op import (
     rows_of,
 )
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, few_rows, rms_backward, row_warps, safe, tiles_rows
+from ._row_pieces import PIECES, _columns_of, _first_piece, _tail_piece, pieces_key, row_pieces
 from ._row_tiles import _after
 from ._triton import tl, triton
 
@@ -68,14 +69,19 @@ def rms_norm_reference(
 
 
 @triton.jit
-def _normalise_and_store(x_raw, rstd, W_ptr, Y_ptrs, cols, n_cols, mask, offset, CASTING: tl.constexpr):
+def _normalise_and_store(x_raw, rstd, w, Y_ptrs, mask, offset, CASTING: tl.constexpr):
     y = x_raw.to(tl.float32) * rstd[:, None]
     if CASTING == 0:
         y = y.to(x_raw.dtype).to(tl.float32)
-    if W_ptr is not None:
-        w = tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
-        y = y * w[None, :]
+    if w is not None:
+        y = y * (w.to(tl.float32) + offset)[None, :]
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_squares(x_raw):
+    x = x_raw.to(tl.float32)
+    return tl.sum(x * x, axis=1)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -91,38 +97,56 @@ def _rms_norm_fwd_kernel(
     offset,
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
+    cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = (rows < n_rows)[:, None]
-    cols = tl.arange(0, BLOCK_SIZE)
-    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
+    x_rows = X_ptr + rows[:, None] * X_row_stride
+    y_rows = Y_ptr + rows[:, None] * n_cols
     if WHOLE_ROW:
-        mask = row_mask & (cols < n_cols)[None, :]
-        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        x = x_raw.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        mask = row_mask & exist[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        if BLOCK_SIZE <= 4096:
+            w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
+        if TAIL:
+            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+            tail_mask = row_mask & tail_exist[None, :]
+            x_tail = tl.load(
+                x_rows + tail[None, :], mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+            )
+            w_tail = _columns_of(W_ptr, tail, tail_exist)
+        squares = _sum_of_squares(x)
+        if TAIL:
+            squares += _sum_of_squares(x_tail)
+        rstd = tl.rsqrt(squares / n_cols + eps)
+        if BLOCK_SIZE > 4096:
+            w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            x_raw = _after(x_raw, rstd[:, None])
-        _normalise_and_store(x_raw, rstd, W_ptr, y_ptrs, cols, n_cols, mask, offset, CASTING)
+            x = _after(x, rstd[:, None])
+        _normalise_and_store(x, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
+        if TAIL:
+            _normalise_and_store(x_tail, rstd, w_tail, y_rows + tail[None, :], tail_mask, offset, CASTING)
     else:
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            x = tl.load(x_rows + cols[None, :], mask=row_mask & (cols < n_cols)[None, :], other=0.0).to(tl.float32)
             squares += x * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x_raw = tl.load(x_ptrs + start, mask=mask, other=0.0)
-            _normalise_and_store(x_raw, rstd, W_ptr, y_ptrs + start, start + cols, n_cols, mask, offset, CASTING)
+        for tile in range(tiles):  # backwards: what was read last is nearest
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            mask = row_mask & (cols < n_cols)[None, :]
+            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0)
+            w = _columns_of(W_ptr, cols, cols < n_cols)
+            _normalise_and_store(x, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
 
 
@@ -153,13 +177,14 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE) -> Tunable:
-    """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`."""
+def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE, key: Callable[..., Key] = row_key) -> Tunable:
+    """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`, and
+    `key` is `pieces_key` where its kernel takes rows in two pieces."""
     return Tunable(
         op,
         "fwd",
         kernels=kernels,
-        key=row_key,
+        key=key,
         dims=DIMS,
         heuristic=lambda target, key: fwd_heuristic(target, key, widest),
         safe=safe,
@@ -168,7 +193,8 @@ def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE) -> Tunabl
     )
 
 
-FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, _normalise_and_store, _after, widest=65536)
+NORMALISE = (_normalise_and_store, _sum_of_squares, _after, *PIECES)
+FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=pieces_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -184,9 +210,9 @@ def _fwd(x, w, eps, offset, casting):
     y = empty_like(x, _out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        flags = (casting, blocks["BLOCK_SIZE"] >= n_cols)
+        flags = (casting, *row_pieces(n_cols, blocks["BLOCK_SIZE"]))
         grid = (-(-n_rows // blocks["ROWS"]),)
         launch(plan, _rms_norm_fwd_kernel, grid, (x, w, y, rstd, stride, n_rows, n_cols, eps, offset), flags)
     return y, rstd
