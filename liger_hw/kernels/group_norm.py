@@ -348,6 +348,7 @@ class LigerGroupNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerGroupNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
+        check_numbers("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups, eps=eps)
         fits = num_groups >= 1 and num_channels % num_groups == 0
         check(fits, "LigerGroupNorm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
         self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps

@@ -24,7 +24,18 @@ from ._multi_token_attention_kernels import (
     _causal_softmax_bwd_kernel,
     _causal_softmax_fwd_kernel,
 )
-from ._op import cdiv, check, check_flags, check_tensors, define, empty_like, first_order, launch, no_weight
+from ._op import (
+    cdiv,
+    check,
+    check_flags,
+    check_numbers,
+    check_tensors,
+    define,
+    empty_like,
+    first_order,
+    launch,
+    no_weight,
+)
 from ._rms_backward import safe, tiles_rows
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
@@ -313,6 +324,8 @@ class LigerMultiTokenAttention(torch.nn.Module):
         super().__init__()
         reason = _numbers_misfit(groups, kernel_size=kernel_size, stride=stride, dilation=dilation, padding=padding)
         check(not reason, "LigerMultiTokenAttention", reason)
+        check_numbers("LigerMultiTokenAttention", in_channels=in_channels, out_channels=out_channels)
+        check_flags("LigerMultiTokenAttention", bias=bias, sparse=sparse)
         fits = in_channels % groups == 0 and out_channels % groups == 0
         check(
             fits, "LigerMultiTokenAttention", f"groups={groups} must divide {in_channels} and {out_channels} channels"

@@ -11,7 +11,7 @@ import functools
 import logging
 import types
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
@@ -175,6 +175,9 @@ class Dial:
     """
 
     def __init__(self, model: torch.nn.Module, setting: Any) -> None:
+        if not isinstance(model, torch.nn.Module):
+            got = model.__name__ if isinstance(model, type) else type(model).__name__
+            raise TypeError(f"activations: model must be a loaded model, got {got}; call activations(setting, model)")
         self.model = model
         self.layers = layers_of(model)
         self._choice = Choice(setting, len(self.layers))
@@ -286,8 +289,8 @@ def put_on(
         report.patches.append(dial)
         names = {type(layer).__name__ for layer in dial.layers}
     else:
-        if not is_budget(setting) and isinstance(setting, str):
-            check_level(setting)
+        if not is_budget(setting) and (isinstance(setting, str) or not isinstance(setting, (Mapping, Sequence))):
+            level_of_each(setting, 1)  # what means nothing for any model raises here, not in its first step
         classes = {type(layers_of(sample)[0]) for sample in samples}
         for cls in classes:
             patch = class_patch(cls, setting)

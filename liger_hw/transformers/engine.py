@@ -14,6 +14,7 @@ import re
 import types
 from typing import Any, Callable, Iterator
 
+from ..kernels._op import check_flags
 from ..recompute.dial import put_on
 from . import parts, probing
 from .loss import causal_lm_forward, head_path
@@ -37,12 +38,13 @@ def apply(
     Returns the report; on an error everything done so far is undone. Raises `ValueError` for both losses at once, and
     for a second patch that asks for the other loss.
     """
+    activations = options.pop("activations", None)
+    check_flags(name, **options)
     if options.get("cross_entropy") and options.get("fused_linear_cross_entropy"):
         raise ValueError(
             f"{name}: cross_entropy and fused_linear_cross_entropy exclude each other; "
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
-    activations = options.pop("activations", None)
     target = "classes" if model is None else f"one {type(model).__name__}"
     report = PatchReport(name, target)
     engine = _Classes(*classes, report) if model is None else _Instance(model, report)

@@ -77,6 +77,9 @@ def revert(model: Any) -> int:
 
     Also for a deep copy or an unpickled copy of a patched model, which no report knows. Patched classes stay patched.
     """
+    if not callable(getattr(model, "modules", None)) or isinstance(model, type):
+        got = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"revert: model must be a loaded model, got {got}; a patched class is taken back by its report's revert()")
     count = 0
     for module in model.modules():
         held = vars(module)

@@ -132,6 +132,11 @@ def test_what_means_nothing_raises():
     for without_model in ("full", "fit", "80GiB", ["keep"]):
         with pytest.raises(ValueError, match="pass the model too"):
             liger_hw.activations(without_model)
+    for mistaken in (("cheap", "a name"), (model, "cheap")):
+        with pytest.raises(TypeError, match=r"must be a loaded model, got str; call activations\(setting, model\)"):
+            liger_hw.activations(*mistaken)
+    with pytest.raises(ValueError, match="activations takes keep.* got 3"):
+        liger_hw.transformers.apply_liger_kernel_to_mistral(activations=3)
     with pytest.raises(ValueError, match="has no list of layers"):
         liger_hw.activations("mlp", torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="on the CPU; name a size"), liger_hw.activations("fit", model):

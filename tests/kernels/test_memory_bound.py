@@ -81,6 +81,13 @@ def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
 
 
 @pytest.mark.cpu
+def test_modules_refuse_what_is_no_number_when_made():
+    for numbers in ((8, "4"), (8, 4, "1e-5")):
+        with pytest.raises(TypeError, match="LigerGroupNorm: (num_groups|eps) must be a number, got str"):
+            group_norm.LigerGroupNorm(*numbers)
+
+
+@pytest.mark.cpu
 def test_a_channel_longer_than_32_bits_is_refused():
     x = torch.empty((1, 2, 2**31), device="meta")
     with pytest.raises(ValueError, match="liger_group_norm: a channel may have 2147418112 values"):

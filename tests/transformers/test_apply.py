@@ -40,6 +40,13 @@ def test_patch_refuses_what_it_cannot_be(family):
         liger_hw.patch(family.model(), cross_entropy=True)
     with pytest.raises(TypeError, match="swiglue"):
         liger_hw.patch(family.model(), swiglue=True)
+    for patch in (lambda **part: liger_hw.patch(family.model(), **part), family.apply):
+        with pytest.raises(TypeError, match="cross_entropy must be True or False, got 'no'"):
+            patch(cross_entropy="no")  # as a configuration file may give it: it would count as True
+    with pytest.raises(TypeError, match="revert: model must be a loaded model, got str"):
+        liger_hw.revert("model")
+    with pytest.raises(AttributeError, match="did you mean 'patch'"):
+        getattr(liger_hw, "ptach")  # noqa: B009
 
 
 def test_patch_parts_can_be_left_out(family):
