@@ -183,13 +183,13 @@ def _tokens(plan: Plan, device: torch.device) -> torch.Tensor:
     return (tokens % plan.shape.vocab).to(device)  # a few vocabularies are a little smaller than 32768
 
 
-def build(plan: Plan, device: torch.device) -> Any:
-    """The model of a plan with random weights from a fixed seed, made on the device in the plan's dtype."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def config(plan: Plan) -> Any:
+    """The transformers config of a plan's model."""
+    from transformers import AutoConfig
 
     shape = plan.shape
     experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2} if shape.experts else {}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         shape.family,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -205,12 +205,18 @@ def build(plan: Plan, device: torch.device) -> Any:
         pad_token_id=None,
         **experts,
     )
+
+
+def build(plan: Plan, device: torch.device) -> Any:
+    """The model of a plan with random weights from a fixed seed, made on the device in the plan's dtype."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(SEED)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, plan.dtype))
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=shape.attention)
+            model = AutoModelForCausalLM.from_config(config(plan), attn_implementation=plan.shape.attention)
     finally:
         torch.set_default_dtype(before)
     model.train()

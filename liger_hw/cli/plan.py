@@ -115,6 +115,9 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         if not isinstance(found, str):
             lines.append((name, in_words(found.levels), f"{found.peak / 2**30:.1f}", f"{100 * found.speed:.1f}%"))
     print(table(lines))
-    attention = "attention with a mask (a sliding window)" if planner.masked else "flash attention"
-    attention = "eager attention" if model.softcap else attention
+    attention = {
+        "masked": "attention with a mask (a sliding window)",
+        "eager": "eager attention (its scores in memory)",
+    }
+    attention = attention.get(planner.attention, "flash attention")
     print("\n".join([*failed, f"Assumed: {planner.given}; {attention}. Speed is against `keep`."]))

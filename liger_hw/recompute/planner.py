@@ -24,8 +24,13 @@ FLOPS_PER_BYTE = 160
 206 there, 153 on an A100 and 247 on an MI300X, neither of which was measured."""
 ATTENTION, ATTENTION_MASKED = (0.75, 0.6), (0.2, 0.22)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
+EAGER = (1.6, 0.82)
+"""Time of eager attention's forward and backward over what the bytes it moves would take, as Gemma-2 had it on an H200."""
+EAGER_MARGIN = 0.02
+"""Share of a budget left free where attention is eager: its temporaries are gigabytes and another torch may have others."""
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
+ATTENTIONS = ("eager", "masked", "flash")
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Optimizer state, in units of the trainable parameters' bytes."""
 
@@ -37,6 +42,8 @@ class Assumptions:
     dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
     trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
     gradients and optimizer state (FSDP); fused_loss: the logits never exist
+    attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what transformers
+    does with a model that names none: eager for softcapped scores, masked for a window that the sequence reaches
     """
 
     dtype_bytes: int = 2
@@ -45,8 +52,11 @@ class Assumptions:
     trainable: float = 1.0
     shards: int = 1
     fused_loss: bool = True
+    attention: str = ""
 
     def __post_init__(self) -> None:
+        if self.attention not in ("", *ATTENTIONS):
+            raise ValueError(f"unknown attention {self.attention!r}; known: {', '.join(ATTENTIONS)}")
         if self.optimizer not in STATE_BYTES:
             raise ValueError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_BYTES)}")
 
@@ -113,6 +123,7 @@ class Planner:
         stream = tokens * max(given.dtype_bytes, given.compute_bytes)  # the residual stream is fp32 under autocast
         q, kv, wide = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.intermediate
         autocast = given.dtype_bytes > given.compute_bytes
+        capped = given.compute_bytes if m.softcap else 0
         linear = m.hidden * (2 * q + 2 * kv) + 3 * m.hidden * wide
         norms = 2 * m.hidden * (2 if m.sandwich else 1) + (2 * m.head_dim if m.qk_norm else 0)
         parameters = linear + norms
@@ -121,15 +132,15 @@ class Planner:
         rotated = unit * (q + kv) if m.qk_norm else 0
         residuals = stream * 2 * m.hidden + (unit * 2 * m.hidden if m.sandwich else 0)
         keep = residuals + normed + 3 * unit * wide + rotated  # rotated: what the norms of q and k took
-        if m.softcap:  # eager: k and v for every head, scores as tanh, softmax in fp32 and its cast
-            keep += unit * 4 * q + 8 * self.batch * m.heads * self.seq**2
-        elif self.masked:  # memory-efficient attention: k and v for every head, its output in two layouts
+        if self.attention == "eager":  # k and v for every head, scores as tanh, softmax in fp32 and its cast
+            keep += unit * 4 * q + self._scores * (4 + (given.compute_bytes if given.compute_bytes < 4 else 0) + capped)
+        elif self.attention == "masked":  # memory-efficient: k and v for every head, its output in two layouts
             keep += unit * 5 * q
         else:
             keep += unit * (2 * q + 2 * kv)  # q, k, v and the output
         keep += tokens * 4 * (2 + m.heads)  # rstd of two norms, log-sum-exp of attention
         keep += linear * given.compute_bytes if autocast else 0  # autocast's copies of the weights
-        copied = m.qk_norm and kv < q and (m.softcap or self.masked)  # k for every head has no recipe
+        copied = m.qk_norm and kv < q and self.attention != "flash"  # k for every head has no recipe
         cheap = keep - normed - unit * wide - rotated + (unit * kv if copied else 0)
         kept = {"keep": keep, "cheap": cheap, "mlp": cheap - 2 * unit * wide, "full": stream * m.hidden}
 
@@ -141,12 +152,31 @@ class Planner:
             "mlp": gradients + unit * (3 * wide + m.hidden),
             "full": gradients + keep - kept["full"],
         }
+        if self.attention == "eager":
+            # or the softmax's, on its way back: its output, gradients in and out and their product, all fp32, and the tanh;
+            # beside them the layer's input, q and k, gradients of the stream and of v, and of the weights that had theirs
+            scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + tokens * 4 * (2 + m.heads)
+            scores += int(given.trainable * m.hidden * (3 * wide + q) * given.dtype_bytes)
+            for level in kept:
+                again = unit * m.hidden + rotated if level in ("keep", "full") else 0  # the norm's output
+                transient[level] = max(transient[level], scores + again - kept[level])
         return Layer(kept, transient, *self._times(linear, q, kv), parameters)
 
     @property
-    def masked(self) -> bool:
-        """Whether transformers gives attention a mask, so that it is not flash attention."""
-        return bool(self.model.window) and self.seq >= self.model.window
+    def attention(self) -> str:
+        """`eager`, `masked` or `flash`: what is given, or what transformers does with such a model."""
+        windowed = bool(self.model.window) and self.seq >= self.model.window
+        return self.given.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
+
+    @property
+    def _scores(self) -> int:
+        return self.batch * self.model.heads * self.seq**2
+
+    @property
+    def _masks(self) -> int:
+        """Bytes of eager attention's masks, which checkpointed layers hold until backward; Gemma's have one of two."""
+        kinds = 2 if self.model.window and self.model.sandwich else 1
+        return kinds * self.batch * self.seq**2 * self.given.compute_bytes if self.attention == "eager" else 0
 
     def _times(self, linear: int, q: int, kv: int) -> tuple[dict[str, float], float]:
         m, tokens, size = self.model, self.tokens, self.given.compute_bytes
@@ -154,12 +184,12 @@ class Planner:
         def moved(columns: int) -> float:
             return tokens * columns * size * FLOPS_PER_BYTE
 
-        gemm, scores = 2 * tokens * linear, 2 * tokens * self.seq * q  # causal: half of 4
+        gemm = 2 * tokens * linear
+        forward_scores, backward_scores = self._attention_times(q)
         norm, gate, rotation = moved(4 * m.hidden), moved(3 * m.intermediate), moved(2 * (q + kv))
         small = norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + moved(6 * m.hidden)
-        rates = ATTENTION_MASKED if self.masked else ATTENTION
-        forward = gemm + scores / rates[0] + small
-        backward = 2 * gemm * (1 + self.given.trainable) / 2 + 2.5 * scores / rates[1] + 2 * small
+        forward = gemm + forward_scores + small
+        backward = 2 * gemm * (1 + self.given.trainable) / 2 + backward_scores + 2 * small
         cheap = norm + gate + (2 * rotation if m.qk_norm else 0)
         extra = {
             "keep": 0.0,
@@ -168,6 +198,19 @@ class Planner:
             "full": forward - 2 * tokens * m.hidden * m.intermediate,  # checkpointing stops before the last product
         }
         return extra, forward + backward
+
+    def _attention_times(self, q: int) -> tuple[float, float]:
+        """Forward and backward of what is between the projections."""
+        products = 2 * self.tokens * self.seq * q  # causal: half of 4
+        if self.attention != "eager":
+            rates = ATTENTION_MASKED if self.attention == "masked" else ATTENTION
+            return products / rates[0], 2.5 * products / rates[1]
+        # reads and writes a score: two products, scale, mask, tanh and its two factors, cast, softmax in fp32, cast
+        c, capped = self.given.compute_bytes, self.model.softcap
+        casts = 2 * (4 + c) if c < 4 else 0
+        there, back = 6 * c + 6 * c * capped + casts + 8, 6 * c + 7 * c * capped + casts + 24
+        moved = self._scores * FLOPS_PER_BYTE
+        return 2 * products + EAGER[0] * there * moved, 4 * products + EAGER[1] * back * moved
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +240,7 @@ class Planner:
         size = given.dtype_bytes / given.shards * given.trainable
         stream = self.tokens * m.hidden * given.compute_bytes
         head_grad = self.head_parameters * (size if given.trainable == 1 else 0)
-        alive = resident + sum(layer.kept[level] for level in levels)
+        alive = resident + sum(layer.kept[level] for level in levels) + (self._masks if "full" in levels else 0)
         most = alive + 2 * stream + self._head()  # the last norm's input and output
         alive += head_grad
         for level in reversed(levels):
@@ -213,7 +256,7 @@ class Planner:
         from ..kernels._linear_head import plan_chunks
 
         trains = given.trainable == 1
-        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains)
+        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, apart=True)
         weight = m.vocab * m.hidden * (4 if chunks.wide else given.compute_bytes) if trains else 0
         return chunks.rows * m.vocab * given.compute_bytes + weight + self.tokens * m.hidden * given.compute_bytes
 
@@ -233,17 +276,19 @@ class Planner:
     def best(self, budget: int) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes. Raises `ValueError` when even `full` needs more.
 
-        Mixes of two levels suffice: each step down the list costs more time per byte than the one before. The level
-        that keeps less goes into the first layers, whose backward comes last, when gradients fill the memory.
+        With eager attention at most 98% of them, where one mix needs so little. Mixes of two levels suffice: each step
+        down the list costs more time per byte than the one before. The level that keeps less goes into the first layers,
+        whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
         pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
         mixes = {(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)}
         mixes |= {(*mix[:-1], "cheap") for mix in mixes if mix[-1] in ("mlp", "full")}
         found = [self.predict(mix) for mix in mixes]
-        fitting = [one for one in found if one.peak <= budget]
+        room = budget * (1 - EAGER_MARGIN) if self.attention == "eager" else budget
+        least = min(found, key=lambda one: one.peak)
+        fitting = [one for one in found if one.peak <= room] or ([least] if least.peak <= budget else [])
         if not fitting:
-            least = min(found, key=lambda one: one.peak)
             raise ValueError(
                 f"{self.model.name} at {self.batch} x {self.seq} needs {least.peak / 2**30:.1f} GiB even with "
                 f"{in_words(least.levels)}, and {budget / 2**30:.1f} GiB are to be used; make the batch or the sequence "
@@ -273,4 +318,11 @@ def of_module(
     parameters = list(source.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
     size = max(parameters, key=lambda p: p.numel()).element_size()
-    return Planner(shape, batch, seq, Assumptions(size, compute_bytes or size, trainable=trained))
+    windowed = bool(shape.window) and seq >= shape.window
+    implementation = str(getattr(config.get_text_config(), "_attn_implementation", None) or "")
+    attention = "eager" if implementation == "eager" else ""
+    if implementation == "sdpa":
+        attention = "masked" if windowed else "flash"  # transformers passes no softcap to it
+    elif "flash" in implementation or "flex" in implementation:
+        attention = "flash"
+    return Planner(shape, batch, seq, Assumptions(size, compute_bytes or size, trainable=trained, attention=attention))
