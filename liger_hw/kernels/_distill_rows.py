@@ -11,9 +11,9 @@ logits. Every sweep goes the opposite way of the one before: what was read last 
 
 Reading both rows takes less time than what is done with them, so that is counted: instructions a column of a bf16 row
 takes on sm90 (Triton 3.6), sweep by sweep, and those of them that run at an eighth of the rate (exp2, log2):
-    JSD with labels   15.9 + 19.5 + 23.0   2.3 + 3 + 3        KL_LOG   21.2 + 13.1   2.3 + 2
-    TVD with labels   15.4 + 17.5 + 19.5   2.3 + 2 + 2        RKL      21.2 + 15.1   2.3 + 1
-    cosine, labels    14.6 + 15.6          1.1 + 1            KL       17.9 + 10.1   2.1 + 1
+    JSD with labels   15.9 + 19.5 + 23.0   2.3 + 3 + 3        KL_LOG   21.8 + 13.1   2.3 + 2
+    TVD with labels   15.4 + 17.5 + 19.5   2.3 + 2 + 2        RKL      21.9 + 15.1   2.3 + 1
+    cosine, labels    14.8 + 15.6          1.1 + 1            KL       18.4 + 10.1   2.1 + 1
 Hence: exponentials and logarithms of base 2, one logarithm for JSD's mixture and none of a probability (a logit less its
 log-sum-exp), running maxima and sums a lane, reduced at the row's end, and no masks but in a row's last tile.
 
@@ -130,10 +130,16 @@ def _logits_tile(PTR, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.cons
 
 
 @triton.jit
-def _raised(x, m, scale):
-    """(maximum of every lane with a tile x [lanes, few], what it multiplies the lane's sums so far by, exponentials)."""
+def _raised(x, m):
+    """(the maximum of every lane with a tile x [lanes, few], how far it rose, the tile less it)."""
     higher = tl.maximum(m, tl.max(x, axis=1))
-    return higher, tl.exp2((m - higher) * scale), tl.exp2((x - higher[:, None]) * scale)
+    return higher, higher - m, x - higher[:, None]
+
+
+@triton.jit
+def _moved(apart, weights, by):
+    """The sum of w * d after every d moved by `by`, from the sum of w; no weight, no term, however far it moved."""
+    return apart + tl.where(weights == 0.0, 0.0, weights * by)
 
 
 @triton.jit
@@ -255,8 +261,8 @@ def _distill_kernel(
         sum_s = tl.zeros([LANES], dtype=tl.float32)
         sum_t = tl.zeros([LANES], dtype=tl.float32)
         sum_hard = tl.zeros([LANES], dtype=tl.float32)
-        apart = tl.zeros([LANES], dtype=tl.float32)  # of KL_LOG and RKL: terms e^a (a - b), about the maximum of a
-        one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)  # of KL: terms; of the cosine: s^2, t^2 and s * t
+        apart = tl.zeros([LANES], dtype=tl.float32)  # the terms of KL, KL_LOG and RKL, logits about the maxima here too
+        one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)  # of the cosine: s^2, t^2 and s * t
         two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
@@ -268,29 +274,32 @@ def _distill_kernel(
                     one += s * s
                     two += t * t
                     three += s * t
-                elif KIND == 0:
-                    one += tl.where(t == 0.0, 0.0, t * (log2_of(tl.maximum(t, eps), FAST_LOG2) - s * scale))
-                    two += t
                 if LANES_S:
                     if COSINE:
                         s = tl.where(cols < n_cols, s, float("-inf"))
-                    s_few = tl.reshape(s, [LANES, FEW])
-                    before = top_s
-                    top_s, again_s, e_s = _raised(s_few, before, scale)
-                    sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
+                    top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, FEW]), top_s)
+                    again_s = tl.exp2(-rise_s * scale)
+                    e_s = tl.exp2(low_s * scale)
                     if HARD == 2 and not COSINE:
-                        again = tl.exp2((before - top_s) * LOG2E)
-                        sum_hard = sum_hard * again + tl.sum(tl.exp2((s_few - top_s[:, None]) * LOG2E), axis=1)
-                if LANES_T:
+                        sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
+                if KIND == 0:
                     t_few = tl.reshape(t, [LANES, FEW])
-                    top_t, again_t, e_t = _raised(t_few, top_t, scale)
-                    sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
+                    terms = t_few * (log2_of(tl.maximum(t_few, eps), FAST_LOG2) - low_s * scale)
+                    apart = _moved(apart, sum_t, rise_s * scale) + tl.sum(tl.where(t_few == 0.0, 0.0, terms), axis=1)
+                    sum_t += tl.sum(t_few, axis=1)
+                if LANES_T:
+                    top_t, rise_t, low_t = _raised(tl.reshape(t, [LANES, FEW]), top_t)
+                    again_t = tl.exp2(-rise_t * scale)
+                    e_t = tl.exp2(low_t * scale)
                     if KIND == 1:
-                        apart = tl.where(again_t == 0.0, 0.0, apart * again_t)
-                        apart += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (t_few - s_few)), axis=1)
+                        apart = tl.where(again_t == 0.0, 0.0, _moved(apart, sum_t, rise_s - rise_t) * again_t)
+                        apart += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
                     if KIND == 2:
-                        apart = tl.where(again_s == 0.0, 0.0, apart * again_s)
-                        apart += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (s_few - t_few)), axis=1)
+                        apart = tl.where(again_s == 0.0, 0.0, _moved(apart, sum_s, rise_t - rise_s) * again_s)
+                        apart += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
+                    sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
+                if LANES_S:
+                    sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
         m_s = 0.0
         l_s = 0.0
         m_t = 0.0
@@ -313,13 +322,15 @@ def _distill_kernel(
             dot = tl.sum(three) * l_t
             soft = 1.0 - dot
         elif KIND == 0:
-            dot = tl.sum(two)  # less the sum of the slopes
-            soft = LN2 * (tl.sum(one) + dot * (m_s * scale + l_s))
+            dot = tl.sum(sum_t)  # less the sum of the slopes
+            soft = LN2 * (tl.sum(_moved(apart, sum_t, (m_s - top_s) * scale)) + dot * l_s)
         elif KIND == 1:
             dot = -1.0
-            soft = inv_temperature * (_row_sum(apart, top_t, m_t, scale) / d_t + (m_s - m_t)) + LN2 * (l_s - l_t)
+            apart = _moved(apart, sum_t, (m_s - top_s) - (m_t - top_t))
+            soft = inv_temperature * _row_sum(apart, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
         elif KIND == 2:
-            soft = inv_temperature * (_row_sum(apart, top_s, m_s, scale) / d_s + (m_t - m_s)) + LN2 * (l_t - l_s)
+            apart = _moved(apart, sum_s, (m_t - top_t) - (m_s - top_s))
+            soft = inv_temperature * _row_sum(apart, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
             dot = soft  # the sum of the slopes less 1
         if MIDDLE:
             for PART in tl.static_range(2):  # the other way: what was read last is in cache
@@ -413,13 +424,13 @@ def _distill_kernel(
                 tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
 
 
-KERNELS = (_distill_kernel, _logits_tile, _raised, _row_sum, _log2_pair, jsd_of, log2_of)
+KERNELS = (_distill_kernel, _logits_tile, _raised, _moved, _row_sum, _log2_pair, jsd_of, log2_of)
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Tiles of 2048, 8 elements of each row a thread: two tiles and their terms stay in registers on every target."""
+    """Tiles of 2048, 8 elements of each row a thread: a lane is a thread, and a tile of each is one wide load."""
     block = min(key[0], 2048)
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 8, 16))
 
@@ -435,7 +446,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
         for block in {min(key[0], size) for size in (1024, 2048, 4096, 8192, 16384)}
         for warps in (1, 2, 4, 8, 16, 32)
         for stages in (1, 2, 3)
-        if 4 <= block // (warps * target.warp_size) <= 32
+        if min(key[0] // target.warp_size, 16 // key[1]) <= block // (warps * target.warp_size) <= 32
     ]
 
 
