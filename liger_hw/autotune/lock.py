@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
@@ -18,6 +19,8 @@ from ..env import SettingError
 from ..registry import Entry, Key, Plan, Tunable
 from . import store, tables
 from .tables import Name
+
+log = logging.getLogger("liger_hw")
 
 
 def digest(table: Mapping[Name, Entry]) -> str:
@@ -91,5 +94,7 @@ def entries(path: Path) -> dict[Name, Entry]:
 def save(path: str | Path = "liger-hw.lock") -> str:
     """Pin everything this process launched so far; returns the digest. For a training script after its first step."""
     plans = registry.plans()
+    if not plans:
+        log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)
     devices = sorted({plan.target.name for plan in plans})
     return write(Path(path), pin_plans(plans), {"device": ", ".join(devices)})

@@ -305,6 +305,10 @@ class TestLock:
         header, table = lock.read(tmp_path / "liger-hw.lock")
         assert header["digest"] == mark == lock.digest(table)
 
+    def test_saving_before_the_first_launch_is_warned_of(self, h200, tmp_path, caplog):
+        lock.save(tmp_path / "early.lock")
+        assert "nothing was launched so far" in caplog.text and "pins nothing" in caplog.text
+
     def test_it_answers_on_another_machine_and_for_another_kernel_source(self, h200, monkeypatch, tmp_path):
         fwd = tunable()
         config = fwd.safe(H200, KEY)
