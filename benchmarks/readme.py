@@ -1,7 +1,7 @@
-"""Writes the tables of README's performance section from the JSON in results/.
+"""Writes the tables of README's performance section and of docs/activations.md from the JSON in results/.
 
-    python benchmarks/readme.py            rewrites README.md between its `<!-- benchmarks/readme.py ... -->` marks
-    python benchmarks/readme.py --check    only says whether it is current; exit code 1 when it is not
+    python benchmarks/readme.py            rewrites the pages between their `<!-- benchmarks/readme.py ... -->` marks
+    python benchmarks/readme.py --check    only says whether they are current; exit code 1 when one is not
 
 A cell is the median from the newest file that has the row (`FILES`, oldest first); what no file has is a dash.
 """
@@ -88,34 +88,110 @@ def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(a - b) for a, b in zip(one["runs"][0]["losses"], other["runs"][0]["losses"]))
 
 
-TABLES = {"ops": ops_table, "end to end": end_to_end_table}
+TRAINED = {
+    "mistral": "Mistral-7B",
+    "llama3": "Llama-3-8B",
+    "qwen3": "Qwen3-8B",
+    "gemma2": "Gemma-2-2B",
+    "phi3": "Phi-3-mini",
+}
 
 
-def filled(text: str) -> str:
-    """`text` with every table between its marks made anew. Raises `ValueError` when a mark is missing."""
-    for name, table in TABLES.items():
+def models_table() -> str:
+    lines = [
+        "| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | over Hugging Face | over Liger | peak GiB | losses apart |",
+        "|---" * 8 + "|",
+    ]
+    for model, title in TRAINED.items():
+        found = _read(f"e2e-{model}")
+        arms = {row["arm"]: row for row in found["summary"]}
+        speed = [arms[arm]["tokens_per_second"] for arm in ("hf", "liger", "liger_hw")]
+        cells = [f"{title}, {found['plan']['layers']} of {found['shape']['layers']}", *(f"{n:,.0f}" for n in speed)]
+        cells += [f"{speed[2] / other - 1:+.1%}" for other in speed[:2]]
+        cells.append(" / ".join(f"{arms[arm]['peak_gib']:.1f}" for arm in ("hf", "liger", "liger_hw")))
+        losses = {(run["arm"], run["round"]): run["losses"] for run in found["runs"]}
+        others = [losses[place] for place in (("hf", 1), ("liger", 0), ("liger_hw", 0))]
+        cells.append(" / ".join(f"{max(abs(a - b) for a, b in zip(losses['hf', 0], one)):.3f}" for one in others))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+PLANNED = ("llama3", "qwen3", "gemma2")
+ACTIVATION_ARMS = {
+    ("hf", "keep"): "Hugging Face",
+    ("hf", "full"): "Hugging Face, checkpointing",
+    ("liger", "keep"): "liger-kernel 0.8.5",
+    ("liger", "full"): "liger-kernel 0.8.5, checkpointing",
+    **{("liger_hw", arm): f"`{arm}`" for arm in ("keep", "cheap", "mlp", "full", "105GiB", "90GiB", "75GiB", "60GiB")},
+}
+
+
+def activations_table() -> str:
+    """Tokens/s at GiB: a row an arm, a column a model."""
+    files = [_read(f"activations-{model}") for model in PLANNED]
+    heads = []
+    for model, found in zip(PLANNED, files):
+        o = found["options"]
+        heads.append(f"{TRAINED[model]}, {o['layers']} layers, {o['batch']} x {o['seq']}")
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(files)) + "|"]
+    for (library, arm), title in ACTIVATION_ARMS.items():
+        cells = []
+        for found in files:
+            row = next(one for one in found["runs"] if (one["library"], one["arm"]) == (library, arm))
+            failed = "out of memory" if "out of memory" in row.get("error", "") else "does not fit"
+            ran = "tokens_per_second" in row
+            cells.append(f"{row['tokens_per_second']:,.0f} at {row['peak_gib']:.1f}" if ran else failed)
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def longest_table() -> str:
+    lines = ["| level | tokens | outcome | tokens/s | peak GiB | planned GiB |", "|---" * 6 + "|"]
+    for row in _read("longest-sequence")["levels"]:
+        for one in row["tries"]:
+            speed, peak = one.get("tokens_per_second"), one.get("peak_gib")
+            cells = [f"`{row['level']}`", f"{one['seq']:,}", one["outcome"], f"{speed:,.0f}" if speed else "-"]
+            cells += [f"{peak:.1f}" if peak else "-", f"{one['predicted_gib']:.1f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}-h200.json").read_text())
+
+
+PAGES = {
+    "README.md": {"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
+    "docs/activations.md": {"activations": activations_table, "longest": longest_table},
+}
+
+
+def filled(text: str, page: str = "README.md") -> str:
+    """`text` of a page with every table between its marks made anew. Raises `ValueError` when a mark is missing."""
+    for name, table in PAGES[page].items():
         begin, end = f"<!-- benchmarks/readme.py: {name} -->", "<!-- end -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
         place = pattern.search(text)
         if place is None:
-            raise ValueError(f"README.md has no mark {begin!r} followed by {end!r}; put them where the table belongs")
+            raise ValueError(f"{page} has no mark {begin!r} followed by {end!r}; put them where the table belongs")
         text = f"{text[: place.start()]}{begin}\n{table()}\n{end}{text[place.end() :]}"
     return text
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is not current")
     check = parser.parse_args(arguments).check
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = filled(old)
-    if check:
-        if new != old:
-            print("README.md is older than benchmarks/results/; run `python benchmarks/readme.py`", file=sys.stderr)
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    stale = 0
+    for page in PAGES:
+        old = (ROOT / page).read_text()
+        new = filled(old, page)
+        if not check:
+            (ROOT / page).write_text(new)
+        elif new != old:
+            print(f"{page} is older than benchmarks/results/; run `python benchmarks/readme.py`", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""README's tables are those that benchmarks/readme.py makes from benchmarks/results/."""
+"""The tables of README and docs/activations.md are those that benchmarks/readme.py makes from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, caps
     current = (readme.ROOT / "README.md").read_text()
     row = next(line for line in current.splitlines() if line.startswith("| rms_norm | 16384x4096 |"))
     (tmp_path / "README.md").write_text(current.replace(row, "| rms_norm | 16384x4096 | older |"))
+    (tmp_path / "docs").mkdir()
+    levels = (readme.ROOT / "docs" / "activations.md").read_text()
+    (tmp_path / "docs" / "activations.md").write_text(levels)
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1 and "readme.py" in capsys.readouterr().err
     assert readme.main([]) == 0 and (tmp_path / "README.md").read_text() == current
