@@ -28,10 +28,11 @@ from ..kernels._cross_entropy_reference import absent, check_targets
 from ..kernels._cross_entropy_scale import scale_gradients
 from ..kernels._linear_head import (
     DEFAULT_MIB,
-    MOST_ROUNDINGS,
+    MOST_APART,
     SMALLEST,
     Chunks,
     HeadGradients,
+    at_most,
     head_gradients,
     plan_chunks,
     sweep,
@@ -94,15 +95,17 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
     row = vocab * itemsize
     limit = max(SMALLEST, (DEFAULT_MIB << 20) // row)
     if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None:
-        limit = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients).rows
+        limit = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, apart=True).rows
+    counts = gradients and itemsize == 2
     unit = group if group <= limit else 1
+    if unit == 1:
+        return at_most(MOST_APART if counts else n_rows, n_rows, limit, row, vocab * hidden)
     n_units, together, wide = n_rows // unit if unit else 0, max(1, limit // max(unit, 1)), False
-    if gradients and itemsize == 2 and cdiv(n_units, together) > MOST_ROUNDINGS:
-        more = cdiv(n_units, MOST_ROUNDINGS)
+    if counts and cdiv(n_units, together) > MOST_APART:
+        more = cdiv(n_units, MOST_APART)
         wide = (more - together) * unit * row > 4 * vocab * hidden
         together = together if wide else more
     step = cdiv(n_units, cdiv(n_units, together)) * unit if n_units else 1
-    step = cdiv(step, 128) * 128 if unit == 1 else step
     return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 
 
@@ -231,7 +234,7 @@ def _run(x, weight, bias, target, second, extras, *call):
         target, second = target[order], None if second is None else second[order]
     rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
     chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted))
-    grads = HeadGradients(flat, weight, wanted, chunks.wide) if any(wanted) else None
+    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain) if any(wanted) else None
     known = width, extras, spec, n_groups, vocab
     if grads is None or any(start % width for start, _ in chunks.bounds):
         for start, logits, _ in sweep(chunks, flat, weight, order=order):

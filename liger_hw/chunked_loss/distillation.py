@@ -75,7 +75,7 @@ def _run(
     rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
     hidden, vocab, size = x.shape[1], weight.shape[0], x.dtype.itemsize
     chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, buffers=2)
-    grads = HeadGradients(x, weight, wanted, chunks.wide) if gradients else None
+    grads = HeadGradients(x, weight, wanted, chunks, target if hard_weight else None, rows.plain) if gradients else None
     for start, logits, other in sweep(chunks, x, weight, grads, second=(teacher, teacher_weight)):
         rows.step(logits, other, start, gradients)
     soft = rows.soft.sum() * soft_scale
@@ -157,9 +157,7 @@ def distillation_loss(
 def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
     """Raise unless the options that need no tensors are valid; the modules ask when they are made."""
     check_ignore_index(name, ignore_index)
-    check_floats(
-        name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature
-    )
+    check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
     check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
     check(temperature > 0.0, name, f"temperature must be positive, got {temperature}")
 

@@ -54,7 +54,7 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
         chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, buffers=heads)
         share = label_share(labels, n_rows, per_row, options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-        grads = HeadGradients(x, weight, (*wanted, False), chunks.wide) if gradients else None
+        grads = HeadGradients(x, weight, (*wanted, False), chunks) if gradients else None
         plan = tunable.plan(x.device, vocab_key(n_rows, hidden, vocab, size))
         late = _late(x.dtype, per_row)
         second = None if teacher_weight is None else (teacher, teacher_weight)

@@ -5,8 +5,8 @@
 The logits of one chunk at a time exist, in a buffer that every chunk uses again. Each chunk costs three GEMMs, each
 into its final place: no temporary, no concatenation. A loss says what happens between them:
 
-    chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, gradients=any(wanted))
-    grads = HeadGradients(x, weight, wanted, chunks.wide) if any(wanted) else None
+    chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, gradients=any(wanted), apart=True)
+    grads = HeadGradients(x, weight, wanted, chunks, targets=target) if any(wanted) else None
     for start, logits, _ in sweep(chunks, x, weight, grads):
         launch_my_rows(plan, logits, bias, target, loss_rows, row_start=start)  # makes logits their own gradient
     dx, dweight, dbias = head_gradients(grads, x, bias)
@@ -14,19 +14,20 @@ into its final place: no temporary, no concatenation. A loss says what happens b
 What the body leaves in `logits` is the gradient that goes into `grads`; with grads=None nothing comes back and only the
 first GEMM runs. Per-row tensors (target, loss_rows) are whole: a row kernel adds `start` to its row. The bias is added
 by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses with a teacher or a reference model give
-`second=(x2, weight2)` and get its logits too, in a buffer of their own. Losses over pairs of sequences give `unit`, the
-rows that a chunk should not split, to plan_chunks, or boundaries of their own (`Chunks.of`); `order` sweeps rows in
-another order, or some of them only: row i of the sweep is then row order[i] of x.
+`second=(x2, weight2)` and get its logits too, in a buffer of their own. Boundaries may be the caller's own
+(`Chunks.of`); `order` sweeps rows in another order, or some of them only: row i of the sweep is then row order[i] of x.
 
-How many rows a chunk has: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside the gradients (unset: 1 GiB, and LARGEST rows at
-most), but at least SMALLEST, below which the GEMMs slow down (H200, 8192 x 4096 x 131072 bf16: 2048 rows a chunk cost 3%
-more than one chunk, 1024 rows 5%, 512 rows 36%); twice that where every chunk reads and writes an fp32 weight gradient.
+How many rows a chunk has. LIGER_HW_LOSS_MEMORY_MIB set: as many as fit beside the gradients. Unset: as many as fit 1 GiB
+beside the weight's gradient, or 2/5 of that gradient's memory where this is more, LARGEST at most, half as much again as
+SMALLEST at least (one head). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient. Heights are multiples of STEP that the products
+like (`divide`).
 
-A weight gradient in 16 bits is rounded once a chunk. One chunk has two roundings, of dlogits and of the result; k
-chunks add the variance of (k - 1) / 2 more, for partial sums that grow as random walks do. So MOST_ROUNDINGS = 6 keeps
-the error within sqrt(4.5 / 2) = 1.5 times that of one chunk (simulated bf16 heads, rounded logits included: 1.13 to
-1.38 at 6, up to 1.5 at 8, 1.9 at 16). Where the budget means more chunks they grow instead, or, where that is cheaper,
-the gradient is summed in an fp32 buffer.
+Precision. A weight gradient in 16 bits is rounded once a chunk; the promise is an error within 1.5 times that of one
+GEMM over all rows. Simulated (benchmarks/rounding.py, ratios at 4, 6 and 8 chunks), the running sum alone breaks it for
+losses with targets: 1.6, 1.9, 2.1 for a flat head, 1.4, 1.7, 2.1 for a trained one. A loss that passes `targets` has their
+entries kept out of the running sum (_head_targets.py): 1.0 to 1.3 for all of these, and at most MOST_APART chunks. Other
+losses have at most MOST_ROUNDINGS. Where memory means more chunks they grow instead, or, where that is cheaper, the
+gradient is summed in an fp32 buffer.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from typing import Iterator, NamedTuple, Sequence
 import torch
 
 from .. import env
+from ._head_targets import TargetEntries
 from ._op import cdiv
 
 SMALLEST = 1024
 LARGEST = 2048
 DEFAULT_MIB = 1024
+STEP = 256
 MOST_ROUNDINGS = 6
+MOST_APART = 8
 _SLICE = 4096
 
 
@@ -70,33 +74,61 @@ def plan_chunks(
     *,
     gradients: bool = True,
     wide: bool = False,
+    apart: bool = False,
     scale: int = 1,
     buffers: int = 1,
-    unit: int = 1,
 ) -> Chunks:
     """Chunks for a head; see the top of this file.
 
-    scale: multiplies the memory budget; buffers: logits of so many heads exist at a time
-    unit: rows that belong together, for example of one pair of sequences. Chunks hold whole units, unless one alone is
-    larger than what the budget gives: then they split units (`chunks.rows < unit`).
+    apart: whether targets are given to HeadGradients; scale: multiplies the memory budget; buffers: logits of so many
+    heads exist at a time
     """
     row = vocab * itemsize * buffers
-    weight = vocab * hidden * (4 if wide else itemsize)
-    taken = weight + n_rows * hidden * itemsize if gradients else 0
+    weight = vocab * hidden * (4 if wide else itemsize) if gradients else 0
     smallest = 2 * SMALLEST if wide else SMALLEST
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
-    rows = max(smallest, ((scale * (budget or DEFAULT_MIB) << 20) - taken) // row)
     if budget is None:
-        rows = min(rows, scale * max(smallest, LARGEST))
-    whole = unit if unit <= rows else 1
-    rows -= rows % whole
-    if gradients and itemsize == 2 and not wide and cdiv(n_rows, rows) > MOST_ROUNDINGS:
-        fewer = cdiv(cdiv(n_rows, MOST_ROUNDINGS), whole) * whole
-        wide = (fewer - rows) * row > 4 * vocab * hidden
-        rows = max(rows, 2 * SMALLEST // whole * whole) if wide else fewer
-    even = cdiv(n_rows, cdiv(n_rows, rows)) if n_rows else 1
-    step = cdiv(even, whole) * whole if whole > 1 else cdiv(even, 128) * 128
-    return Chunks(tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step)), wide)
+        room = max((scale * DEFAULT_MIB << 20) - weight, 0 if wide else 2 * weight // 5)
+        rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), scale * max(smallest, LARGEST))
+    else:
+        rows = ((scale * budget << 20) - weight - (n_rows * hidden * itemsize if gradients else 0)) // row
+    most = MOST_APART if apart else MOST_ROUNDINGS
+    if not gradients or itemsize != 2 or wide:
+        most = n_rows
+    return at_most(most, n_rows, max(smallest, rows), row, vocab * hidden, wide)
+
+
+def at_most(most: int, n_rows: int, rows: int, row: int, weight: int, wide: bool = False) -> Chunks:
+    """Chunks of `rows` rows, each of `row` bytes; where they are more than `most`, larger ones, or a wide gradient of
+    `weight` elements, whichever takes less memory."""
+    if len(divide(n_rows, rows)) > most:
+        fewer = cdiv(cdiv(n_rows, STEP), most)
+        fewer = STEP * (fewer + (fewer > 6 and fewer % 2))
+        wide = (fewer - rows) * row > 4 * weight
+        rows = max(rows, 2 * SMALLEST) if wide else fewer
+    return Chunks(divide(n_rows, rows), wide)
+
+
+def divide(n_rows: int, rows: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of chunks of at most `rows` rows, heights multiples of STEP but for the last.
+
+    cuBLAS multiplies some heights badly: H200, three products of 8192 x 4096 x 131072 bf16 in chunks of 1408 rows take 42.0
+    ms, 1664 43.4, 1792 42.1, 2816 40.9; of 1280 40.9, 1536 40.7, 2048 40.0, 2560 40.0, 3072 39.6, 4096 39.4; one chunk
+    38.6. So seven and more steps are an even number of them, fewer are shared out as evenly as they go.
+    """
+    step = min(STEP, rows)
+    units, tall = cdiv(n_rows, step), rows // step
+    tall -= tall > 6 and tall % 2
+    count = cdiv(units, tall)
+    if tall <= 6 or count < 2:
+        heights = [units // count + (i < units % count) for i in range(count)]
+    else:  # whole ones, then two that share what is left
+        left = units - (count - 2) * tall
+        half = cdiv(left, 2)
+        half += half > 6 and half % 2
+        heights = [tall] * (count - 2) + [half, left - half]
+    stops = [step * sum(heights[: i + 1]) for i in range(count)]
+    return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
@@ -110,36 +142,56 @@ def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
 class HeadGradients:
     """The gradients of one head, filled chunk by chunk; an unwanted one is None.
 
-    dx [n_rows, hidden]; dweight [vocab, hidden], in fp32 when `wide`; dbias [vocab], always summed in fp32 (fp64).
-    coming: how many rows of x will come, where not all will; the others have a gradient of zero.
+    dx [n_rows, hidden]; dweight [vocab, hidden], in fp32 where the chunks are `wide`; dbias [vocab], always summed in fp32
+    (fp64). Rows of x that no chunk has (`order`) have a gradient of zero.
+    targets: [rows of the sweep], in its order: the columns whose entries are kept apart; see _head_targets.py. Any column
+    gives the right sum; outside the vocabulary there is none. plain: in torch, without kernels.
     """
 
     def __init__(
-        self, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], wide: bool, coming: int | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        wanted: Sequence[bool],
+        chunks: Chunks,
+        targets: torch.Tensor | None = None,
+        plain: bool = False,
     ) -> None:
         self.dtype, device = weight.dtype, x.device
-        vocab = weight.shape[0]
-        summed = torch.float32 if wide else weight.dtype
-        coming = x.shape[0] if coming is None else coming
+        vocab, hidden = weight.shape
+        summed = torch.float32 if chunks.wide else weight.dtype
+        coming = chunks.bounds[-1][1] if chunks.bounds else 0
         rows = torch.empty if coming == x.shape[0] else torch.zeros
         self.dx = rows(x.shape, dtype=x.dtype, device=device) if wanted[0] else None
-        self.dweight = (torch.empty if coming else torch.zeros)(weight.shape, dtype=summed, device=device) if wanted[1] else None
+        self.dweight = (
+            (torch.empty if coming else torch.zeros)(weight.shape, dtype=summed, device=device) if wanted[1] else None
+        )
         wide_bias = torch.promote_types(weight.dtype, torch.float32)
         self.dbias = torch.zeros(vocab, dtype=wide_bias, device=device) if wanted[2] else None
-        self._first = True
+        rounds = wanted[1] and summed.itemsize == 2 and len(chunks.bounds) > 1
+        self._entries = TargetEntries(targets, vocab, hidden, plain) if rounds and targets is not None else None
 
-    def add(self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Take in the gradient of the logits of x, which holds the rows `rows` (a slice, or indices) of all."""
+    def add(
+        self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int
+    ) -> None:
+        """Take in the gradient of the logits of x, the rows `start`.. of the sweep and `rows` (slice, indices) of all."""
         if self.dx is not None:
             if isinstance(rows, slice):
                 torch.mm(dlogits, weight, out=self.dx[rows])
             else:
                 self.dx.index_copy_(0, rows, torch.mm(dlogits, weight))
-        if self.dweight is not None:
-            _add_product(self.dweight, dlogits.t(), x, self._first)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
-        self._first = False
+        if self.dweight is not None:
+            if self._entries is not None:
+                self._entries.take(dlogits, x, start, _add_product)
+            _add_product(self.dweight, dlogits.t(), x, start == 0)
+
+    def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
+        """After the last chunk; the logits' buffer may be overwritten."""
+        if self._entries is not None:
+            scratch = buffer.view(-1).view(torch.float32) if buffer.shape[1] % 16 == 0 else None
+            self._entries.restore(self.dweight, x, order, scratch)
 
 
 def head_gradients(
@@ -182,7 +234,9 @@ def sweep(
             torch.mm(x2[rows], weight2.t(), out=logits2)
         yield start, logits, logits2
         if grads is not None:
-            grads.add(logits, part, weight, rows)
+            grads.add(logits, part, weight, rows, start)
+    if grads is not None:
+        grads.finish(x, order, buffer)
 
 
 _wide_output: dict[str, bool] = {}

@@ -59,6 +59,7 @@ def _embedding_bwd_kernel(
     DY_ptr,
     Sorted_ptr,
     Order_ptr,
+    Scale_ptr,
     DW_ptr,
     Earlier_ptr,
     Later_ptr,
@@ -67,11 +68,12 @@ def _embedding_bwd_kernel(
     n_rows,
     n_cols,
     padding_idx,
+    ACCUMULATE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One chunk of the sorted tokens: rows that lie wholly in it go to dW.
+    """One chunk of the sorted tokens: rows that lie wholly in it go to dW, or with ACCUMULATE are added to it.
 
     A row that began in an earlier chunk leaves its sum in Earlier[chunk], one that goes on in a later chunk in
     Later[chunk] (both [n_chunks, n_cols] fp32); one that does both counts as the former.
@@ -90,11 +92,22 @@ def _embedding_bwd_kernel(
         following = tl.load(Sorted_ptr + place + 1, mask=place + 1 < n_tokens, other=-1).to(tl.int64)
         wanted = there & (row >= 0) & (row < n_rows) & (row != padding_idx)
         token = tl.load(Order_ptr + place, mask=wanted, other=0).to(tl.int64)
-        total += tl.load(DY_ptr + token * DY_row_stride + cols, mask=wanted & col_mask, other=0.0).to(tl.float32)
+        if Scale_ptr is None:
+            total += tl.load(DY_ptr + token * DY_row_stride + cols, mask=wanted & col_mask, other=0.0).to(tl.float32)
+        else:
+            scale = tl.load(Scale_ptr + token, mask=wanted, other=0.0)
+            counts = wanted & (scale != 0.0)  # true for nan
+            dy = tl.load(DY_ptr + token * DY_row_stride + cols, mask=counts & col_mask, other=0.0)
+            total += dy.to(tl.float32) * scale
         ends = (following != row) | (place + 1 >= n_tokens)
         last = at == CHUNK - 1
         out = DW_ptr + row * n_cols + cols
-        tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=wanted & ends & began_here & col_mask)
+        whole = wanted & ends & began_here & col_mask
+        if ACCUMULATE:
+            raised = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
+            tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
+        else:
+            tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
         earlier = wanted & (ends | last) & (began_here == 0)
         tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=earlier & col_mask)
         later = wanted & last & (ends == 0) & began_here
@@ -113,6 +126,7 @@ def _embedding_join_kernel(
     n_rows,
     n_cols,
     padding_idx,
+    ACCUMULATE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -139,7 +153,10 @@ def _embedding_join_kernel(
             total += tl.sum(tl.load(ptrs, mask=same[:, None] & col_mask[None, :], other=0.0), axis=0)
             more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_M
             first += BLOCK_M
-        tl.store(DW_ptr + row * n_cols + cols, total.to(DW_ptr.dtype.element_ty), mask=col_mask)
+        out = DW_ptr + row * n_cols + cols
+        if ACCUMULATE:
+            total += tl.load(out, mask=col_mask, other=0.0).to(tl.float32)
+        tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=col_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -255,23 +272,51 @@ def _narrow(indices, n_rows):
 def _bwd(dy, indices, n_rows, padding_idx):
     n_cols, n_tokens = dy.shape[-1], indices.numel()
     dw = dy.new_zeros((n_rows, n_cols))
-    if not dw.numel() or not n_tokens:
-        return dw
-    dy = dy.reshape(n_tokens, n_cols)
+    if dw.numel() and n_tokens:
+        places, order = sort_indices(indices.flatten(), n_rows)
+        sum_rows(dw, dy.reshape(n_tokens, n_cols), places, order, padding_idx=padding_idx)
+    return dw
+
+
+def sort_indices(indices: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the indices sorted, which token each place is of), stably; those outside the table stay outside."""
+    return _narrow(indices, n_rows).sort(stable=True)
+
+
+def sum_rows(
+    dw: torch.Tensor,
+    dy: torch.Tensor,
+    places: torch.Tensor,
+    order: torch.Tensor,
+    *,
+    padding_idx: int = -1,
+    scale: torch.Tensor | None = None,
+    accumulate: bool = False,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """dw[places[i]] = the sum of dy[order[i]] over the i that have one value of places, or is raised by it (accumulate).
+
+    places, order: from `sort_indices`; dw [n_rows, n_cols] contiguous: what no place names is left as it is
+    scale: fp32, one factor for each row of dy; a row whose factor is 0 is not read
+    scratch: fp32 memory that may be overwritten, used where it is large enough
+    """
+    (n_rows, n_cols), n_tokens = dw.shape, places.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    places, order = _narrow(indices.flatten(), n_rows).sort(stable=True)
     key = row_key(n_tokens, n_cols, dy.itemsize)
     plan, join = BWD.plan(dy.device, key), JOIN.plan(dy.device, key)
     chunk = plan.config.blocks["CHUNK"]
     n_chunks = cdiv(n_tokens, chunk)
-    earlier, later = dy.new_empty((2, n_chunks, n_cols), dtype=torch.float32)
-    args = (dy, places, order, dw, earlier, later, dy.stride(0), n_tokens, n_rows, n_cols, padding_idx)
-    launch(plan, _embedding_bwd_kernel, (n_chunks, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])), args)
+    parts = 2 * n_chunks * n_cols
+    if scratch is None or scratch.numel() < parts:
+        scratch = dy.new_empty(parts, dtype=torch.float32)
+    earlier, later = scratch[:parts].view(2, n_chunks, n_cols)
+    args = (dy, places, order, scale, dw, earlier, later, dy.stride(0), n_tokens, n_rows, n_cols, padding_idx)
+    grid = n_chunks, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+    launch(plan, _embedding_bwd_kernel, grid, args, (accumulate,))
     if n_chunks > 1:
         args = (places, dw, earlier, later, n_tokens, n_rows, n_cols, padding_idx)
         grid = n_chunks - 1, cdiv(n_cols, join.config.blocks["BLOCK_SIZE"])
-        launch(join, _embedding_join_kernel, grid, args, (chunk,))
-    return dw
+        launch(join, _embedding_join_kernel, grid, args, (accumulate, chunk))
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

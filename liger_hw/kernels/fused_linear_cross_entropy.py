@@ -49,6 +49,7 @@ from ._cross_entropy_rows import (
 )
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
+from ._head_targets import TAKE
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._op import autocast_dtype, check, check_tensors, define, first_order
 from .cross_entropy import check_arguments, check_settings, sample_targets
@@ -119,17 +120,16 @@ _NAME = "liger_fused_linear_cross_entropy"
 
 
 @torch.no_grad()
-def _chunked(x, weight, target, bias, ce_weight, order, options, wide, chunk_mem_const, extra, wanted, row_grads=None):
+def _chunked(x, weight, target, bias, ce_weight, order, options, wide, scale, extra, wanted, row_grads=None):
     """(rows' results, stats, gradients of x, weight and bias): forward's work, and backward's for reduction="none"."""
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
-    n_rows, hidden, vocab, gradients = target.shape[0], x.shape[1], weight.shape[0], any(wanted)
-    size = x.dtype.itemsize
-    chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, scale=chunk_mem_const)
+    n_rows, (vocab, hidden), size, gradients = target.shape[0], weight.shape, x.dtype.itemsize, any(wanted)
+    chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, apart=True, scale=scale)
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
-    grads = HeadGradients(x, weight, wanted, chunks.wide, n_rows) if gradients else None
+    grads = HeadGradients(x, weight, wanted, chunks, target) if gradients else None
     plan = FWD.plan(x.device, _key(n_rows, hidden, vocab, size))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
@@ -465,7 +465,7 @@ OP = registry.register(
         name="fused_linear_cross_entropy",
         function=liger_fused_linear_cross_entropy,
         reference=fused_linear_cross_entropy_reference,
-        tunables=(FWD,),
+        tunables=(FWD, TAKE),
         workloads=WORKLOADS,
         sample=_sample,
         options=(

@@ -97,8 +97,10 @@ def _bwd(x, weight, target, ids, lse, entropy, selected, dnll, dentropy, dselect
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     push, pull = _push_and_pull(lse, dnll, dselected, here)
     bend = None if dentropy is None else dentropy.contiguous()
-    chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, wide=wide)
-    grads = HeadGradients(x, weight, (*wanted, False), chunks.wide)
+    dense = dentropy is not None or dselected is not None
+    chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, wide=wide, apart=not dense)
+    mine = target if here is None else torch.where(here, target, -1)
+    grads = HeadGradients(x, weight, (*wanted, False), chunks, mine)
     saved = LogProbs(lse, lse, entropy)
     for start, logits, _ in sweep(chunks, x, weight, grads):
         row_log_prob_gradients(
