@@ -1,21 +1,30 @@
 """The longest sequence that a training step takes at batch 1, by activation level: predicted, then tried.
 
     python benchmarks/longest_sequence.py --out FILE.json [--model mistral] [--levels keep cheap mlp full] [--tries 3]
+    python benchmarks/longest_sequence.py --out FILE.json --levels full --tokens 192512
 
 For each level the planner's longest sequence for the memory that the device has left is trained for one step, with the
 optimizer's state in place: forward, backward and AdamW in bf16. If it runs, one that is predicted to fill the device to
 the last is tried; if it does not, a shorter one. `longest` is the longest that ran. A try that would take more than what
-is left of --seconds, by the rate of the tries before, is left out and said.
+is left of --seconds, by the rate of the tries before, is left out and said. With --tokens those lengths are tried, and no
+others. A try that ran out of memory says what torch had allocated, and what it had reserved without using it.
+
+torch's allocator is asked for expandable segments, unless PYTORCH_CUDA_ALLOC_CONF says otherwise; `allocator` in the output
+is what it was. By default free pieces of different blocks cannot be joined, and blocks of 2 and 6 GiB then leave gaps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from activations import GIB, LEVELS, train_step
@@ -37,6 +46,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--tries", type=int, default=3, help="a level")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], help="try these lengths, instead of a search")
     parser.add_argument("--seconds", type=float, default=150, help="for all tries")
     parser.add_argument("--memory", type=float, help="GiB to fill, instead of what the device has")
     parser.add_argument("--hidden", type=int, help="smaller width, for a quick try")
@@ -46,6 +56,8 @@ def main() -> int:
     device = with_index(options.device)
     plan = e2e.Plan(model=options.model, layers=options.layers, batch=1, hidden=options.hidden)
     found: dict[str, Any] = {"options": vars(options), "machine": report.machine(device), "levels": []}
+    found["allocator"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    print("allocator:", found["allocator"], flush=True)
     with e2e._patched("liger_hw", plan.shape.family):
         model = e2e.build(plan, device)
         model.config.sliding_window = None  # flash attention, which needs no mask
@@ -57,7 +69,13 @@ def main() -> int:
         clock = Clock(options.seconds)
         for level in options.levels:
             row = search(
-                level, lambda seq: of_module(model, model.config, 1, seq), attempt, memory, options.tries, clock
+                level,
+                lambda seq: of_module(model, model.config, 1, seq),
+                attempt,
+                memory,
+                options.tries,
+                clock,
+                options.tokens,
             )
             found["levels"].append(row)
             print(json.dumps(row), flush=True)
@@ -74,7 +92,12 @@ def reachable(device: torch.device) -> int:
 
 
 class Attempt:
-    """One training step at a level and length: (seconds, peak GiB), or None where memory did not suffice."""
+    """One training step at a level and length: (seconds, peak GiB), or None where memory did not suffice.
+
+    failure: what torch said of the last of those: bytes asked for, allocated, and reserved without use
+    """
+
+    failure = ""
 
     def __init__(self, model: Any, optimizer: Any, vocab: int, device: torch.device) -> None:
         self.model, self.optimizer, self.vocab, self.device = model, optimizer, vocab, device
@@ -87,11 +110,17 @@ class Attempt:
         try:
             with liger_hw.activations(level, self.model):
                 return train_step(self.model, self.optimizer, ids)
-        except torch.OutOfMemoryError:
-            pass
+        except torch.OutOfMemoryError as error:
+            self.failure = numbers(str(error))
         self.optimizer.zero_grad(set_to_none=True)
         e2e._release(self.device)
         return None
+
+
+def numbers(message: str) -> str:
+    """The sentences of an out-of-memory message that have sizes."""
+    sentences = re.split(r"(?<=\.)\s+", message.splitlines()[0])
+    return " ".join(one for one in sentences if re.search(r"\d [KMGT]?i?B\b", one)) or message.splitlines()[0][:200]
 
 
 class Clock:
@@ -122,8 +151,9 @@ def search(
     memory: int,
     tries: int,
     clock: Clock,
+    lengths: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Tries at one level: what was predicted, what happened, and the longest that ran."""
+    """Tries at one level: what was predicted, what happened, and the longest that ran. `lengths`: those, no search."""
     levels = level_of_each(level, planner_at(STEP).model.layers)
 
     def longest(share: float) -> int:
@@ -139,8 +169,8 @@ def search(
 
     row: dict[str, Any] = {"level": level, "levels": in_words(levels), "tries": [], "longest": 0}
     share = FIRST
-    while len(row["tries"]) < tries:
-        seq = longest(share)
+    while len(row["tries"]) < (len(lengths) or tries):
+        seq = lengths[len(row["tries"])] if lengths else longest(share)
         if seq in (0, *(one["seq"] for one in row["tries"])):
             break
         planner = planner_at(seq)
@@ -153,6 +183,10 @@ def search(
         measured = attempt(level, seq)
         if measured is None:
             one["outcome"] = "out of memory"
+            if failure := getattr(attempt, "failure", ""):
+                one["failure"] = failure
+            if lengths:
+                continue
             if row["longest"]:
                 break
             share = LESS if share == FIRST else share - 0.03
@@ -163,6 +197,8 @@ def search(
         one["peak_gib"] = None if peak is None else round(peak, 3)
         failed_before = row["longest"] == 0 and len(row["tries"]) > 1
         row["longest"] = max(row["longest"], seq)
+        if lengths:
+            continue
         if failed_before or share >= FULLER:
             break
         share = FULLER

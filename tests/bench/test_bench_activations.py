@@ -100,6 +100,32 @@ def test_the_search(script, most, tries, outcomes):
     assert "out of memory" in longest.as_text([row]) or "ran" in outcomes
 
 
+def test_given_lengths_are_tried_as_they_are_and_a_failure_says_its_numbers(script):
+    longest = script("longest_sequence")
+    device = Device(6000)
+    message = (
+        "CUDA out of memory. Tried to allocate 6.15 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.02 GiB is "
+        "free. Including non-PyTorch memory, this process has 134.78 GiB memory in use. Of the allocated memory 127.3 GiB is "
+        "allocated by PyTorch, and 6.9 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+        "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
+    )
+    device.failure = longest.numbers(message)
+    row = longest.search(
+        "full",
+        lambda seq: Planner(models.find("mistral-7b"), 1, seq),
+        device,
+        139 * GIB,
+        1,
+        longest.Clock(1e9),
+        [5000, 7000, 3000],
+    )
+    assert device.asked == [5000, 7000, 3000] and row["longest"] == 5000
+    assert [one["outcome"] for one in row["tries"]] == ["ran", "out of memory", "ran"]
+    said = row["tries"][1]["failure"]
+    assert "failure" not in row["tries"][0] and "allocate 6.15 GiB" in said and "6.9 GiB is reserved" in said
+    assert "try setting" not in said
+
+
 def test_a_try_that_takes_too_long_is_said(script):
     longest = script("longest_sequence")
     device = Device(10**9)
