@@ -284,7 +284,7 @@ def _distill_kernel(
                         sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
                 if KIND == 0:
                     t_few = tl.reshape(t, [LANES, FEW])
-                    terms = t_few * (log2_of(tl.maximum(t_few, eps), FAST_LOG2) - low_s * scale)
+                    terms = t_few * (log2_of(tl.maximum(t_few, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale)
                     apart = _moved(apart, sum_t, rise_s * scale) + tl.sum(tl.where(t_few == 0.0, 0.0, terms), axis=1)
                     sum_t += tl.sum(t_few, axis=1)
                 if LANES_T:

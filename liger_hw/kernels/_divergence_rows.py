@@ -104,7 +104,7 @@ def _share(x, labels, options: Divergence, dtype) -> torch.Tensor:
 
 @triton.jit
 def log2_of(x, FAST_LOG2: tl.constexpr):
-    """log2 of normal numbers."""
+    """log2 of normal numbers; of a denormal it may be that of zero."""
     if FAST_LOG2:
         y = libdevice.fast_log2f(x)
     else:
@@ -136,7 +136,7 @@ def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
         f = 0.5 * tl.abs(d)
         g = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))  # d at a tie: 0, and nan stays nan
     elif KIND == 0:
-        f = tl.where(y == 0.0, 0.0, y * (log2_of(tl.maximum(y, eps), FAST_LOG2) * LN2 - x))
+        f = tl.where(y == 0.0, 0.0, y * (log2_of(tl.maximum(y, tl.maximum(eps, 1.2e-38)), FAST_LOG2) * LN2 - x))
         g = -y
     elif KIND == 1:
         p = tl.exp2(y * LOG2E)

@@ -131,6 +131,48 @@ def test_jsd_of_small_probabilities_and_near_equals(lane, generator):
         torch.testing.assert_close(_grad(found, a32).double().cpu(), _grad(expected, exact), rtol=1e-4, atol=1e-8)
 
 
+def test_kl_div_of_denormal_probabilities(lane, generator):
+    """A fast logarithm may take them for zero; their terms are nothing, whatever eps."""
+    x, y = _log_probs(generator, lane), _log_probs(generator, lane).exp()
+    y[:, ::2] = 1e-40
+    call = {"eps": 0.0, "reduction": "sum"}
+    torch.testing.assert_close(liger_kl_div(x, y, **call), kl_div_reference(x, y, **call))
+    h, w = torch.randn(ROWS, HIDDEN, generator=generator).to(lane.device), torch.ones(COLS, HIDDEN, device=lane.device)
+    found = liger_fused_linear_kl_div(h, w, y, eps=0.0)
+    torch.testing.assert_close(found, fused_linear_kl_div_reference(h, w, y, eps=0.0))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e9])
+def test_logits_of_any_size(lane, generator, beta, size):
+    """Only differences of logits matter, however large they are, and on whichever side."""
+    h = torch.randn(ROWS, HIDDEN, generator=generator).to(lane.device)
+    one = torch.ones(ROWS, 1, device=lane.device)
+    w, w2 = (torch.randn(COLS, HIDDEN, generator=generator).mul(size**0.5).to(lane.device) for _ in range(2))
+    shift = torch.full((COLS, 1), size, device=lane.device)
+    x = torch.cat((h, one), 1)
+    for student, teacher in ((shift, 0 * shift), (0 * shift, shift), (shift, -shift)):
+        heads = torch.cat((w, student), 1), torch.cat((w2, teacher), 1)
+        logits = [F.linear(x, head) for head in heads]
+        eye = torch.eye(COLS, device=lane.device)  # rounded logits, handed through exactly
+        given = logits[0].requires_grad_()
+        found = liger_fused_linear_jsd(given, eye, logits[1], eye, jsd_beta=beta)
+        exact = given.detach().double().requires_grad_()
+        expected = fused_linear_jsd_reference(exact, eye.double(), logits[1].double(), eye.double(), jsd_beta=beta)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        terms = max(1.0, float(expected.detach()))  # RKL's slopes are as large as the loss, and cancel where q is 1
+        grads = _grad(found, given).double(), _grad(expected, exact)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6 * terms)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_student_like_its_teacher(lane, generator, beta):
+    h, w = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(COLS, HIDDEN, generator=generator)
+    h, w = h.to(lane.device).requires_grad_(), w.to(lane.device)
+    loss = liger_fused_linear_jsd(h, w, h.detach(), w, jsd_beta=beta)
+    assert abs(float(loss.detach())) < 1e-6 and float(_grad(loss, h).abs().max()) < 1e-6
+
+
 def _losses(generator, lane):
     """Each loss with labels as a function of (first input, labels), and that input."""
     x, y = _log_probs(generator, lane), _log_probs(generator, lane)
