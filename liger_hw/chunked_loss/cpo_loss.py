@@ -50,7 +50,8 @@ class LigerFusedLinearCPOFunction:
 def smoothed_pairs(name: str, *numbers: float, **extra: float) -> Pairs:
     """`checked_pairs` of a label_smoothing, the last of the numbers, from 0 to 1."""
     pairs, label_smoothing = checked_pairs(name, *numbers, **extra), numbers[-1]
-    check(0.0 <= label_smoothing <= 1.0, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        check(False, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     return pairs
 
 

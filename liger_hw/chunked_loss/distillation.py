@@ -159,7 +159,8 @@ def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temper
     check_ignore_index(name, ignore_index)
     check_floats(name, weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, temperature=temperature)
     check_flags(name, return_soft_hard_loss=return_soft_hard_loss)
-    check(temperature > 0.0, name, f"temperature must be positive, got {temperature}")
+    if not temperature > 0.0:
+        check(False, name, f"temperature must be positive, got {temperature}")
 
 
 class DistillationLoss(torch.nn.Module):

@@ -248,7 +248,8 @@ def make_policy(
     check_floats(op, sapo_temperature_pos=sapo_pos, sapo_temperature_neg=sapo_neg)
     check_floats(op, **dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), vespo)))
     check_flags(op, use_bias_correction_kl=bias_correction)
-    check(temperature > 0, op, f"temperature must be positive, got {temperature}")
+    if not temperature > 0:
+        check(False, op, f"temperature must be positive, got {temperature}")
     numbers = beta, epsilon_low, epsilon_high, delta, level == "sequence", bool(bias_correction), sapo_pos, sapo_neg
     return Policy(kind, *map(float, (*numbers, *vespo)))
 

@@ -162,7 +162,8 @@ def linear_distillation(
             check(False, op, f"the teacher must have {n_rows} rows and a vocabulary of {vocab}, got {shapes}")
     check_labels(op, labels, x, options.ignore_index)
     check_floats(op, temperature=options.temperature)
-    check(options.temperature > 0.0, op, f"temperature must be positive, got {options.temperature}")
+    if not options.temperature > 0.0:
+        check(False, op, f"temperature must be positive, got {options.temperature}")
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     call = (options.kind, options.beta, options.eps, float(options.temperature), options.ignore_index, per_row)

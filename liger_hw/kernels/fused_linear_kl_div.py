@@ -73,7 +73,8 @@ def liger_fused_linear_kl_div(
     op = "liger_fused_linear_kl_div"
     check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)
     check_floats(op, eps=eps)
-    check(eps >= 0.0, op, f"eps must not be negative, got {eps}")
+    if not eps >= 0.0:
+        check(False, op, f"eps must not be negative, got {eps}")
     per_row = _per_row(op, reduction, student_weight)
     options = Distillation(KL, 0.5, float(eps), temperature, ignore_index)
     heads = student_input, student_weight, target, None

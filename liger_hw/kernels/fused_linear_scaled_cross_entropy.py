@@ -280,7 +280,8 @@ def _checked(op: str, input, weight, target, temperature: float, ignore_index: i
     if accum_dtype not in (None, torch.float32, weight.dtype):
         check(False, op, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
     check_floats(op, temperature=temperature)
-    check(0.0 < temperature < float("inf"), op, f"temperature must be positive and finite, got {temperature}")
+    if not 0.0 < temperature < float("inf"):
+        check(False, op, f"temperature must be positive and finite, got {temperature}")
     check_arguments(op, input, target, weight.shape[0], None, ignore_index)
     return input, weight
 

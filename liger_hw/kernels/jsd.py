@@ -76,7 +76,8 @@ def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
     """The kind of divergence that beta means. Raises `ValueError` outside [0, 1]."""
     check_floats(op, beta=beta)
     check_ignore_index(op, ignore_index)
-    check(0.0 <= beta <= 1.0, op, f"beta must be between 0 and 1, got {beta}")
+    if not 0.0 <= beta <= 1.0:
+        check(False, op, f"beta must be between 0 and 1, got {beta}")
     kind = KL_LOG if beta == 0.0 else RKL if beta == 1.0 else JSD
     return Divergence(kind, BATCHMEAN, float(beta), 0.0, ignore_index)
 

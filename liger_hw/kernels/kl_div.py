@@ -78,7 +78,8 @@ def liger_kl_div(
 def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float) -> Divergence:
     check_floats(op, eps=eps)
     check_flags(op, size_average=size_average, reduce=reduce, log_target=log_target)
-    check(eps >= 0.0, op, f"eps must not be negative, got {eps}")
+    if not eps >= 0.0:
+        check(False, op, f"eps must not be negative, got {eps}")
     if not reduce:
         reduction = "none"
     elif not size_average:

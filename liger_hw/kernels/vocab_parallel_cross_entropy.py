@@ -256,7 +256,8 @@ def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, 
     """Raise `ValueError` for options that do not fit."""
     check_ignore_index(op, ignore_index)
     check_floats(op, label_smoothing=smoothing)
-    check(0.0 <= smoothing < 1.0, op, f"label_smoothing must be in [0, 1), got {smoothing}")
+    if not 0.0 <= smoothing < 1.0:
+        check(False, op, f"label_smoothing must be in [0, 1), got {smoothing}")
     check(formula in FORMULAS, op, f"label_smoothing_formula must be one of {', '.join(FORMULAS)}, got {formula!r}")
     check(mode in MODES, op, f"label_smoothing_mode must be one of {', '.join(MODES)}, got {mode!r}")
 

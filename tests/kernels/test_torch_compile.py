@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from harness import Result, few_sizes, make, run, small_sizes, tensors, wanted
@@ -59,6 +61,21 @@ def test_no_recompilation(lane, op, seed):
                 torch._dynamo.mark_dynamic(t, d)
         _close(run(function, sample, seed), run(op.function, sample, seed))
     assert counter.frame_count == 1, f"{counter.frame_count - 1} recompilations over {len(COUNTS)} row counts"
+
+
+@pytest.mark.lanes("cpu")
+def test_a_number_that_changes(lane, op, seed):
+    """A schedule of a temperature, say: from its second value on Dynamo has a symbol for it."""
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
+    bound = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
+    bound.apply_defaults()
+    numbers = [name for name, value in bound.arguments.items() if type(value) is float]
+    if not numbers:
+        return
+    compiled = _compiled(op, _backend(lane))
+    for value in (0.3, 0.4, 0.5):
+        call = {**bound.arguments, **dict.fromkeys(numbers, value)}
+        torch.testing.assert_close(compiled(**call), op.function(**call))
 
 
 @pytest.mark.lanes("cpu", "gpu")
