@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_evidence_refuses_a_step_it_does_not_know():
 
 
 def test_the_releases_of_triton_around_the_pinned_one_are_a_lane():
-    """Two before and two after."""
+    """Two before and two after; each has left evidence, of the ops that the pinned one's has."""
     matrix = yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())
     pins = (ROOT / "ci" / "constraints.txt").read_text().splitlines()
     pinned = next(line.removeprefix("triton==") for line in pins if line.startswith("triton=="))
@@ -109,6 +110,9 @@ def test_the_releases_of_triton_around_the_pinned_one_are_a_lane():
         return [int(part) for part in version.split(".")]
 
     assert sum(number(v) < number(pinned) for v in lanes) >= 2 and sum(number(v) > number(pinned) for v in lanes) >= 2
+    evidence = {v: json.loads((ROOT / "ci" / "evidence" / f"compiled-{v}.json").read_text()) for v in (pinned, *lanes)}
+    for version, found in evidence.items():
+        assert found["triton"] == version and set(found["ops"]) == set(evidence[pinned]["ops"])
 
 
 def test_the_workflows_are_current(workflows):
