@@ -18,7 +18,7 @@ import argparse
 
 import torch
 
-from liger_hw.kernels._distill_rows import Distillation, distill_slopes
+from liger_hw.kernels._distill_reference import Distillation, distill_slopes
 from liger_hw.kernels._divergence_rows import JSD, KL, TVD
 from liger_hw.kernels._head_targets import FREQUENT
 

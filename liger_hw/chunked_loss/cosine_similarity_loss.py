@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._distill_rows import COSINE
+from ..kernels._distill_reference import COSINE
 from ..kernels._op import check_floats
 from .distillation import DistillationLoss, distillation_loss
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..kernels._cross_entropy_reference import absent
-from ..kernels._distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
+from ..kernels._distill_reference import Distillation, distill_reference, distill_slopes
+from ..kernels._distill_rows import DistillRows, distill_rows
 from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ..kernels._log_prob_rows import vocab_key
 from ..kernels._op import check, check_flags, check_floats, check_ignore_index, define, first_order, is_interpreted

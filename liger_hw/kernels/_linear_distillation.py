@@ -17,7 +17,8 @@ from ._cross_entropy_reference import SUM, Options, absent
 from ._cross_entropy_rows import RowResults
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_sum
-from ._distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
+from ._distill_reference import Distillation, distill_reference, distill_slopes
+from ._distill_rows import DistillRows, distill_rows
 from ._divergence_rows import check_labels, label_share
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._log_prob_rows import vocab_key

@@ -21,15 +21,8 @@ from .. import registry
 from ..registry import Op, Sample, next_power_of_2
 from ._cross_entropy_reference import NONE, Options, check_targets
 from ._cross_entropy_stats import launch_stats
-from ._distill_rows import (
-    SAVED,
-    Distillation,
-    DistillRows,
-    distill_reference,
-    distill_rows,
-    distill_slopes,
-    distill_tunable,
-)
+from ._distill_reference import Distillation, distill_reference, distill_slopes
+from ._distill_rows import SAVED, DistillRows, distill_rows, distill_tunable
 from ._divergence_rows import TVD, label_share
 from ._op import check, check_tensors, define, first_order, row_major
 from .cross_entropy import check_arguments, sample_targets

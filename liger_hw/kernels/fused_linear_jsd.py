@@ -19,7 +19,8 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._distill_rows import Distillation, distill_tunable
+from ._distill_reference import Distillation
+from ._distill_rows import distill_tunable
 from ._linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 from .jsd import jsd_options
 
