@@ -159,6 +159,7 @@ def page() -> str:
         built = [c for found in one["ops"].values() for c in found.values()]
         total = {key: sum(c[key] for c in built) for key in ("kernels", "failed")}
         spilling = sum(c["spilling"] for c in built if c["level"] == "binary")
+        on = {arch for found in one["ops"].values() for arch in found}
         short = sum(c["kernels"] for c in built if c["level"] == "ttir")
         lines.append(
             f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']} (docs/vendors.md): "
