@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from ._rms_backward import _at, _h_and_m, _scale_of, _store_sums
+from ._row_pieces import _first_piece, _tail_piece
 from ._triton import tl, triton
+from .rms_norm import _sum_of_squares
 
 
 @triton.jit
-def _modulate_and_store(
-    x, rstd, W_ptr, scale_ptrs, shift_ptrs, Y_ptrs, cols, n_cols, mask, offset, CASTING: tl.constexpr
-):
+def _gain_of(W_ptr, scale_ptrs, cols, exist, mask, offset):
+    """(offset + W) * (1 + scale) in fp32, where scale_ptrs lie [rows or 1, columns]."""
+    gain = 1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if W_ptr is not None:
+        gain = gain * (tl.load(W_ptr + cols, mask=exist, other=0.0).to(tl.float32) + offset)[None, :]
+    return gain
+
+
+@triton.jit
+def _shift_of(shift_ptrs, mask):
+    shift = None
+    if shift_ptrs is not None:
+        shift = tl.load(shift_ptrs, mask=mask, other=0.0).to(tl.float32)
+    return shift
+
+
+@triton.jit
+def _modulate_and_store(x, rstd, gain, shift, Y_ptrs, mask, CASTING: tl.constexpr):
     y = x.to(tl.float32) * rstd[:, None]
     if CASTING == 0:
         y = y.to(x.dtype).to(tl.float32)
-    if W_ptr is not None:
-        y = y * (tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset)[None, :]
-    y = y * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
-    if shift_ptrs is not None:
-        y = y + tl.load(shift_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y = y * gain
+    if shift is not None:
+        y = y + shift
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
+@triton.jit(do_not_specialize=["rows_per_mod", "rows_per_group", "n_tiles", "chunks"])
 def _modulated_rms_norm_fwd_kernel(
     X_ptr,
     W_ptr,
@@ -31,53 +47,94 @@ def _modulated_rms_norm_fwd_kernel(
     X_row_stride,
     Scale_row_stride,
     Shift_row_stride,
-    n_rows,
     n_cols,
     rows_per_mod,
+    rows_per_group,
+    n_tiles,
+    chunks,
     eps,
     offset,
     CASTING: tl.constexpr,
+    KEEP: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = (rows < n_rows)[:, None]
-    mods = rows // rows_per_mod
-    cols = tl.arange(0, BLOCK_SIZE)
-    x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-    y_ptrs = Y_ptr + rows[:, None] * n_cols + cols[None, :]
-    scale_ptrs = Scale_ptr + mods[:, None] * Scale_row_stride + cols[None, :]
-    shift_ptrs = None
-    if Shift_ptr is not None:
-        shift_ptrs = Shift_ptr + mods[:, None] * Shift_row_stride + cols[None, :]
+    """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one piece or two (TAIL).
+
+    KEEP: a group is the rows of one modulation, which the program keeps in registers; else all rows are one group, and
+    every row's modulation is read with it. Rows too wide to hold are read twice, the second time from cache.
+    """
+    pid = tl.program_id(0)
+    group = (pid // chunks).to(tl.int64)
     if WHOLE_ROW:
-        mask = row_mask & (cols < n_cols)[None, :]
-        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        x = x_raw.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
-        _modulate_and_store(x_raw, rstd, W_ptr, scale_ptrs, shift_ptrs, y_ptrs, cols, n_cols, mask, offset, CASTING)
-    else:
-        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_cols, BLOCK_SIZE):
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-            squares += x * x
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-            mask = row_mask & (start + cols < n_cols)[None, :]
-            x_raw = tl.load(x_ptrs + start, mask=mask, other=0.0)
-            shifts = None
-            if Shift_ptr is not None:
-                shifts = shift_ptrs + start
-            scales, ys = scale_ptrs + start, y_ptrs + start
-            _modulate_and_store(x_raw, rstd, W_ptr, scales, shifts, ys, start + cols, n_cols, mask, offset, CASTING)
-    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        if TAIL:
+            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+    if KEEP:
+        mods = group + tl.zeros([1], dtype=tl.int64)
+        gain = _gain_of(W_ptr, _at(Scale_ptr, mods, Scale_row_stride, cols), cols, exist, exist[None, :], offset)
+        shift = _shift_of(_at(Shift_ptr, mods, Shift_row_stride, cols), exist[None, :])
+        if TAIL:
+            scale_ptrs = _at(Scale_ptr, mods, Scale_row_stride, tail)
+            gain_tail = _gain_of(W_ptr, scale_ptrs, tail, tail_exist, tail_exist[None, :], offset)
+            shift_tail = _shift_of(_at(Shift_ptr, mods, Shift_row_stride, tail), tail_exist[None, :])
+    for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
+        in_group = tile * ROWS + tl.arange(0, ROWS)
+        row_mask = in_group < rows_per_group
+        rows = group * rows_per_group + in_group
+        if WHOLE_ROW:
+            mask = row_mask[:, None] & exist[None, :]
+            x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
+            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            squares = _sum_of_squares(x)
+            if TAIL:
+                tail_mask = row_mask[:, None] & tail_exist[None, :]
+                x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
+                x_tail = tl.load(
+                    x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+                )
+                squares += _sum_of_squares(x_tail)
+            rstd = tl.rsqrt(squares / n_cols + eps)
+            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            if KEEP:
+                _modulate_and_store(x, rstd, gain, shift, y_ptrs, mask, CASTING)
+                if TAIL:
+                    y_ptrs = _at(Y_ptr, rows, n_cols, tail)
+                    _modulate_and_store(x_tail, rstd, gain_tail, shift_tail, y_ptrs, tail_mask, CASTING)
+            else:
+                own = rows // rows_per_mod
+                scales = _gain_of(W_ptr, _at(Scale_ptr, own, Scale_row_stride, cols), cols, exist, mask, offset)
+                shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, cols), mask)
+                _modulate_and_store(x, rstd, scales, shifts, y_ptrs, mask, CASTING)
+                if TAIL:
+                    scale_ptrs = _at(Scale_ptr, own, Scale_row_stride, tail)
+                    scales = _gain_of(W_ptr, scale_ptrs, tail, tail_exist, tail_mask, offset)
+                    shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, tail), tail_mask)
+                    y_ptrs = _at(Y_ptr, rows, n_cols, tail)
+                    _modulate_and_store(x_tail, rstd, scales, shifts, y_ptrs, tail_mask, CASTING)
+        else:
+            own = rows // rows_per_mod
+            lanes = tl.arange(0, BLOCK_SIZE)
+            of_lanes = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            for start in range(0, n_cols, BLOCK_SIZE):
+                mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
+                x = tl.load(_at(X_ptr, rows, X_row_stride, start + lanes), mask=mask, other=0.0).to(tl.float32)
+                of_lanes += x * x
+            rstd = tl.rsqrt(tl.sum(of_lanes, axis=1) / n_cols + eps)
+            tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+            for back in range(tiles):  # backwards: what was read last is nearest
+                at = (tiles - 1 - back) * BLOCK_SIZE + lanes
+                mask = row_mask[:, None] & (at < n_cols)[None, :]
+                x_raw = tl.load(_at(X_ptr, rows, X_row_stride, at), mask=mask, other=0.0)
+                scales = _gain_of(W_ptr, _at(Scale_ptr, own, Scale_row_stride, at), at, at < n_cols, mask, offset)
+                shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, at), mask)
+                _modulate_and_store(x_raw, rstd, scales, shifts, _at(Y_ptr, rows, n_cols, at), mask, CASTING)
+        tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["rows_per_mod"])
@@ -112,6 +169,24 @@ def _modulated_rms_norm_bwd_dot_kernel(
     tl.store(DOT_ptr + row, tl.sum(total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
 
 
+@triton.jit
+def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
+    """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
+    w = _scale_of(W_ptr, cols, exist, offset)
+    if mod_ptr is not None:
+        scale = 1.0 + tl.load(mod_ptr + cols, mask=exist, other=0.0).to(tl.float32)
+        if W_ptr is not None:
+            scale = w * scale
+        w = scale
+    return w
+
+
+@triton.jit
+def _store_if(ptrs, value, mask):
+    if ptrs is not None:
+        tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
 def _modulated_rms_norm_bwd_kernel(
     DY_ptr,
@@ -135,6 +210,7 @@ def _modulated_rms_norm_bwd_kernel(
     CASTING: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -143,65 +219,93 @@ def _modulated_rms_norm_bwd_kernel(
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
+    With a TAIL the one column tile is a row's first piece, and the second is taken along with it.
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. Gradients nobody wants are None.
     """
     pid = tl.program_id(0)
     group = (pid // chunks).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    w = tl.full([BLOCK_SIZE], 1.0, dtype=tl.float32)
-    if W_ptr is not None:
-        w = tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    mod_ptr = None
     if not PER_ROW:
-        w = w * (1.0 + tl.load(Scale_ptr + group * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32))
+        mod_ptr = Scale_ptr + group * Scale_row_stride
+    w = _factor_of(W_ptr, mod_ptr, cols, exist, offset)
     if Partial_ptr is not None:
         first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    if TAIL:
+        tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+        w_tail = _factor_of(W_ptr, mod_ptr, tail, tail_exist, offset)
+        if Partial_ptr is not None:
+            first_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+            second_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        mask = row_mask[:, None] & col_mask[None, :]
-        x_ptrs = X_ptr + rows[:, None] * X_row_stride + cols[None, :]
-        dy_ptrs = DY_ptr + rows[:, None] * DY_row_stride + cols[None, :]
-        x_raw = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        mask = row_mask[:, None] & exist[None, :]
+        x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
+        dy_ptrs = _at(DY_ptr, rows, DY_row_stride, cols)
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
         dy = dy.to(tl.float32)
+        if TAIL:
+            tail_mask = row_mask[:, None] & tail_exist[None, :]
+            x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
+            dy_ptrs = _at(DY_ptr, rows, DY_row_stride, tail)
+            x_tail = tl.load(x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            dy_tail = tl.load(dy_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            dy_tail = dy_tail.to(tl.float32)
         rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        h = x_raw.to(tl.float32) * rstd
-        seen = h
-        if CASTING == 0:
-            seen = h.to(x_raw.dtype).to(tl.float32)
-        m = dy * w[None, :]
+        h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
+        share = dy * seen
         if PER_ROW:
-            scale_ptrs = Scale_ptr + rows[:, None] * Scale_row_stride + cols[None, :]
+            scale_ptrs = _at(Scale_ptr, rows, Scale_row_stride, cols)
             scale = tl.load(scale_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             scale = 1.0 + scale.to(tl.float32)
-            dense = rows[:, None] * n_cols + cols[None, :]
-            if DScale_ptr is not None:
-                tl.store(DScale_ptr + dense, (m * seen).to(DScale_ptr.dtype.element_ty), mask=mask)
-            if DShift_ptr is not None:
-                tl.store(DShift_ptr + dense, dy.to(DShift_ptr.dtype.element_ty), mask=mask)
-            if Partial_ptr is not None:
-                first += dy * seen * scale
+            _store_if(_at(DScale_ptr, rows, n_cols, cols), m * seen, mask)
+            _store_if(_at(DShift_ptr, rows, n_cols, cols), dy, mask)
+            share = share * scale
             m = m * scale
-        elif Partial_ptr is not None:
-            first += dy * seen
+        if Partial_ptr is not None:
+            first += share
             if HAS_SHIFT:
                 second += dy
+        if TAIL:
+            h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
+            share = dy_tail * seen
+            if PER_ROW:
+                scale_ptrs = _at(Scale_ptr, rows, Scale_row_stride, tail)
+                scale = tl.load(
+                    scale_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+                )
+                scale = 1.0 + scale.to(tl.float32)
+                _store_if(_at(DScale_ptr, rows, n_cols, tail), m_tail * seen, tail_mask)
+                _store_if(_at(DShift_ptr, rows, n_cols, tail), dy_tail, tail_mask)
+                share = share * scale
+                m_tail = m_tail * scale
+            if Partial_ptr is not None:
+                first_tail += share
+                if HAS_SHIFT:
+                    second_tail += dy_tail
         if DOT_ptr is None:
-            dot = (tl.sum(m * h, axis=1) / n_cols)[:, None]
+            dot = tl.sum(m * h, axis=1)
+            if TAIL:
+                dot += tl.sum(m_tail * h_tail, axis=1)
+            dot = (dot / n_cols)[:, None]
         else:
             dot = tl.load(DOT_ptr + rows, mask=row_mask, other=0.0)[:, None]
         dx = rstd * (m - h * dot)
-        tl.store(DX_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        tl.store(_at(DX_ptr, rows, n_cols, cols), dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        if TAIL:
+            dx = rstd * (m_tail - h_tail * dot)
+            tl.store(_at(DX_ptr, rows, n_cols, tail), dx.to(DX_ptr.dtype.element_ty), mask=tail_mask)
     if Partial_ptr is not None:
-        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT) + cols
-        tl.store(partial_ptrs, tl.sum(first, axis=0), mask=col_mask)
-        if HAS_SHIFT:
-            tl.store(partial_ptrs + n_cols, tl.sum(second, axis=0), mask=col_mask)
+        line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
+        _store_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        if TAIL:
+            _store_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
 
 
 @triton.jit(do_not_specialize=["chunks"])

@@ -85,6 +85,14 @@ def _at(Ptr, rows, stride, cols):
     return ptrs
 
 
+@triton.jit
+def _store_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr):
+    """Sums of one piece over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind `first`'s."""
+    tl.store(Line_ptr + cols, tl.sum(first, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
+    if BOTH:
+        tl.store(Line_ptr + width + cols, tl.sum(second, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _rms_norm_bwd_kernel(
     DY_ptr,

@@ -26,6 +26,7 @@ from ._rms_backward import (
     DIMS,
     _at,
     _scale_of,
+    _store_sums,
     bwd_heuristic,
     bwd_space,
     dot_heuristic,
@@ -193,14 +194,6 @@ def _centred_and_m(x, dy, mean, rstd, w):
     if w is not None:
         m = dy * w[None, :]
     return h, m
-
-
-@triton.jit
-def _store_sums(Line_ptr, width, dw, db, cols, exist, HAS_BIAS: tl.constexpr):
-    """Sums of one piece over its rows: those of dw, and behind them (a row is `width` wide) those of db."""
-    tl.store(Line_ptr + cols, tl.sum(dw, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
-    if HAS_BIAS:
-        tl.store(Line_ptr + width + cols, tl.sum(db, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])

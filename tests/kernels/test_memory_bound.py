@@ -9,6 +9,7 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
 from liger_hw.kernels import group_norm
+from liger_hw.kernels._row_pieces import pieces_key, row_pieces
 
 COLUMN_TILES = LaunchConfig({"BLOCK_SIZE": 16, "ROWS": 2}, 1)
 
@@ -92,3 +93,37 @@ def test_a_channel_longer_than_32_bits_is_refused():
     x = torch.empty((1, 2, 2**31), device="meta")
     with pytest.raises(ValueError, match="liger_group_norm: a channel may have 2147418112 values"):
         group_norm._fwd(x, None, None, 1, 1e-6)
+
+
+@pytest.mark.parametrize("n_cols", [1025, 1536])
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "layer_norm", "modulated_rms_norm"])
+@pytest.mark.lanes("interpret", "gpu")
+def test_rows_in_two_pieces(lane, name, n_cols, dtype, seed):
+    """Widths a little above a power of two: a last tail of one column, a full one, and rows that lie apart."""
+    op = registry.get_op(name)
+    sizes = (2, 14, n_cols) if name == "modulated_rms_norm" else (7, n_cols)
+    for options in op.options:
+        verify(op, make(op, sizes, dtype, lane.device, seed, options), seed)
+    wide = torch.randn(5, n_cols + 3, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
+    rows, args = wide[:, :n_cols], make(op, (1, 5, n_cols)[-len(sizes) :], dtype, lane.device, seed).args
+    args = (rows, *(rows if torch.is_tensor(a) and a.shape == rows.shape else a for a in args[1:]))
+    with torch.no_grad():
+        apart, dense = (op.function(*(f(a) for a in args)) for f in (lambda a: a, _contiguous))
+    torch.testing.assert_close(apart, dense, rtol=0, atol=0)
+
+
+def _contiguous(value):
+    return value.contiguous() if torch.is_tensor(value) else value
+
+
+@pytest.mark.cpu
+def test_pieces_of_a_row():
+    """Two pieces where they are narrower than the next power of two; a row has the key of its first."""
+    tails = {2304: 256, 5120: 1024, 2049: 1, 3072: 1024, 6144: 2048, 12288: 4096, 1152: 128}
+    for n_cols, tail in tails.items():
+        first = 1 << n_cols.bit_length() - 1
+        assert row_pieces(n_cols, first) == (True, tail) and row_pieces(n_cols, 2 * first) == (True, 0)
+        assert pieces_key(8192, n_cols, 2) == (first, 13, 2)
+    for n_cols in (1, 3, 96, 768, 1000, 2048, 3073, 3584, 3840, 16384, 20000, 65536):
+        assert pieces_key(8192, n_cols, 2) == registry.row_key(8192, n_cols, 2)
+    assert row_pieces(5120, 2048) == (False, 0) and row_pieces(20000, 16384) == (False, 0)
