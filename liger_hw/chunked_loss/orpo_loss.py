@@ -15,21 +15,24 @@ import torch.nn.functional as F
 from .preference import PAIR_LOSSES, PAIR_METRICS, Output, checked_pairs, preference_loss
 
 
-def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
-    return chosen - rejected - torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))
+def _log_odds(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log of the ratio of the odds, exp(l) - 1 of both [2, pairs]): both at once, in half the launches."""
+    both = torch.stack((chosen, rejected))
+    less = torch.expm1(both)  # log(1 - exp(l)) by expm1: l is near 0 where the model is sure
+    log_odds = both - torch.log(-less)
+    return log_odds[0] - log_odds[1], less
 
 
 def _metrics(chosen, rejected, numbers):
-    log_odds = _log_odds(chosen, rejected)
+    log_odds, _ = _log_odds(chosen, rejected)
     return F.logsigmoid(log_odds).mean(), log_odds.mean()
 
 
 def _pair_loss(chosen, rejected, numbers):
-    log_odds = _log_odds(chosen, rejected)
-    slope = numbers.beta * torch.sigmoid(-log_odds)  # the slope of log(odds(l)) is -1 / expm1(l)
+    log_odds, less = _log_odds(chosen, rejected)
+    slopes = numbers.beta * torch.sigmoid(-log_odds) / less  # the slope of log(odds(l)) is -1 / expm1(l)
     loss = -numbers.beta * F.logsigmoid(log_odds)
-    return loss, slope / torch.expm1(chosen), -slope / torch.expm1(rejected)
+    return loss, slopes[0], -slopes[1]
 
 
 PAIR_LOSSES["orpo"] = _pair_loss

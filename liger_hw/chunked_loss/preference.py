@@ -66,12 +66,14 @@ class Pairs(NamedTuple):
         if self.average or self.kind in AVERAGED:
             by_sequence = by_sequence / counts
         n_pairs, tokens = seen.logp.shape
-        slopes = by_sequence[:, :, None].expand(n_pairs, 2, tokens // 2)
-        if not self.has_nll:
-            return slopes, None
+        shape = n_pairs, 2, tokens // 2
+        if not self.has_nll or seen.second is None:
+            if self.has_nll:
+                by_sequence[:, 0] -= self.alpha / seen.shared[0]
+            return by_sequence[:, :, None].expand(shape), None
         nll = _halves(torch.zeros_like(seen.logp))
         nll[:, 0] = -self.alpha / seen.shared[0]
-        return (slopes + nll, None) if seen.second is None else (slopes, nll)
+        return by_sequence[:, :, None].expand(shape), nll
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
         reported, chosen, rejected = self._margins(seen)
