@@ -163,7 +163,7 @@ def page() -> str:
         short = sum(c["kernels"] for c in built if c["level"] == "ttir")
         lines.append(
             f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']} (docs/vendors.md): "
-            f"{total['kernels']} distinct kernels of {len(one['ops'])} ops, {short} of them to TTIR only; "
+            f"{total['kernels']} distinct kernels of {len(one['ops'])} ops for {len(on)} architectures, {short} of them to TTIR only; "
             f"{total['failed']} failed or illegal, {spilling} with spills"
         )
     days = sorted({one["date"] for one in interpreted["about"].values()})
