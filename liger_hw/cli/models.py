@@ -247,7 +247,8 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
         "Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A control is an "
         "unpatched run whose weights differ from the start in their last bit; it is made where 32 steps carry "
         "rounding further than the tolerances, and the patched run may then be at most twice as far away as it. In bf16 "
-        "that is every family, the differences are means, and the furthest of three controls counts.",
+        "that is every family, the differences are means, and the furthest of three controls counts. A vision encoder on its "
+        "own sees the bytes' bits as pixels and names them.",
         "",
     ]
     places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)

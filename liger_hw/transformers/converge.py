@@ -1,12 +1,14 @@
 """Do a patched and an unpatched model learn alike? A tiny model of a family on real text, 32 steps, in fp32 or bf16.
 
 The text is Python's own documentation (pydoc_data.topics), byte by byte, so it needs no download. Both arms start from
-the same weights and see the same batches; the unpatched one runs on a model whose revert was verified.
+the same weights and see the same batches; the unpatched one runs on a model whose revert was verified. A vision encoder
+on its own, which has no words, is given the text as an image and names its bytes (`Reader`).
 """
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, Iterator
 
 import torch
@@ -67,7 +69,10 @@ def check(
     cls = getattr(transformers, class_name, None)
 
     def fresh() -> Any:
-        model = tiny_model(cls, seed, **_sizes(cls)).to(device)
+        model = tiny_model(cls, seed, **_sizes(cls))
+        if getattr(model, "main_input_name", "") == "pixel_values" and model.get_output_embeddings() is None:
+            model = Reader(model, seed)
+        model = model.to(device)
         for parameter in model.parameters():  # not the buffers, which stay as their family has them
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return model
@@ -81,7 +86,8 @@ def check(
     before = forwards(model)
     try:
         with counted() as calls:
-            with patch(model) if apply is None else apply(model=model):
+            whole = model.encoder if isinstance(model, Reader) else model
+            with patch(whole) if apply is None else apply(model=whole):
                 found = _train(model, seed, steps)
     except Exception as error:
         row |= {"outcome": WRONG, "reason": f"patched, it fails: {type(error).__name__}: {error}".splitlines()[0][:200]}
@@ -107,6 +113,35 @@ def check(
     if row["control"]:
         row["reason"] += f"; a control whose weights differ in the last bit: {_words(row['control'])}"
     return row
+
+
+class Reader(torch.nn.Module):
+    """A vision encoder with a head that names a byte in each patch: pixels are the bits of the text's bytes."""
+
+    def __init__(self, encoder: torch.nn.Module, seed: int) -> None:
+        super().__init__()
+        config = encoder.config
+        torch.manual_seed(seed)
+        self.encoder, self.head = encoder, torch.nn.Linear(config.hidden_size, _BYTES)
+        self.side, self.patch, self.channels = (
+            config.image_size // config.patch_size,
+            config.patch_size,
+            config.num_channels,
+        )
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        """input_ids: int64 [batch, tokens], tokens a multiple of an image's patches. Has `logits` and `loss`."""
+        bits = (input_ids.unsqueeze(-1) >> torch.arange(8, device=input_ids.device) & 1).reshape(
+            -1, self.side, self.side, 8
+        )
+        area = self.patch * self.patch
+        patches = bits.repeat(1, 1, 1, -(-area // 8))[..., :area].reshape(*bits.shape[:3], self.patch, self.patch)
+        image = patches.transpose(2, 3).flatten(3).flatten(1, 2).unsqueeze(1)  # images x 1 x pixels x pixels
+        pixels = image.expand(-1, self.channels, -1, -1).to(self.head.weight.dtype) - 0.5
+        seen = self.encoder(pixel_values=pixels).last_hidden_state
+        logits = self.head(seen.reshape(*input_ids.shape, -1))
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), input_ids.flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
 
 
 def _words(apart: tuple[float, float, float]) -> str:
