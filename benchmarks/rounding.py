@@ -24,7 +24,13 @@ from liger_hw.kernels._head_targets import FREQUENT
 
 CHUNKS = (4, 6, 8)
 PIECES = 24  # the least common multiple: partial products that any of CHUNKS is made of
-HEADS = {"flat": (1.0, 0.0), "zipf": (1.0, 0.0), "trained": (0.5, 1.0), "trained, mean 4": (1.5, 4.0), "peaked": (3.0, 0.0)}
+HEADS = {
+    "flat": (1.0, 0.0),
+    "zipf": (1.0, 0.0),
+    "trained": (0.5, 1.0),
+    "trained, mean 4": (1.5, 4.0),
+    "peaked": (3.0, 0.0),
+}
 """Name -> (spread of the logits, length of the component that hidden states share)."""
 
 

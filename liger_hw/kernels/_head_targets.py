@@ -120,7 +120,12 @@ class TargetEntries:
     ) -> None:
         """Complete the gradient; x [n, hidden], of which the sweep took the rows `order` (None: all)."""
         if self.frequent is not None:
-            dweight.index_copy_(0, self.frequent, self.sums[self.slot].to(dweight.dtype))
+            n = self.sums.numel()
+            fits = scratch is not None and scratch.numel() >= n
+            halves = (scratch if fits else torch.empty_like(self.sums).view(-1))[:n].view(dweight.dtype)
+            rounded, placed = halves.view(2, *self.sums.shape)
+            torch.index_select(rounded.copy_(self.sums), 0, self.slot, out=placed)
+            dweight.index_copy_(0, self.frequent, placed)
         taken, rows = self.taken, self.order
         if order is not None:
             taken, rows = taken.new_zeros(x.shape[0]).index_copy_(0, order, taken), order[rows]

@@ -153,6 +153,44 @@ def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered)
     assert all(torch.equal(a, b) for a, b in zip((dx, dweight, dbias), once()))
 
 
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("head", ["flat", "trained"])
+def test_eight_chunks_are_as_good_as_one_gemm(lane, generator, head):
+    """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of the
+    targets' entries nearly cancel: all entries kept apart, or the running sum alone, would miss it."""
+    n_rows, hidden, vocab = 8192, 16, 2048
+    frequency = 1 / torch.arange(1, vocab + 1).float()
+    x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
+    weight *= hidden**-0.5 / 2
+    if head == "trained":
+        x[:, 0], weight[:, 0] = 1.0, frequency.log()
+    x, weight = x.bfloat16(), weight.bfloat16()
+    target = torch.randint(vocab, (n_rows,), generator=generator)
+    if head == "trained":
+        p = torch.softmax(x.float() @ weight.float().t(), -1)
+        target = torch.multinomial(p, 1, generator=generator)[:, 0]
+    x, weight, target = (t.to(lane.device) for t in (x, weight, target))
+    at = torch.arange(n_rows, device=lane.device)
+
+    def slopes(logits):
+        p = torch.softmax(logits, -1)
+        p[at, target] -= 1
+        return p / n_rows
+
+    exact = slopes(x.double() @ weight.double().t()).t() @ x.double()
+    dlogits = slopes((x @ weight.t()).float()).bfloat16()
+    found = []
+    for targets in (None, target):
+        chunks = Chunks.of([(i, i + 1024) for i in range(0, n_rows, 1024)])
+        grads = HeadGradients(x, weight, (False, True, False), chunks, targets, lane.name == "cpu")
+        for start, logits, _ in sweep(chunks, x, weight, grads):
+            logits.copy_(dlogits[start : start + 1024])
+        found.append(head_gradients(grads, x)[1])
+    one = (dlogits.float().t() @ x.float()).bfloat16()
+    plain, apart, base = (float((g.double() - exact).norm() / exact.norm()) for g in (*found, one))
+    assert apart <= 1.5 * base < plain, f"{apart} with targets, {plain} without, {base} of one GEMM"
+
+
 @pytest.mark.parametrize("column", [3, 200])
 def test_a_target_alone_is_rounded_once(lane, generator, column):
     """Entries at the targets and next to nothing elsewhere: the gradient is the fp32 sum, rounded once."""
