@@ -1,51 +1,68 @@
-"""docs/activations.png: speed against peak memory by activation level, from a results file of activations.py.
+"""docs/activations.png: speed against peak memory by activation level, a panel for each results file of activations.py.
 
-python benchmarks/plot_activations.py benchmarks/results/activations-mistral-7b-h200.json docs/activations.png
+python benchmarks/plot_activations.py docs/activations.png benchmarks/results/activations-{mistral-7b,llama3,qwen3,gemma2}-h200.json
 """
 
 import json
 import sys
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-source, target = sys.argv[1:]
-found = json.load(open(source))
-released, mixes = (run["measured"] for run in found["runs"])
-ours = {row["arm"]: (row["peak_gib"], row["tokens_per_second"]) for row in released if row["library"] == "liger_hw"}
-planned = {row["arm"]: (row["peak_gib"], row["tokens_per_second"]) for row in mixes if row["arm"].endswith("GiB")}
-others = [(row["library"], row) for row in released + mixes if row["library"] != "liger_hw" and "peak_gib" in row]
-peers = {(library, row["arm"]): (row["peak_gib"], row["tokens_per_second"]) for library, row in reversed(others)}
+NAMES = {"llama3": "Llama-3-8B", "qwen3": "Qwen3-8B", "gemma2": "Gemma-2-2B (eager attention)"}
+PEERS = (("liger", "s", "tab:orange", "liger-kernel 0.8.5"), ("hf", "^", "tab:green", "Hugging Face"))
 
-figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-line = sorted([*ours.values(), *planned.values()])
-axes.plot(*zip(*line), color="tab:blue", alpha=0.5, zorder=1)
-axes.scatter(*zip(*ours.values()), color="tab:blue", zorder=3, label="liger_hw, a level")
-axes.scatter(
-    *zip(*planned.values()), color="white", edgecolor="tab:blue", zorder=2, label="liger_hw, the planner's mix"
-)
-for name, (x, y) in ours.items():
-    axes.annotate(name, (x, y), textcoords="offset points", xytext=(-4, 8), ha="right", color="tab:blue")
-for name, (x, y) in planned.items():
-    axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, -13), fontsize=8, color="tab:gray")
-for library, marker, colour, title in (
-    ("liger", "s", "tab:orange", "liger-kernel 0.8.5"),
-    ("hf", "^", "tab:green", "Hugging Face"),
-):
-    points = {arm: at for (lib, arm), at in peers.items() if lib == library}
-    axes.scatter(*zip(*points.values()), marker=marker, color=colour, zorder=2, label=title)
-    for arm, at in points.items():
-        words = "checkpointing" if arm == "full" else "without"
-        axes.annotate(words, at, textcoords="offset points", xytext=(6, -12), fontsize=8, color=colour)
-axes.set_xlabel("peak memory, GiB")
-axes.set_ylabel("tokens/s")
-axes.set_xlim(50, 122)
-axes.set_ylim(8000, 13200)
-axes.grid(alpha=0.3)
-axes.legend(loc="lower right", fontsize=8)
-axes.set_title(
-    f"{found['model'].split(',')[0]}, 32 layers, batch {found['batch']} x {found['seq']}, one H200", fontsize=10
-)
-figure.savefig(target, dpi=100)
+
+def rows_of(path: str) -> tuple[str, list[dict[str, Any]]]:
+    """(title, rows of (library, arm)) of a file; where runs were joined in it, an arm's first."""
+    found = json.load(open(path))
+    if "model" in found:
+        rows = [row for run in found["runs"] for row in run["measured"]]
+        title = f"{found['model'].split(',')[0]}, 32 layers, {found['batch']} x {found['seq']}"
+    else:
+        rows, o = found["runs"], found["options"]
+        title = f"{NAMES[o['model']]}, {o['layers']} layers, {o['batch']} x {o['seq']}"
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        first.setdefault((row["library"], row["arm"]), row)
+    return title, [row for row in first.values() if "peak_gib" in row and "rival" not in row["arm"]]
+
+
+def draw(axes: Any, title: str, rows: list[dict[str, Any]]) -> None:
+    at = {(row["library"], row["arm"]): (row["peak_gib"], row["tokens_per_second"]) for row in rows}
+    ours = {arm: place for (library, arm), place in at.items() if library == "liger_hw"}
+    levels = {arm: place for arm, place in ours.items() if not arm.endswith("GiB")}
+    planned = {arm: place for arm, place in ours.items() if arm.endswith("GiB")}
+    axes.plot(*zip(*sorted(ours.values())), color="tab:blue", alpha=0.5, zorder=1)
+    axes.scatter(*zip(*levels.values()), color="tab:blue", zorder=3, label="liger_hw, a level")
+    axes.scatter(*zip(*planned.values()), color="white", edgecolor="tab:blue", zorder=2, label="the planner's mix")
+    for name, place in levels.items():
+        axes.annotate(name, place, textcoords="offset points", xytext=(-4, 7), ha="right", fontsize=8, color="tab:blue")
+    for name, place in planned.items():
+        axes.annotate(name, place, textcoords="offset points", xytext=(4, -12), fontsize=7, color="tab:gray")
+    for library, marker, colour, label in PEERS:
+        points = {arm: place for (of, arm), place in at.items() if of == library}
+        axes.scatter(*zip(*points.values()), marker=marker, color=colour, zorder=2, label=label)
+        for arm, place in points.items():
+            words = "checkpointing" if arm == "full" else "without"
+            beside = {"xytext": (6, -12)} if arm == "full" else {"xytext": (6, -14), "ha": "right"}
+            axes.annotate(words, place, textcoords="offset points", fontsize=7, color=colour, **beside)
+    axes.margins(x=0.12, y=0.12)
+    axes.grid(alpha=0.3)
+    axes.set_title(title, fontsize=9)
+
+
+target, *sources = sys.argv[1:]
+figure, grid = plt.subplots(-(-len(sources) // 2), 2, figsize=(11, 3.8 * -(-len(sources) // 2)), layout="constrained")
+for axes, source in zip(grid.flat, sources):
+    draw(axes, *rows_of(source))
+for axes in grid[-1]:
+    axes.set_xlabel("peak memory, GiB")
+for axes in grid[:, 0]:
+    axes.set_ylabel("tokens/s")
+grid.flat[0].legend(loc="lower right", fontsize=8)
+figure.suptitle("Activation levels on one H200, bf16, fused AdamW", fontsize=10)
+figure.savefig(target, dpi=90)
