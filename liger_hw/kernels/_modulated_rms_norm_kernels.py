@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._rms_backward import _at, _h_and_m, _scale_of, _store_sums
-from ._row_pieces import _first_piece, _tail_piece
+from ._row_pieces import PIECES, _first_piece, _tail_piece
 from ._triton import tl, triton
 from .rms_norm import _sum_of_squares
 
@@ -349,3 +349,8 @@ def _modulated_rms_norm_bwd_sums_kernel(
     if DShift_ptr is not None:
         dshift = tl.sum(shift, axis=0)
         tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
+
+
+FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _modulate_and_store, _sum_of_squares, _at, *PIECES)
+BWD_KERNELS = (_modulated_rms_norm_bwd_kernel, _factor_of, _scale_of, _h_and_m, _store_if, _store_sums, _at, *PIECES)
+"""The kernel first, then all that it calls: what a tuned entry is valid for."""

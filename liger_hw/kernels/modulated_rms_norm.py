@@ -24,15 +24,12 @@ from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._elementwise import evenly_spaced
 from ._modulated_rms_norm_kernels import (
-    _factor_of,
-    _gain_of,
-    _modulate_and_store,
+    BWD_KERNELS,
+    FWD_KERNELS,
     _modulated_rms_norm_bwd_dot_kernel,
     _modulated_rms_norm_bwd_kernel,
     _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
-    _shift_of,
-    _store_if,
 )
 from ._op import (
     check,
@@ -50,10 +47,6 @@ from ._op import (
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import (
     WIDEST_TILE,
-    _at,
-    _h_and_m,
-    _scale_of,
-    _store_sums,
     dot_heuristic,
     dot_safe,
     dot_space,
@@ -62,9 +55,9 @@ from ._rms_backward import (
     tiles_rows,
     tiles_rows_persistently,
 )
-from ._row_pieces import PIECES, pieces_key, row_pieces, widest
+from ._row_pieces import pieces_key, row_pieces, widest
 from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
-from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype, _sum_of_squares
+from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -172,13 +165,11 @@ def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, k
     )
 
 
-_FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _modulate_and_store, _sum_of_squares, _at, *PIECES)
-FWD = _tunable("fwd", _FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)
-_BWD_KERNELS = (_modulated_rms_norm_bwd_kernel, _factor_of, _scale_of, _h_and_m, _store_if, _store_sums, _at, *PIECES)
+FWD = _tunable("fwd", FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)
 _BWD_STREAMS = 3  # dy, x and scale
 BWD = _tunable(
     "bwd",
-    _BWD_KERNELS,
+    BWD_KERNELS,
     lambda target, key: narrow_bwd_heuristic(target, key, _BWD_STREAMS),
     safe,
     lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
