@@ -66,7 +66,9 @@ def write_judged(judged: dict[str, dict[str, dict[str, Any]]]) -> None:
     """One line a job."""
     parts = []
     for arch, jobs in sorted(judged.items()):
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found, sort_keys=True)}" for name, found in sorted(jobs.items()))
+        lines = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(found, sort_keys=True)}" for name, found in sorted(jobs.items())
+        )
         parts.append(f"{json.dumps(arch)}: {{\n{lines}\n}}")
     head = '{"kind": "static-tables", "archs": {\n'
     store.write_atomic(JUDGED, head + ",\n".join(parts) + "\n}}\n")
@@ -181,7 +183,12 @@ class Arch:
         self.entries.update(saved)
         if not recheck:
             kept = "entry" if saved else "heuristic"
-            self.judged[label(job)] = {**stamp(self.target, job), "answer": kept, "tried": result.tried, "date": store.today()[:10]}
+            self.judged[label(job)] = {
+                **stamp(self.target, job),
+                "answer": kept,
+                "tried": result.tried,
+                "date": store.today()[:10],
+            }
         elif saved:  # the search itself is still that of the earlier kernel
             return f"stays, {result.gain:.0%}"
         if result.provenance and not saved:
@@ -217,7 +224,9 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{name} [{number + 1}/{len(jobs)}] {label(job)}: {said}", flush=True)
                 arch.write()
             arch.write()
-            print(f"{name}: {len(jobs)} jobs, {len(arch.entries)} entries, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{name}: {len(jobs)} jobs, {len(arch.entries)} entries, {time.monotonic() - started:.0f} s", flush=True
+            )
     if late:
         print(f"{late} jobs were left when the time was over; the same command goes on from there")
     return 1 if failed or late else 0
@@ -231,13 +240,17 @@ def check(arguments: argparse.Namespace) -> int:
         entries, jobs = len(arch.entries), planned(arch.target, ops)
         behind = sum(not arch._is_judged(job) for job in jobs)
         stale += len(arch.stale)
-        print(f"{name}: {entries} entries, {len(arch.stale)} of them stale; {len(jobs)} jobs, {behind} not judged as they are now")
+        print(
+            f"{name}: {entries} entries, {len(arch.stale)} of them stale; {len(jobs)} jobs, {behind} not judged as they are now"
+        )
     return 1 if stale else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archs", nargs="*", metavar="ARCH", help="default: every known architecture but those with a measured table")
+    parser.add_argument(
+        "archs", nargs="*", metavar="ARCH", help="default: every known architecture but those with a measured table"
+    )
     parser.add_argument("--recheck", action="store_true", help="only entries of changed kernels, against the heuristic")
     parser.add_argument("--likely", action="store_true", help="only jobs that another architecture has an entry for")
     parser.add_argument("--check", action="store_true", help="say what is out of date")
