@@ -216,6 +216,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     if grads and 1 << key[1] > 32 * target.multiprocessors:
         if block == 2048:
             rows, ctas, deepest = 1, 2, 4
+        elif block == 1024 and grads > 1 and streams > 2:  # modulated_rms_norm: four rows' gradients and scales spill
+            rows, ctas, deepest = 1, 6, 4
         elif block == 4096 and grads == 1 and 4 * streams * widest(block) * key[2] <= target.shared_memory:
             rows, ctas = 2, 1
     tile, held = block * rows, (widest(block) if grads else block) * rows
