@@ -94,6 +94,7 @@ TRAINED = {
     "qwen3": "Qwen3-8B",
     "gemma2": "Gemma-2-2B",
     "phi3": "Phi-3-mini",
+    "mixtral": "Mixtral-8x7B",
 }
 
 
@@ -103,6 +104,8 @@ def models_table() -> str:
         "|---" * 8 + "|",
     ]
     for model, title in TRAINED.items():
+        if not (RESULTS / f"e2e-{model}-h200.json").exists():
+            continue
         found = _read(f"e2e-{model}")
         arms = {row["arm"]: row for row in found["summary"]}
         speed = [arms[arm]["tokens_per_second"] for arm in ("hf", "liger", "liger_hw")]
@@ -110,8 +113,9 @@ def models_table() -> str:
         cells += [f"{speed[2] / other - 1:+.1%}" for other in speed[:2]]
         cells.append(" / ".join(f"{arms[arm]['peak_gib']:.1f}" for arm in ("hf", "liger", "liger_hw")))
         losses = {(run["arm"], run["round"]): run["losses"] for run in found["runs"]}
-        others = [losses[place] for place in (("hf", 1), ("liger", 0), ("liger_hw", 0))]
-        cells.append(" / ".join(f"{max(abs(a - b) for a, b in zip(losses['hf', 0], one)):.3f}" for one in others))
+        others = [losses.get(place) for place in (("hf", 1), ("liger", 0), ("liger_hw", 0))]
+        apart = [max(abs(a - b) for a, b in zip(losses["hf", 0], one)) if one else None for one in others]
+        cells.append(" / ".join("-" if one is None else f"{one:.3f}" for one in apart))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -150,7 +154,8 @@ def longest_table() -> str:
     for row in _read("longest-sequence")["levels"]:
         for one in row["tries"]:
             speed, peak = one.get("tokens_per_second"), one.get("peak_gib")
-            cells = [f"`{row['level']}`", f"{one['seq']:,}", one["outcome"], f"{speed:,.0f}" if speed else "-"]
+            outcome = one["outcome"] + (f" ({one['allocator']})" if "allocator" in one else "")
+            cells = [f"`{row['level']}`", f"{one['seq']:,}", outcome, f"{speed:,.0f}" if speed else "-"]
             cells += [f"{peak:.1f}" if peak else "-", f"{one['predicted_gib']:.1f}"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
