@@ -19,7 +19,7 @@ Nothing waits for the device. The row kernels and the sweep are `kernels/_log_pr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import torch
 
@@ -140,6 +140,11 @@ class _Rows:
     def _options(self) -> dict[str, Any]:
         return {"ignore_index": self.spec.ignore_index, "temperature": self.spec.temperature}
 
+    def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
+        """`read` of every chunk; no reference to the logits is left, so that another sweep's buffer may take their place."""
+        for start, logits, _ in swept:
+            self.read(logits, start)
+
     def read(self, logits: torch.Tensor, start: int) -> None:
         """Log-probabilities of the rows `start`.. whose logits these are."""
         rows = slice(start, start + logits.shape[0])
@@ -237,8 +242,7 @@ def _run(x, weight, bias, target, second, extras, *call):
     grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain) if any(wanted) else None
     known = width, extras, spec, n_groups, vocab
     if grads is None or any(start % width for start, _ in chunks.bounds):
-        for start, logits, _ in sweep(chunks, flat, weight, order=order):
-            rows.read(logits, start)
+        rows.read_all(sweep(chunks, flat, weight, order=order))
         if grads is not None:
             others = _slopes(loss, rows, scale, 0, n_groups, *known)
             for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
@@ -356,8 +360,7 @@ def _logps(x, weight, bias, target, ignore_index, temperature):
     (vocab, hidden), n_rows = weight.shape, target.numel()
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
-    for start, logits, _ in sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight):
-        rows.read(logits, start)
+    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight))
     return rows.out.logp.view(target.shape)
 
 
