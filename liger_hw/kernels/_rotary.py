@@ -26,8 +26,8 @@ from ._triton import tl, triton
 from .rope import _DIMS, _dense, _geometry, _heads_inside, _heuristic, _key, _safe, _space, _valid
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
-SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 24), (2, 3, 5, 2, 16))
-"""Test sizes of the ops here: widths (halves of 11 and of 3 x 4) and heads that are no power of two, one token too few."""
+SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
+"""Test sizes of the ops here: widths and heads that are no power of two, one token too few, one of everything."""
 
 # -- kernel ----------------------------------------------------------------------------------------------------------
 
@@ -134,8 +134,6 @@ def _rotary_kernel(
     n_head_tiles,
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -155,15 +153,11 @@ def _rotary_kernel(
 
     Heads are the outermost dimension of a tile: where a program's threads cover its tokens, a thread holds all heads of
     one place, and cos and sin are its own. (With tokens outermost they pass through shared memory.)
-    Where half the width is no power of two it is CHUNKS chunks of BLOCK_HALF, the largest one that divides it, and a tile
-    has places, each a chunk of a token, instead of tokens: as many as BLOCK_T tokens of BLOCK_CHUNKS (CHUNKS rounded up
-    to a power of two) would have. So no thread holds columns that are not there: 28 of 64 at a half of 36.
     K_ptr may be None. FIRST_SECTION, FIRST_SECTIONS: columns of plane 0, and of planes 0 and 1; 0 where there is one.
     ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
     pid = tl.program_id(0)
-    places = (pid // n_head_tiles) * (BLOCK_T * BLOCK_CHUNKS) + tl.arange(0, BLOCK_T * BLOCK_CHUNKS)
-    tokens, chunk = places // CHUNKS, places % CHUNKS
+    tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
     q_heads = (pid % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
     k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
     batch = (tokens // seq_len).to(tl.int64)
@@ -171,41 +165,28 @@ def _rotary_kernel(
     token_mask = (tokens < n_tokens)[None, :, None]
     q_mask = token_mask & (q_heads < n_q_heads)[:, None, None]
     k_mask = token_mask & (k_heads < n_k_heads)[:, None, None]
-    first = (chunk * BLOCK_HALF)[None, :, None]  # of a place's columns, within the half
-    first_in, first_out, first_angle = first, first, first
-    if PAIRS_IN:
-        first_in = 2 * first
-    if PAIRS_OUT:
-        first_out = 2 * first
-    if TRIG >= 2:
-        first_angle = 2 * first
-    tail_cols = 2 * HALF + (chunk * BLOCK_TAIL)[None, :, None] + tl.arange(0, BLOCK_TAIL)[None, None, :]
+    tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
     tail_mask = tail_cols < 2 * HALF + TAIL
 
     q_ptrs = Q_ptr + row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
-    q1, q2 = _load_pairs(q_ptrs + first_in, q_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
+    q1, q2 = _load_pairs(q_ptrs, q_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
     if TAIL:
         q3 = _load(q_ptrs + tail_cols, q_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
     if K_ptr is not None:
         k_ptrs = K_ptr + row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN)
-        k1, k2 = _load_pairs(k_ptrs + first_in, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
+        k1, k2 = _load_pairs(k_ptrs, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
     angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
     if FIRST_SECTIONS:
-        if CHUNKS == 1:
-            cols = tl.arange(0, BLOCK_HALF)
-            plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
-            angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
-        else:
-            cols = first + tl.arange(0, BLOCK_HALF)[None, None, :]
-            plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
-            angles = angles + plane * cos_plane_stride
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles + first_angle, token_mask, HALF, BLOCK_HALF, TRIG)
+        cols = tl.arange(0, BLOCK_HALF)
+        plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
+        angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
 
     out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
     q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
-    _store_pairs(out + first_out, q1, q2, q_mask, HALF, BLOCK_HALF, PAIRS_OUT)
+    _store_pairs(out, q1, q2, q_mask, HALF, BLOCK_HALF, PAIRS_OUT)
     if TAIL:
         tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
     if K_ptr is not None:
@@ -213,7 +194,7 @@ def _rotary_kernel(
             batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
         )
         k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
-        _store_pairs(out + first_out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
+        _store_pairs(out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
         if TAIL:
             tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
 
@@ -300,14 +281,9 @@ class Rotary:
             strides = (*geometry.strides, cos.stride(0) if sections else 0)
             align = alignment(strides)
             block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
-            half, tail = geometry.widths[:2]
-            width = half & -half  # of a chunk: the largest power of two that divides the half
-            chunks, block_chunks = half // width, next_power_of_2(half // width)
-            widths = (half, tail, chunks, block_chunks, width, next_power_of_2(-(-tail // chunks)))
-            flags = (*widths, block_k, *ways, trig, section, sections, align, back)
+            flags = (*geometry.widths, block_k, *ways, trig, section, sections, align, back)
             args = (q, k, cos, sin, out_q, out_k, *strides, *geometry.sizes, n_head_tiles)
-            n_tiles = -(-geometry.tokens * chunks // (blocks["BLOCK_T"] * block_chunks)) * n_head_tiles
-            launch(plan, _rotary_kernel, (n_tiles,), args, flags)
+            launch(plan, _rotary_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
         return out_q, q.new_empty(0) if k is None else out_k
 
     def forward(
