@@ -1,9 +1,10 @@
 """The kernels of qk_norm_rope; qk_norm_rope.py says what they compute.
 
-A program works on q or on k: the first n_q_programs walk over the tiles of q, the others over those of k. A tile is
-BLOCK_H heads x BLOCK_T tokens, whole heads, each as its rotary halves and the tail that does not turn. Heads come first:
-where a program's threads cover its tokens, a thread holds all heads of one place, so that cos, sin, the weight and its
-gradient are its own and nothing passes through shared memory.
+A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens, whole
+heads, each as its rotary halves and the tail that does not turn. Heads come first: where a program's threads cover its
+tokens, a thread holds all heads of one place, so that cos, sin, the weight and its gradient are its own and nothing passes
+through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many as a grid of
+resident programs leaves to each.
 """
 
 from __future__ import annotations
@@ -184,13 +185,17 @@ def _qk_norm_rope_fwd_kernel(
     CASTING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
+    """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time; the next ones are loaded before these are stored.
+
+    What all heads of a token share is had once: its angles, with the weight taken into them, and the divisions that say
+    where it lies. A step then costs its loads, the norm, four products a pair and its stores.
+    """
     is_k = tl.program_id(0) >= n_q_programs
-    first = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
-    programs = tl.where(is_k, tl.num_programs(0) - n_q_programs, n_q_programs)
+    tile = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     X_ptr, Out_ptr = _pointer(is_k, Q_ptr, K_ptr), _pointer(is_k, OutQ_ptr, OutK_ptr)
     n_heads = _number(is_k, n_q_heads, n_k_heads).to(tl.int32)
     x_batch = _number(is_k, Q_batch_stride, K_batch_stride)
@@ -199,21 +204,34 @@ def _qk_norm_rope_fwd_kernel(
     out_batch = _number(is_k, OutQ_batch_stride, OutK_batch_stride)
     out_head = _number(is_k, OutQ_head_stride, OutK_head_stride)
     out_token = _number(is_k, OutQ_token_stride, OutK_token_stride)
-    n_head_tiles = tl.cdiv(n_heads, BLOCK_H)
-    n_tiles = tl.cdiv(n_tokens, BLOCK_T) * n_head_tiles
-    W_ptr = _pointer(is_k, WQ_ptr, WK_ptr)
-    w1, w2, w3 = _load_weight(W_ptr, offset, HALF, TAIL, BLOCK_T, BLOCK_HALF, BLOCK_TAIL)
+    n_groups = tl.cdiv(n_heads, HEADS)
+    tokens = (tile // n_groups) * BLOCK_T + tl.arange(0, BLOCK_T)
+    before = (tile % n_groups) * HEADS
+    last = tl.minimum(n_heads, before + HEADS)
+    heads = before + tl.arange(0, BLOCK_H)
+    token_mask = (tokens < n_tokens)[None, :, None]
+    mask = token_mask & (heads < last)[:, None, None]
+    batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
+    ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
+    out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
+    x1, x2, x3 = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
+    w1, w2, w3 = _load_weight(_pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, TAIL, BLOCK_T, BLOCK_HALF, BLOCK_TAIL)
+    angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
     WIDTH: tl.constexpr = 2 * HALF + TAIL
-    for tile in tl.range(first, n_tiles, programs, num_stages=STAGES):
-        batch, token, heads, token_mask, mask = _place(tile, n_head_tiles, n_heads, n_tokens, seq_len, BLOCK_T, BLOCK_H)
-        ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-        x1, x2, x3 = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
-        angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-        trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    step, out_step = tl.multiple_of(BLOCK_H * x_head, ALIGN), tl.multiple_of(BLOCK_H * out_head, ALIGN)
+    for _ in tl.range(0, HEADS, BLOCK_H, num_stages=1):
+        mask = token_mask & (heads < last)[:, None, None]
+        heads += BLOCK_H
+        ptrs += step
+        coming = token_mask & (heads < last)[:, None, None]
+        n1, n2, n3 = _load_head(ptrs, coming, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, TAIL)
-        y1, y2 = _rotate(_seen(h1, x1, CASTING) * w1, _seen(h2, x2, CASTING) * w2, *trig, False)
-        out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
+        y1, y2 = _rotate(_seen(h1, x1, CASTING), _seen(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
         _store_head(out, y1, y2, _seen(h3, x3, CASTING) * w3, mask, HALF, TAIL)
+        out += out_step
+        x1, x2, x3 = n1, n2, n3
 
 
 @triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_q_programs"])

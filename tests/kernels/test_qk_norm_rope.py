@@ -65,6 +65,17 @@ def test_grids(lane, generator, seed, heads, ctas):
         verify(op, make(op, (1, 7, *heads, 6), torch.float32, lane.device, seed), seed)
 
 
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("at_once, heads", [(1, 4), (2, 4), (2, 2), (4, 2)])
+def test_walks(lane, seed, at_once, heads):
+    """Programs of the forward whose heads do not fill them, or go beyond what they were told to do."""
+    op = get_op("qk_norm_rope")
+    config = LaunchConfig({"BLOCK_T": 2, "BLOCK_H": at_once, "HEADS": heads}, 1)
+    with registry.override("qk_norm_rope.fwd", config):
+        for options in op.options:
+            verify(op, make(op, (2, 3, 5, 3, 6), torch.float32, lane.device, seed, options), seed)
+
+
 @pytest.mark.cpu
 def test_one_result_unused(generator):
     q, k, wq, wk, cos, sin = _parts(generator)
