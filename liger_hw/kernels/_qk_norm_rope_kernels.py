@@ -221,7 +221,7 @@ def _qk_norm_rope_fwd_kernel(
     cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
     WIDTH: tl.constexpr = 2 * HALF + TAIL
     step, out_step = tl.multiple_of(BLOCK_H * x_head, ALIGN), tl.multiple_of(BLOCK_H * out_head, ALIGN)
-    for _ in tl.range(0, HEADS, BLOCK_H):
+    for _head in tl.range(0, HEADS, BLOCK_H):
         mask = token_mask & (heads < last)[:, None, None]
         heads += BLOCK_H
         ptrs += step
