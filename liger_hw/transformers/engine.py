@@ -140,6 +140,7 @@ class _Instance(_Engine):
             self.made[key] = _marked(
                 parts.assembled(found.core, current.__func__), part, found.kernel, current.__func__
             )
+            self.made[key].__name__ = found.slot  # pickle looks a bound method up by it; transformers' gate has another
         bound = types.MethodType(self.made[key], module)
         self.change(part, where, found.kernel, Patch(module, slot, bound), found.variant)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import pytest
 import torch
@@ -124,3 +125,16 @@ def test_a_reader_sees_each_byte_in_its_own_patch():
     changed = (seen[0] != seen[1]).any(1).nonzero()  # image, row, column
     assert seen[0].shape == (6, 3, 16, 16) and set(changed[:, 0].tolist()) == {4}  # 21 = 16 + 5: row 1, column 1
     assert set((changed[:, 1:] // 4).flatten().tolist()) == {1}
+
+
+def test_experts_patched_in_their_gate_survive_pickle():
+    """Pickle finds a bound method again by its function's name, and transformers' default gate is not named as its slot."""
+    model = tiny_model(transformers.MixtralForCausalLM).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids, labels=ids).loss
+    report = liger_hw.patch(model)
+    assert any("_apply_gate" in vars(module) for module in model.modules()), str(report)
+    loaded = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(loaded(ids, labels=ids).loss, expected)
+    assert {row.part for row in liger_hw.patch(loaded).patched} == {row.part for row in report.patched}
+    torch.testing.assert_close(loaded(ids, labels=ids).loss, expected)
