@@ -358,6 +358,7 @@ def run_loss(x, weight, bias, target, spec: Spec, extras=(), second=None) -> tup
 def _logps(x, weight, bias, target, ignore_index, temperature):
     spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
     (vocab, hidden), n_rows = weight.shape, target.numel()
+    check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
     rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight))
