@@ -76,9 +76,9 @@ def _moved(apart, weights, by):
 
 @triton.jit
 def _row_sum(d, m, top, scale):
-    """The sum of a row from those of its lanes, which stand about their own maxima."""
+    """The sum of a row from those of its lanes, which stand about their own maxima; nan where a lane's is, however low."""
     e = tl.exp2((m - top) * scale)
-    return tl.sum(tl.where(e == 0.0, 0.0, d * e))
+    return tl.sum(tl.where((e == 0.0) & (d == d), 0.0, d * e))
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def _distill_kernel(
                     t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 0)
                     x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
                     if KIND == 3:
-                        y = tl.maximum(y, -126.0)
+                        y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
                         p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
                         one += p * l
                         two += q * u
@@ -335,7 +335,7 @@ def _distill_kernel(
                 if COSINE:
                     ds = soft_slope * (dot * s * l_s - t * l_t)
                 elif KIND == 3:
-                    y = tl.maximum(y, -126.0)
+                    y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
                     p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
                     ds = q * (soft_slope * u + pull)
                 else:

@@ -119,7 +119,7 @@ def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
     y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell. A d
     of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
     """
-    d = tl.maximum(d, -400.0)
+    d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(y)
     ratio = tl.exp2(d)
     m = log2_of((1.0 - beta) * ratio + beta, FAST_LOG2)
@@ -147,7 +147,7 @@ def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
         f = tl.where(q == 0.0, 0.0, q * (x - y))
         g = f + q
     else:
-        y = tl.maximum(y, -87.3)
+        y = tl.maximum(y, -87.3, propagate_nan=tl.PropagateNan.ALL)
         p, q, m, u = jsd_of((x - y) * LOG2E, y * LOG2E, beta, FAST_LOG2)
         g = LN2 * (1.0 - beta) * (q * u)
         f = g - LN2 * beta * (p * m)
