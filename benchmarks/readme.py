@@ -17,13 +17,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = ("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json")
+RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation")
+FILES = (
+    *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
+    *(f"ops-{run}-h200.json" for run in RUNS),
+)
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
     "rms_norm": ("16384x4096", "8192x8192", "65536x128", "16384x1024", "2048x65536"),
     "fused_add_rms_norm": ("16384x4096", "8192x8192"),
     "modulated_rms_norm": ("4x16384x3840", "32x8192x2048"),
-    "layer_norm": ("16384x4096", "8192x8192", "36928x1024"),
+    "layer_norm": ("16384x4096", "8192x8192", "8192x5120", "8192x2560", "36928x1024"),
     "group_norm": ("32x32x4096x512", "16x32x1024x1280"),
     "poly_norm": ("16384x4096", "16384x2048"),
     "dyt": ("16384x4096", "50432x1024"),
@@ -32,20 +36,33 @@ SHOWN = {
     "geglu": ("8192x14336",),
     "relu_squared": ("8192x24576",),
     "rope": ("4x4096x32x8x128", "4x4096x28x4x128", "4x4096x8x4x256"),
+    "qk_norm_rope": ("4x4096x32x8x128", "4x4096x8x4x256"),
+    "qwen2vl_mrope": ("4x4096x28x4x128",),
+    "interleaved_rope": ("4x4096x32x2x128",),
+    "llama4_rope": ("16x577x16x16x88",),
+    "vision_rope": ("16x1024x16x16x80", "16x1024x16x16x72"),
+    "embedding": ("16384x128256x4096",),
     "softmax": ("16384x4096", "8192x32768", "4096x128256"),
     "sparsemax": ("4096x32768",),
-    "cross_entropy": ("8192x32768", "8192x128256"),
-    "fused_linear_cross_entropy": ("8192x4096x32768", "8192x4096x128256"),
+    "cross_entropy": ("8192x32768", "8192x131072"),
+    "kl_div": ("4096x131072 fp32",),
+    "jsd": ("4096x131072 fp32",),
+    "tvd": ("4096x131072 fp32",),
+    "fused_linear_cross_entropy": ("8192x4096x32768", "8192x4096x131072", "1024x4096x131072"),
+    "fused_linear_jsd": ("4096x4096x128256", "8192x4096x32768"),
+    "fused_linear_kl_div": ("4096x4096x128256",),
 }
-"""The sizes of an op that the table shows."""
+"""The sizes of an op that the table shows; bf16 where nothing else is said."""
+
+DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
 def ops_table() -> str:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in FILES:
         for row in json.loads((RESULTS / name).read_text())["rows"]:
-            if row["mode"] == "full" and row["dtype"] == "bfloat16" and row["ms"]:
-                place = row["op"], "x".join(map(str, row["sizes"])), row["arm"]
+            if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
+                place = row["op"], "x".join(map(str, row["sizes"])) + DTYPES[row["dtype"]], row["arm"]
                 rows[place] = {**rows.get(place, {}), **row}
     lines = ["| op | sizes | floor | " + " | ".join(ARMS.values()) + " | memory |", "|---" * (4 + len(ARMS)) + "|"]
     for op, sizes in SHOWN.items():
@@ -59,7 +76,7 @@ def ops_table() -> str:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return f"{row['ms']['median']:.3g}" if row else "-"
+    return f"{row['ms']['median']:.3g}" + "*" * (row["method"] == "events") if row else "-"
 
 
 def _memory(row: dict[str, Any] | None) -> str:
