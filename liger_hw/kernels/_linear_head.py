@@ -34,6 +34,7 @@ memory means more chunks they grow instead, or, where that is cheaper, the gradi
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Iterator, NamedTuple, Sequence
 
 import torch
@@ -130,7 +131,7 @@ def divide(n_rows: int, rows: int) -> tuple[tuple[int, int], ...]:
         half = cdiv(left, 2)
         half += half > 6 and half % 2
         heights = [tall] * (count - 2) + [half, left - half]
-    stops = [step * sum(heights[: i + 1]) for i in range(count)]
+    stops = [step * tall for tall in accumulate(heights)]
     return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
