@@ -187,7 +187,7 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
     run(capsys, "lock", *words, "--device", "sm90", "-o", str(path))
     launched = {("cross_entropy", "stats", (11,))}
     launched |= {("cross_entropy", "bwd", key) for key in ((4096, 11, 2), (4096, 15, 2))}  # hidden states', the head's
-    launched |= {("fused_linear_cross_entropy", "fwd", (32768, 2))}
+    launched |= {("fused_linear_cross_entropy", "fwd", (32768, 2)), ("fused_linear_cross_entropy", "take", (2,))}
     assert set(lock.read(path)[1]) == launched
     plan = json.loads(run(capsys, "autotune", "--dry-run", "--json", "--device", "sm90", *words))
     assert {(job["op"], job["variant"], tuple(job["key"])) for job in plan["jobs"]} == launched and not plan["problems"]

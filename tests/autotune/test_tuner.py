@@ -188,7 +188,7 @@ def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage,
 
 def test_later_keys_start_from_what_was_best_nearby():
     later = Job("rms_norm", "bwd", (4096, 14, 2), (16384, 4096), "bfloat16")
-    effort = Effort(first=96, later=12, refine=4)
+    effort = Effort(first=160, later=12, refine=4)
     results, kept, measurer = tune(jobs=(JOB, later), effort=effort)
     assert [r.config for r in results] == [BEST.to_json()] * 2
     assert results[1].tried <= 12 + 2 * 4 < results[0].tried
