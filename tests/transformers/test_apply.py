@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 
 import pytest
 import torch
@@ -129,6 +130,8 @@ def test_a_reader_sees_each_byte_in_its_own_patch():
 
 def test_experts_patched_in_their_gate_survive_pickle():
     """Pickle finds a bound method again by its function's name, and transformers' default gate is not named as its slot."""
+    if not hasattr(sys.modules[transformers.MixtralForCausalLM.__module__], "MixtralExperts"):
+        pytest.skip("this transformers has a module for every expert, and no gate to patch in")
     model = tiny_model(transformers.MixtralForCausalLM).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids).loss
