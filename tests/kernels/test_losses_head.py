@@ -213,12 +213,12 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_scaled_cross_entropy"])
 def test_losses_keep_their_targets_apart(lane, small_chunks, name, seed, monkeypatch):
-    """fp16 over two chunks, with ignored rows and the whole comparison of the conformance suite."""
+    """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the conformance suite."""
     seen = []
     real = _linear_head.TargetEntries
     monkeypatch.setattr(_linear_head, "TargetEntries", lambda *a: seen.append(1) or real(*a))
     op = get_op(name)
-    verify(op, make(op, (MANY, 9, 19), torch.float16, lane.device, seed, {"ignored": 0.3}), seed)
+    verify(op, make(op, (2 * MANY, 9, 19), torch.float16, lane.device, seed, {"ignored": 0.3}), seed)
     assert seen
 
 
