@@ -296,4 +296,5 @@ def test_what_ttir_says_is_near_what_a_compiler_makes(workers, monkeypatch):
     a, b = counted.resources, exact.resources
     assert a.threads == b.threads and a.loads[128] == b.loads[128] and a.stores[128] == b.stores[128]
     assert 0.5 < sum(a.instructions.values()) / sum(b.instructions.values()) < 2
-    assert 0.5 < a.registers / b.registers < 3
+    asked = a.registers + a.spills  # the file it is cut to is a work-item's of Intel, not a thread's of this GPU
+    assert 0.5 < asked / b.registers < 3
