@@ -94,7 +94,10 @@ def test_urgent_candidates_overtake(fake):
 
 
 RUN = """
+import signal
 import sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest was started in the background
 from liger_hw.autotune import remote, store
 remote.Worker.module = "tests.autotune.fake_worker"
 import liger_hw.cli.autotune as command
