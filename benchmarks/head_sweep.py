@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
+from chunked_losses import captured
 
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
@@ -39,14 +40,7 @@ def timer(call: Callable[[], Any], device: str) -> Callable[[], float]:
             return (time.perf_counter() - began) * 1e3
 
         return measured
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
+    graph = captured(call)
 
     def replayed() -> float:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
