@@ -1,0 +1,69 @@
+"""One list of cases, measured by several processes: each takes the next that nobody has, and leaves its rows in a folder.
+
+    for i in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$i liger-hw bench --sizes many --share out --json many.json & done; wait
+
+A process that dies leaves its case taken and without rows; starting it again goes on with the rest. Works on any file
+system that creates a file only once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+from .cases import Case
+from .report import save
+from .timing import Budget
+
+
+class Share:
+    """The folder. `what` names a pass over the list: `timed` leaves rows, another (`warm`) only marks what was done.
+
+    Raises `ValueError` when the folder belongs to another list of cases.
+    """
+
+    def __init__(self, folder: str | os.PathLike, todo: Sequence[Case], budget: Budget, what: str = "timed") -> None:
+        self.folder, self.todo, self.budget, self.what = Path(folder), list(todo), budget, what
+        self.number = -1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(f"{case.label} {case} {case.quick}" for case in self.todo)
+        digest, path = hashlib.sha256(text.encode()).hexdigest(), self.folder / "cases"
+        try:
+            with open(path, "x") as file:
+                file.write(digest)
+        except FileExistsError:
+            if path.read_text() not in ("", digest):
+                raise ValueError(f"{self.folder} holds rows of another list of cases; give --share a new folder") from None
+
+    def __len__(self) -> int:
+        return len(self.todo)
+
+    def __iter__(self) -> Iterator[Case]:
+        """The cases nobody else has taken. Raises `OutOfBudget` before it takes one that cannot be begun."""
+        for number, case in enumerate(self.todo):
+            taken = self.folder / f"{number:04d}.{self.what}"
+            if taken.exists():
+                continue
+            self.budget.check()
+            try:
+                os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            self.number = number
+            yield case
+
+    def keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows of the case taken last."""
+        save(self.folder / f"{self.number:04d}.json", {"rows": list(rows)})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Everybody's rows so far, in the order of the list."""
+        found = sorted(self.folder.glob("[0-9]*.json"))
+        return [row for path in found for row in json.loads(path.read_text())["rows"]]
+
+    def done(self) -> bool:
+        """Whether every case has rows."""
+        return len(list(self.folder.glob("[0-9]*.json"))) == len(self.todo)
