@@ -14,6 +14,7 @@ import torch
 
 from .. import registry
 from ..registry import Op
+from . import chunked
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,7 +41,7 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
     the first shape of every op before the second of any. `@fp32` after a size is its dtype.
     Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
     """
-    table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
+    table = [chunked.OPS.get(name) or registry.get_op(name) for name in ops] if ops else [*registry.ops().values()]
     found: list[tuple[int, Case]] = []
     used = set()
     for op in table:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Op
+from . import chunked
 from .more_peers import APART, EAGER, LIGER
 
 OURS = "liger_hw"
@@ -201,6 +202,8 @@ def _apart(op: Op) -> Callable[..., Any]:
 
 
 def _liger(op: Op) -> Callable[..., Any]:
+    if op.name in chunked.OPS:
+        return chunked.liger(op.name)
     if op.name in LIGER:
         return LIGER[op.name]
     if op.name in _LIGER_ELSEWHERE:

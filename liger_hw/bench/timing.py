@@ -325,6 +325,10 @@ class Meter:
         out = torch.empty(m, n, device=self.device, dtype=dtype)
         return self._time(lambda: torch.mm(a, b, out=out), 10).median
 
+    def chain(self, products: Sequence["Product"], dtype: torch.dtype) -> "Chain":
+        """The products to be timed in turn with what consists of them."""
+        return Chain(self, products, dtype)
+
     def _time(self, call: Callable[[], Any], times: int) -> Stats:
         for _ in range(2):
             call()
@@ -417,8 +421,53 @@ class Calls:
         return self.burst(2)[-1]
 
 
+class Chain:
+    """Matrix products one after the other, between events, on random matrices; a shape's operand is drawn once."""
+
+    def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
+        drawn: dict[tuple[int, int], torch.Tensor] = {}
+
+        def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+            shape = (columns, rows) if transposed else (rows, columns)
+            if shape not in drawn:
+                drawn[shape] = torch.randn(shape, device=meter.device, dtype=dtype)
+            return drawn[shape].t() if transposed else drawn[shape]
+
+        self.meter, self.products = meter, []
+        for m, n, k, layout in products:
+            out = torch.empty(m, n, device=meter.device, dtype=dtype)
+            self.products.append((operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t"), out))
+
+    def _run(self) -> None:
+        for a, b, out in self.products:
+            torch.mm(a, b, out=out)
+
+    def burst(self, times: int) -> list[float]:
+        meter = self.meter
+        if meter.module is None:
+            samples = []
+            for _ in range(times):
+                start = time.perf_counter()
+                self._run()
+                samples.append((time.perf_counter() - start) * 1e3)
+            return samples
+        meter.busy()
+        marks = []
+        for _ in range(times):
+            start, end = meter.event(), meter.event()
+            start.record()
+            self._run()
+            end.record()
+            marks.append((start, end))
+        meter.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+    def cost_ms(self) -> float:
+        return self.burst(2)[-1]
+
+
 def interleave(
-    runners: dict[Any, "Replay | Calls"],
+    runners: dict[Any, "Replay | Calls | Chain"],
     repeats: int = 3,
     budget: Budget | None = None,
     burst_ms: float = 30.0,
