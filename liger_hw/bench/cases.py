@@ -37,11 +37,14 @@ class Case:
 def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases to run: each op at its workloads, or at `sizes`; every op when `ops` is empty.
 
-    A size is the name of a workload; numbers, as `8192x4096`; `workloads`, all of an op's; or `many` (`MANY`, only timed),
-    the first shape of every op before the second of any. `@fp32` after a size is its dtype.
+    A size is the name of a workload; numbers, as `8192x4096`; `workloads`, all of an op's; `losses` (`LOSSES`, with the
+    chunked losses, which no other empty list of `ops` has); or `many` (`MANY`, only timed). Of the last two, the first
+    shape of every op comes before the second of any. `@fp32` after a size is its dtype.
     Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
     """
     table = [chunked.OPS.get(name) or registry.get_op(name) for name in ops] if ops else [*registry.ops().values()]
+    if "losses" in sizes and not ops:
+        table += chunked.OPS.values()
     found: list[tuple[int, Case]] = []
     used = set()
     for op in table:
@@ -57,6 +60,8 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
                 found += [(0, Case(op, name, shape, kind)) for name, shape in op.workloads.items()]
             elif word == "many" and op.name in MANY:
                 found += [(place, Case(op, "many", shape, kind, True)) for place, shape in enumerate(MANY[op.name])]
+            elif word == "losses" and op.name in LOSSES:
+                found += [(place, Case(op, "losses", *shape)) for place, shape in enumerate(LOSSES[op.name])]
             elif word in op.workloads:
                 found.append((0, Case(op, word, op.workloads[word], kind)))
             elif len(numbers) == len(dims) and min(numbers) > 0:
@@ -69,6 +74,24 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
         raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
     return [case for _, case in sorted(found, key=lambda pair: pair[0])]
 
+
+# -- the losses ------------------------------------------------------------------------------------------------------
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+LOSSES: dict[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {
+    "fused_linear_cross_entropy": (
+        *(((8192, 4096, 131072), _BF16), ((8192, 4096, 32768), _BF16), ((1024, 4096, 131072), _BF16)),
+    ),
+    "fused_linear_scaled_cross_entropy": (((8192, 4096, 131072), _BF16),),
+    "fused_linear_jsd": (((4096, 4096, 128256), _BF16),),
+    "fused_linear_kl_div": (((4096, 4096, 128256), _BF16),),
+    "cross_entropy": (((8192, 131072), _BF16), ((8192, 32768), _BF16)),
+    **dict.fromkeys(("kl_div", "jsd", "tvd"), (((4096, 131072), _FP32),)),
+    "fused_ce_tvd": (((4096, 131072), _BF16),),
+    "vocab_parallel_cross_entropy": (((8192, 32768), _BF16),),
+    **dict.fromkeys(chunked.OPS, (((8, 1024, 4096, 131072), _BF16),)),
+}
+"""The problem sizes, with their dtype, at which docs/losses.md compares every loss with its peers."""
 
 # -- many shapes -----------------------------------------------------------------------------------------------------
 
