@@ -1,8 +1,11 @@
 """Workloads -> timings -> table, JSON and plots: what `liger-hw bench` runs, as functions.
 
 timing.py         how a call is measured: graph replay, eager wall time, host time, memory, floors
-peers.py          the same computation by torch, torch.compile, Liger, quack and CCE
-ops.py            op x size x peer -> rows
+cases.py          what is measured: an op at sizes; the lists of many shapes
+peers/            the same computation by torch, torch.compile, Liger, quack and CCE, a file each
+chunked.py        the chunked losses as cases
+share.py          one list of cases, several processes
+ops.py            case x peer -> rows
 report.py         machine facts, table, JSON, plots
 registry_cost.py  what a registry hit costs
 host.py           where a call's host time goes

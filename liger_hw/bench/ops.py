@@ -8,6 +8,7 @@ forward as training runs it, `full` forward and backward, `bwd` the difference o
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import time
@@ -17,8 +18,8 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 
 from .. import registry
-from ..registry import Op
-from . import peers
+from . import chunked, peers
+from .cases import Case, cases  # noqa: F401  callers take both from here
 from .inputs import Inputs, Work, sample_sets, tensors_in
 from .timing import Budget, Calls, Meter, OutOfBudget, Product, Replay, Stats, first_line, interleave
 
@@ -29,17 +30,6 @@ ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "s
 
 class DeviceLost(RuntimeError):
     """The device no longer answers after an arm failed: nothing further can be measured in this process."""
-
-
-@dataclass(frozen=True)
-class Case:
-    op: Op
-    label: str
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.op.name} {'x'.join(map(str, self.sizes))}"
 
 
 @dataclass
@@ -64,34 +54,6 @@ class Arm:
         self.note = str(error) if self.status != "error" else first_line(error)
         self.works.clear()
         self.runners.clear()
-
-
-def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
-    """The cases to run: each op at its workloads, or at `sizes` (workload names, or numbers as `8192x4096`).
-
-    Every op when `ops` is empty. Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
-    """
-    table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
-    found, used = [], set()
-    for op in table:
-        if not sizes:
-            found += [Case(op, name, shape, dtype) for name, shape in op.workloads.items()]
-            continue
-        for text in sizes:
-            parts = text.split("x")
-            numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
-            dims = op.tunables[0].dims
-            if text in op.workloads:
-                found.append(Case(op, text, op.workloads[text], dtype))
-            elif len(numbers) == len(dims) and min(numbers) > 0:
-                found.append(Case(op, text, numbers, dtype))
-            else:
-                continue
-            used.add(text)
-    if missing := [text for text in sizes if text not in used]:
-        takes = "; ".join(f"{op.name}: {' x '.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
-        raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
-    return found
 
 
 def bench(
@@ -128,8 +90,40 @@ def bench(
     return rows
 
 
+def warm(
+    todo: Iterable[Case],
+    device: torch.device | str,
+    against: Sequence[str] = peers.DEFAULT,
+    on_case: Callable[[Case], None] = lambda case: None,
+) -> None:
+    """Call every arm of every case once and time nothing: afterwards the compilers' caches on disk have what a timed run
+    of the same cases needs. Many processes may do this on one device at once, each with one compiling thread."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.autotune_local_cache = False  # what Inductor picks among noisy neighbours must not be kept
+    meter = Meter(device)
+    for case in todo:
+        on_case(case)
+        for name in (peers.OURS, *against):
+            with contextlib.suppress(Exception):  # a timed run will say what is wrong
+                function = peers.arm(name, case.op)
+                sizes = [case.sizes]
+                if not case.quick and name != "compile":
+                    sizes.append(with_few_rows(case, 16))
+                for one in sizes:
+                    Work(function, [make_inputs(case, one, meter.device, 0)], backward=True).call()
+        meter.forget()
+
+
 def _bench_case(
-    case: Case, meter: Meter, copy_rate: float, names: Sequence[str], modes: Sequence[str], repeats: int, budget: Budget
+    case: Case,
+    meter: Meter,
+    copy_rate: float,
+    names: Sequence[str],
+    modes: Sequence[str],
+    repeats: int,
+    budget: Budget,
 ) -> list[dict[str, Any]]:
     started = time.perf_counter()
     arms = [Arm(name) for name in names]
@@ -137,7 +131,7 @@ def _bench_case(
     try:
         sets = sample_sets(lambda seed: make_inputs(case, case.sizes, meter.device, seed), meter.l2)
         floors, kind = _floors(case, sets[0], meter, copy_rate)
-        check = Accuracy(case, meter, sets[0])
+        check = None if case.quick else Accuracy(case, meter, sets[0])
     except Exception as error:
         _alive(meter, error)
         for arm in arms:
@@ -151,7 +145,7 @@ def _bench_case(
             arm.fail(error)
             _alive(meter, error)
     del check
-    _measure(arms, case, meter, needed, repeats, budget)
+    floors |= _measure(arms, case, meter, needed, repeats)
     rows = [_row(case, arm, mode, floors, kind, sets, meter, started) for arm in arms for mode in modes]
     for arm in arms:
         arm.works.clear()
@@ -160,7 +154,7 @@ def _bench_case(
 
 
 def _prepare(
-    arm: Arm, case: Case, meter: Meter, sets: list[Inputs], needed: tuple, floors: dict, check: "Accuracy"
+    arm: Arm, case: Case, meter: Meter, sets: list[Inputs], needed: tuple, floors: dict, check: "Accuracy | None"
 ) -> None:
     arm.function = peers.arm(arm.name, case.op)
     for mode in needed:
@@ -169,19 +163,28 @@ def _prepare(
         for _ in range(2):
             work.call()
         work.restore()
-        if arm.peak_mib is None:
+        if arm.peak_mib is None and not case.quick:
             arm.peak_mib = meter.peak_mib(work)
         arm.works[mode] = work
         arm.runners[mode] = runner = meter.runner(work, floors[mode])
         if runner.why and meter.graphs:
             arm.note = runner.why
-    if arm.name != "compile" or check.sizes == case.sizes:  # another shape would compile again, for seconds
+    if check and (arm.name != "compile" or check.sizes == case.sizes):  # another shape would compile again, for seconds
         arm.errors = check.of(arm.function)
 
 
-def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int, budget: Budget) -> None:
-    runners = {(arm.name, mode): arm.runners[mode] for arm in arms for mode in arm.runners}
-    times, errors = interleave(runners, repeats, None)
+def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int) -> dict[str, float]:
+    """Time the arms in turn, and with them the products of a GEMM-bound op: its floors by mode."""
+    runners: dict[tuple[str, str], Any] = {}
+    if case.op.name in PRODUCTS:
+        chains = dict(zip(("fwd", "full"), PRODUCTS[case.op.name](*case.sizes)))
+        runners = {("floor", mode): meter.chain(chains[mode], case.dtype) for mode in needed}
+    runners |= {(arm.name, mode): arm.runners[mode] for arm in arms for mode in arm.runners}
+    times, errors = interleave(runners, repeats, None, burst_ms=10.0 if case.quick else 30.0)
+    floors = {mode: times["floor", mode].median for mode in needed if ("floor", mode) in times}
+    if {"fwd", "full"} <= floors.keys():
+        floors["bwd"] = floors["full"] - floors["fwd"]
+    runners.clear()
     for arm in arms:
         for mode in arm.runners:
             if (arm.name, mode) in times:
@@ -189,6 +192,8 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
         if failed := [errors[arm.name, mode] for mode in arm.runners if (arm.name, mode) in errors]:
             arm.status, arm.note = "error", failed[0]
     _alive(meter, RuntimeError("timing"))
+    if case.quick:
+        return floors
 
     loops: dict[tuple[str, str], Callable[[], list[float]]] = {}
     samples: dict[tuple[str, str], list[list[float]]] = {}
@@ -203,6 +208,8 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     for arm in live:
         for mode in arm.works:
             arm.eager[mode] = Stats.of(samples[arm.name, mode])
+    if case.op.name in PRODUCTS:  # on a few rows too it is the device that takes long: a product reads all of the weight
+        return floors
 
     small = [make_inputs(case, with_few_rows(case, 16), meter.device, 7)]
     for arm in live:
@@ -216,6 +223,7 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
             except Exception as error:
                 arm.note = arm.note or f"host time: {first_line(error)}"
                 _alive(meter, error)
+    return floors
 
 
 def _alive(meter: Meter, error: BaseException) -> None:
@@ -249,36 +257,57 @@ def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
 class Accuracy:
     """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
 
-    On all rows where no argument has more than 2^26 elements (2^20 on the CPU), else on as many as fit; 512 rows (16)
-    of a GEMM-bound op.
+    On all rows where no argument (and no logits of a GEMM-bound op) has more than 2^26 (2^30) elements (2^20 and 16 rows
+    on the CPU), else on as many as fit; on half as many while the reference runs out of memory.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
         on_cpu = meter.module is None
-        self.sizes, self.inputs = case.sizes, first
-        rows = max(case.sizes)
-        if case.op.name in PRODUCTS:
-            self._shrink(case, meter, 16 if on_cpu else 512)
-            rows = 0
-        while rows > 16 and max(tensor.numel() for tensor in self.inputs.given) > 1 << (20 if on_cpu else 26):
+        self.sizes, self.inputs, self.meter = case.sizes, first, meter
+        rows = max([size for name, size in zip(case.op.tunables[0].dims, case.sizes) if name in ROW_DIMS] or case.sizes)
+        if on_cpu and case.op.name in PRODUCTS:
+            rows = min(rows, 16)
+            self._shrink(case, meter, rows)
+        while rows > 16 and not self._fits(case, on_cpu):
             rows //= 2
             self._shrink(case, meter, rows)
-        self.inputs = self.inputs.clone()
-        self.meter = meter
-        exact = self.inputs.clone(torch.float64)
-        with torch.enable_grad():
-            outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
-            outputs = [output for output in outputs if output.is_floating_point()]
-            flowing = [self.inputs.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
-            pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
-            grads = torch.autograd.grad([o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True)
-        self.flowing = [flow.clone() for flow in flowing]
-        self.outputs, self.grads = [output.detach() for output in outputs], grads
+        while not self._reference(case):
+            if rows < 2:
+                raise RuntimeError("the reference in fp64 does not fit into the device's memory")
+            meter.forget()
+            rows //= 2
+            self._shrink(case, meter, rows)
+
+    def _fits(self, case: Case, on_cpu: bool) -> bool:
+        if case.op.name in PRODUCTS and not on_cpu:
+            m, n, *_ = PRODUCTS[case.op.name](*self.sizes)[0][0]
+            return m * n <= 1 << 30
+        return max(tensor.numel() for tensor in self.inputs.given) <= 1 << (20 if on_cpu else 26)
 
     def _shrink(self, case: Case, meter: Meter, rows: int) -> None:
         sizes = with_few_rows(case, rows)
         if sizes != self.sizes:
             self.sizes, self.inputs = sizes, make_inputs(case, sizes, meter.device, 0)
+
+    def _reference(self, case: Case) -> bool:
+        """Compute what is exact. False where it does not fit into the device's memory."""
+        try:
+            given = self.inputs.clone()
+            exact = given.clone(torch.float64)
+            with torch.enable_grad():
+                outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
+                outputs = [output for output in outputs if output.is_floating_point()]
+                flowing = [given.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
+                pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
+                grads = torch.autograd.grad(
+                    [o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True
+                )
+        except torch.OutOfMemoryError:
+            return False
+        self.inputs = given
+        self.flowing = [flow.clone() for flow in flowing]
+        self.outputs, self.grads = [output.detach() for output in outputs], grads
+        return True
 
     def of(self, function: Callable[..., Any]) -> tuple[float | None, float | None]:
         """(largest error of an output, largest error of a gradient) of an arm."""
@@ -304,20 +333,22 @@ def _worst(found: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | 
 # -- floors ----------------------------------------------------------------------------------------------------------
 
 
-def _linear_head(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
-    logits = (n_tokens, vocab, hidden, "nt")
-    return [logits], [logits, (n_tokens, hidden, vocab, "nn"), (vocab, hidden, n_tokens, "tn")]
+def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
+    """sizes: tokens (or batch and length), hidden, vocab"""
+    *rows, hidden, vocab = sizes
+    logits = (math.prod(rows), vocab, hidden, "nt")
+    return [logits], [logits, (math.prod(rows), hidden, vocab, "nn"), (vocab, hidden, math.prod(rows), "tn")]
 
 
-def _head_twice(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
+def _head_twice(*sizes: int) -> tuple[list[Product], list[Product]]:
     """A head whose backward computes its logits once more."""
-    forward, both = _linear_head(n_tokens, hidden, vocab)
+    forward, both = _linear_head(*sizes)
     return forward, [*forward, *both]
 
 
-def _two_heads(n_tokens: int, hidden: int, vocab: int) -> tuple[list[Product], list[Product]]:
-    """A student's head, and a teacher's without gradient."""
-    forward, both = _linear_head(n_tokens, hidden, vocab)
+def _two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
+    """A head, and a teacher's or reference model's without gradient."""
+    forward, both = _linear_head(*sizes)
     return 2 * forward, [*forward, *both]
 
 
@@ -326,6 +357,7 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_kl_div": _linear_head,
     "fused_linear_jsd": _two_heads,
     "fused_linear_scaled_cross_entropy": _head_twice,
+    **{name: _two_heads if name in chunked.TWO_HEADS else _linear_head for name in chunked.OPS},
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
 
@@ -398,7 +430,9 @@ def _row(
     }
 
 
-def _config(case: Case, meter: Meter) -> list[dict[str, Any]]:
+def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
+    if case.op.name in chunked.OPS:  # their kernels are other ops'
+        return None
     found = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
     return [
         {

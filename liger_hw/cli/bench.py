@@ -12,6 +12,8 @@ the command, not for figures. Ctrl-C and --budget end a run early; what was meas
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import itertools
 import json
 import sys
@@ -20,6 +22,8 @@ from typing import Any
 from . import UsageError
 from ._values import dtype_name, positive, seconds, torch_dtype, usable_device
 
+CASE_LIMIT = 120
+"""Seconds after which a case of a shared list is given up."""
 OTHERS = ("registry", "host", "e2e")
 MODES = ("fwd", "bwd", "full")
 
@@ -56,8 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
     )
     ops.add_argument(
-        "--sizes", type=_words, default=[], help="workload names or sizes such as 16384x4096, comma-separated"
+        "--sizes",
+        type=_words,
+        default=[],
+        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (the default), "
+        "`many` (at least 40 shapes of each memory-bound op, times only)",
     )
+    ops.add_argument(
+        "--share", metavar="DIR", help="take cases from a list that other processes with the same DIR work on as well"
+    )
+    ops.add_argument("--warm", action="store_true", help="time nothing: call each arm once, so that caches have its kernels")
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
     e2e = parser.add_argument_group("e2e")
@@ -83,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import ops, peers, timing
+    from ..bench import ops, peers, share, timing
 
     against = _peers(arguments, list(peers.DEFAULT))
     try:
@@ -91,8 +103,19 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
 
+    budget = timing.Budget(arguments.budget)
+    shared = None
+    if arguments.share:
+        try:
+            shared = share.Share(arguments.share, todo, budget, "warm" if arguments.warm else "timed")
+        except ValueError as error:
+            raise UsageError(f"bench: {error}") from None
+    if arguments.warm:
+        with contextlib.suppress(timing.OutOfBudget):
+            ops.warm(shared or todo, device, against, lambda case: _progress(f"{budget.spent:.0f} s  {case}"))
+        return 0
     with timing.Meter(device) as meter:
-        return _bench_ops(arguments, todo, against, meter)
+        return _bench_ops(arguments, todo, against, meter, budget, shared)
 
 
 def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
@@ -104,32 +127,41 @@ def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
     return against
 
 
-def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any) -> int:
+def _bench_ops(
+    arguments: argparse.Namespace, todo: list, against: list[str], meter: Any, budget: Any, shared: Any
+) -> int:
     from ..bench import ops, peers, report, timing
 
-    budget = timing.Budget(arguments.budget)
     facts = report.machine(meter.device, arguments.commit)
     if meter.device.type == "cpu":
         _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes, --budget)")
     facts["copy_gb_s"] = meter.copy_rate()
-    carried = {name: facts[name] for name in ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")}
+    names = "device", "driver", "torch", "triton", "liger_hw", "commit", "date", "copy_gb_s"
+    carried = {name: facts[name] for name in names}
     rows: list[dict[str, Any]] = []
     ended = ""
 
     begun = itertools.count(1)
 
     def begin(case: ops.Case) -> None:
-        _progress(f"[{next(begun)}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
+        number = shared.number + 1 if shared else next(begun)
+        _progress(f"[{number}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
+        if shared:  # an arm that hangs ends this process; started again, it goes on with the next case
+            faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
 
     def keep(found: list[dict[str, Any]]) -> None:
-        rows.extend({**row, **carried} for row in found)
+        found = [{**row, **carried} for row in found]
+        rows.extend(found)
         _progress(f"        {budget.spent:.0f} s  {_line(found)}")
-        if arguments.json and arguments.json != "-":
+        faulthandler.cancel_dump_traceback_later()
+        if shared:
+            shared.keep(found)
+        elif arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
     try:
         ops.bench(
-            todo,
+            shared or todo,
             meter.device,
             against=against,
             modes=arguments.mode,
@@ -146,10 +178,13 @@ def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], me
         ended = f"stopped early: {stop}"
     except KeyboardInterrupt:
         ended = "stopped early: interrupted"
+    faulthandler.cancel_dump_traceback_later()
     if not ended:
         facts["copy_gb_s_after"] = meter.copy_rate()
+    if shared:
+        rows = shared.rows()
     if arguments.json:
-        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
+        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": shared.done() if shared else not ended})
     if arguments.plot:
         for path in report.plots(rows, arguments.plot):
             _progress(f"wrote {path}")

@@ -1,0 +1,87 @@
+"""The same computation by others: one file a peer, each op's function with the argument list of `liger_<op>`.
+
+    torch    eager, as models write it            liger  liger-kernel's functional API, its defaults
+    compile  torch.compile of the same            quack  quack-kernels (CuTe DSL, NVIDIA only)
+    aten     torch's own fused op, where it has   cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
+    apart    our own ops one after the other, where an op of ours does in one what several can
+
+A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file of
+each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Callable
+
+import torch
+
+from ...registry import Op
+from . import apart, cce, eager, liger, quack
+from .common import Absent, Unsupported  # noqa: F401  callers take both from here
+
+OURS = "liger_hw"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """module: what to import, distribution: whose version to report; build(op) -> function, or raises `Absent`"""
+
+    name: str
+    module: str
+    distribution: str
+    build: Callable[[Op], Callable[..., Any]]
+
+    def version(self) -> str | None:
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return None
+
+
+def arm(name: str, op: Op) -> Callable[..., Any]:
+    """The function of an arm for an op. Raises `Absent`; anything else a broken install raises is passed on."""
+    if name == OURS:
+        return op.function
+    if name not in PEERS:
+        raise ValueError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+    peer = PEERS[name]
+    if importlib.util.find_spec(peer.module) is None:
+        raise Absent(f"{peer.distribution} is not installed")
+    return peer.build(op)
+
+
+def _torch(op: Op) -> Callable[..., Any]:
+    return eager.EAGER.get(op.name, op.reference)
+
+
+def _compile(op: Op) -> Callable[..., Any]:
+    torch._dynamo.reset()  # every case gets a fresh compile, none is refused for too many recompiles
+    return torch.compile(_torch(op), dynamic=False)
+
+
+def _in(table: dict[str, Callable[..., Any]], peer: str) -> Callable[[Op], Callable[..., Any]]:
+    def build(op: Op) -> Callable[..., Any]:
+        if op.name not in table:
+            raise Absent(f"{peer} has no {op.name}")
+        return table[op.name]
+
+    return build
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("torch", "torch", "torch", _torch),
+        Peer("compile", "torch", "torch", _compile),
+        Peer("aten", "torch", "torch", _in(eager.ATEN, "aten")),
+        Peer("apart", "torch", "torch", _in(apart.APART, "apart")),
+        Peer("liger", "liger_kernel", "liger-kernel", liger.build),
+        Peer("quack", "quack", "quack-kernels", _in(quack.QUACK, "quack")),
+        Peer("cce", "cut_cross_entropy", "cut-cross-entropy", _in(cce.table("high"), "cce")),
+        Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", _in(cce.table(None), "cce")),
+    )
+}
+DEFAULT = ("torch", "compile", "liger", "quack", "cce")

@@ -1,0 +1,100 @@
+"""liger-kernel: its functional API under the op's name, and what it has elsewhere or with other arguments."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Callable
+
+from ...registry import Op
+from .. import chunked
+from .common import Absent, only
+
+
+def build(op: Op) -> Callable[..., Any]:
+    if op.name in chunked.OPS:
+        return chunked.liger(op.name)
+    if op.name in ELSEWHERE:
+        return ELSEWHERE[op.name]
+    functional = importlib.import_module("liger_kernel.transformers.functional")
+    function = getattr(functional, f"liger_{op.name}", None)
+    if function is None:
+        raise Absent(f"liger-kernel has no liger_{op.name}")
+    narrower = {"swiglu": _swiglu, "geglu": _geglu}.get(op.name)
+    return functools.partial(narrower, function) if narrower else function
+
+
+def _swiglu(function, a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    given = {"gate_multiplier": gate_multiplier, "down_multiplier": down_multiplier}
+    only({"gate_multiplier": 1.0, "down_multiplier": 1.0}, **given)
+    return function(a, b)
+
+
+def _geglu(function, a, b, approximate="tanh"):
+    only({"approximate": "tanh"}, approximate=approximate)
+    return function(a, b)
+
+
+def _fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
+    loss = importlib.import_module("liger_kernel.transformers").LigerFusedCETVDLoss(ignore_index)
+    return loss(student_logits, teacher_logits, target)
+
+
+def _scaled_cross_entropy(
+    input,
+    weight,
+    target,
+    temperature=1.0,
+    ignore_index=-100,
+    return_entropy=False,
+    selected_token_ids=None,
+    accum_dtype=None,
+):
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    only({}, accum_dtype=accum_dtype)
+    options = temperature, ignore_index, 1, return_entropy, selected_token_ids
+    return module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
+
+
+def _vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0, *rest, **more):
+    module = importlib.import_module("liger_kernel.transformers")
+    loss = module.LigerVocabParallelCrossEntropy(ignore_index, label_smoothing, "none", *rest, **more)
+    return loss(logits[:, None], target[:, None], tp_group)[:, 0]
+
+
+def _mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_qwen2vl_mrope
+    return function(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+def _llama4(xq, xk, freqs_cis):
+    module = importlib.import_module("liger_kernel.transformers.llama4_rope")
+    return module.liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis)
+
+
+def _vision(q, k, cos, sin):
+    return importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb_vision(q, k, cos, sin)
+
+
+def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **how):
+    """Its norm and its rope, one after the other, as its patch does."""
+    module = importlib.import_module("liger_kernel.transformers.functional")
+    q, k = (module.liger_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
+    return module.liger_rope(q, k, cos, sin)
+
+
+def _embedding(weight, indices, padding_idx=None):
+    module = importlib.import_module("liger_kernel.ops.experimental.embedding")
+    return module.LigerEmbeddingFunction.apply(weight, indices)
+
+
+ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "qwen2vl_mrope": _mrope,
+    "llama4_rope": _llama4,
+    "vision_rope": _vision,
+    "qk_norm_rope": _qk_norm_rope,
+    "embedding": _embedding,
+    "fused_ce_tvd": _fused_ce_tvd,
+    "fused_linear_scaled_cross_entropy": _scaled_cross_entropy,
+    "vocab_parallel_cross_entropy": _vocab_parallel,
+}

@@ -1,0 +1,98 @@
+"""One list of cases and several processes; the lists of many shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.bench import cases
+from liger_hw.bench.share import Share
+from liger_hw.bench.timing import Budget, OutOfBudget
+from liger_hw.cli import main
+
+pytestmark = pytest.mark.cpu
+SMALL = ("rms_norm", "swiglu", "--sizes", "8x16,9x16,10x16", "--dtype", "fp32", "--device", "cpu", "--repeats", "1")
+COMMAND = ("bench", *SMALL, "--against", "torch")
+
+
+def todo():
+    return cases.cases(["rms_norm"], ["8x16", "9x16", "10x16"])
+
+
+@pytest.mark.parametrize("name", sorted(cases.MANY))
+def test_many_shapes_are_forty_that_the_op_takes(name):
+    shapes = cases.MANY[name]
+    assert len(set(shapes)) == len(shapes) >= 40
+    op = registry.get_op(name)
+    assert all(len(shape) == len(op.tunables[0].dims) and min(shape) > 0 for shape in shapes)
+    for shape in sorted(shapes, key=math.prod)[:4]:
+        op.sample(shape, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    if name in ("rms_norm", "swiglu", "softmax"):
+        rows, columns = zip(*shapes)
+        assert 1 in rows and max(rows) == 131072 and any(width % 2 for width in columns) and (1, 512) in shapes
+
+
+def test_the_first_many_shape_of_every_op_comes_before_the_second_of_any():
+    found = cases.cases(["rms_norm", "dyt"], ["many"])
+    assert [case.op.name for case in found[:4]] == ["rms_norm", "dyt"] * 2 and all(case.quick for case in found)
+
+
+def test_a_size_may_name_its_dtype():
+    (case,) = cases.cases(["jsd"], ["8x16@fp32"])
+    assert case.dtype is torch.float32 and str(case) == "jsd 8x16 float32"
+    with pytest.raises(ValueError, match="unknown dtype 'fp8'"):
+        cases.cases(["jsd"], ["8x16@fp8"])
+
+
+def test_two_takers_share_a_list(tmp_path):
+    one, other = (Share(tmp_path, todo(), Budget()) for _ in range(2))
+    first, second = iter(one), iter(other)
+    assert [next(first).sizes, next(second).sizes, next(first).sizes] == [(8, 16), (9, 16), (10, 16)]
+    one.keep([{"a": 1}])
+    other.keep([{"a": 2}])
+    assert one.rows() == other.rows() == [{"a": 2}, {"a": 1}] and not one.done()
+    assert list(second) == [] and list(Share(tmp_path, todo(), Budget(), "warm")) == todo()
+
+
+def test_a_spent_budget_leaves_its_case_to_others(tmp_path):
+    budget = Budget(1e-6)
+    time.sleep(0.001)
+    with pytest.raises(OutOfBudget):
+        next(iter(Share(tmp_path, todo(), budget)))
+    assert len(list(Share(tmp_path, todo(), Budget()))) == 3
+
+
+def test_another_list_is_refused(tmp_path, capsys):
+    Share(tmp_path, todo()[:2], Budget())
+    with pytest.raises(ValueError, match="another list of cases"):
+        Share(tmp_path, todo(), Budget())
+    assert main([*COMMAND, "--share", str(tmp_path)]) == 2 and "another list" in capsys.readouterr().err
+
+
+def test_processes_measure_one_list_and_a_later_one_finds_it_done(tmp_path, capsys):
+    arguments = [*COMMAND, "--share", str(tmp_path / "share"), "--json", str(tmp_path / "all.json")]
+    running = [subprocess.Popen([sys.executable, "-m", "liger_hw", *arguments], stderr=subprocess.PIPE) for _ in range(2)]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["complete"] and len(found["rows"]) == 12
+    assert [row["sizes"] for row in found["rows"] if row["arm"] == "torch"] == [[8, 16], [9, 16], [10, 16]] * 2
+    taken = b"".join(process.stderr.read() for process in running)
+    assert taken.count(b"...") == 6  # none was measured twice
+    assert main(arguments) == 0 and "[1/6]" not in capsys.readouterr().err
+    assert json.loads((tmp_path / "all.json").read_text())["rows"] == found["rows"]
+
+
+def test_a_quick_case_has_times_and_nothing_that_takes_longer(monkeypatch):
+    from liger_hw.bench import ops
+
+    monkeypatch.setitem(cases.MANY, "rms_norm", ((8, 16),))
+    rows = ops.bench(cases.cases(["rms_norm"], ["many"], torch.float32), "cpu", against=("torch",), copy_rate=10.0)
+    assert [row["status"] for row in rows] == ["ok", "ok"] and all(row["ms"] and row["share"] for row in rows)
+    assert all(row["eager_ms"] is row["host_us"] is row["peak_mib"] is row["error_out"] is None for row in rows)
