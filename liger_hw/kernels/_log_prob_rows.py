@@ -71,13 +71,13 @@ def _log_prob_rows_kernel(
     LSE_ptr,
     ENTROPY_ptr,
     SUM_ptr,
+    softcap,
+    inv_temperature,
     X_row_stride,
     row_start,
     n_cols,
     n_stored,
     ignore_index,
-    softcap,
-    inv_temperature,
     SOFTCAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -85,7 +85,11 @@ def _log_prob_rows_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """One program a row of a chunk that begins at row `row_start` of the targets and results."""
+    """One program a row of a chunk that begins at row `row_start` of the targets and results.
+
+    The two floats stand before the integers: after them, LLVM in Triton 3.8.0 dies of their load on gfx942 and gfx950
+    ("Use not jointly dominated by defs" in its machine scheduler, which shrinks a scalar load that it rematerialises).
+    """
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     X_ptr += chunk_row * X_row_stride
@@ -318,7 +322,7 @@ def row_log_probs(
         return
     plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
-    numbers = stride, row_start, vocab, stride if owned else vocab, ignore_index, float(softcap), 1.0 / temperature
+    numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
