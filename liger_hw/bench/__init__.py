@@ -6,7 +6,8 @@ peers/            the same computation by torch, torch.compile, Liger, quack and
 chunked.py        the chunked losses as cases
 share.py          one list of cases, several processes
 ops.py            case x peer -> rows
-report.py         machine facts, table, JSON, plots
+report.py         machine facts, table, JSON
+plots.py          plots
 registry_cost.py  what a registry hit costs
 host.py           where a call's host time goes
 e2e.py            real Hugging Face models, trained

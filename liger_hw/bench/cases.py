@@ -38,8 +38,9 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
     """The cases to run: each op at its workloads, or at `sizes`; every op when `ops` is empty.
 
     A size is the name of a workload; numbers, as `8192x4096`; `workloads`, all of an op's; `losses` (`LOSSES`, with the
-    chunked losses, which no other empty list of `ops` has); or `many` (`MANY`, only timed). Of the last two, the first
-    shape of every op comes before the second of any. `@fp32` after a size is its dtype.
+    chunked losses, which no other empty list of `ops` has); `table`, an op's workloads and `BESIDE` (at least three sizes,
+    GEMM-bound ops first, which take longest); or `many` (`MANY`, only timed). Of the last three, the first shape of every
+    op comes before the second of any. `@fp32` after a size is its dtype.
     Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
     """
     table = [chunked.OPS.get(name) or registry.get_op(name) for name in ops] if ops else [*registry.ops().values()]
@@ -58,6 +59,11 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
             numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
             if word == "workloads":
                 found += [(0, Case(op, name, shape, kind)) for name, shape in op.workloads.items()]
+            elif word == "table":
+                shapes = [*op.workloads.items(), *(("x".join(map(str, shape)), shape) for shape in BESIDE.get(op.name, ()))]
+                wide = torch.float32 if op.name in DIVERGENCES else kind
+                early = -100 if "hidden" in dims else 0
+                found += [(early + place, Case(op, name, shape, wide)) for place, (name, shape) in enumerate(shapes)]
             elif word == "many" and op.name in MANY:
                 found += [(place, Case(op, "many", shape, kind, True)) for place, shape in enumerate(MANY[op.name])]
             elif word == "losses" and op.name in LOSSES:
@@ -74,6 +80,27 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
         raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
     return [case for _, case in sorted(found, key=lambda pair: pair[0])]
 
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+DIVERGENCES = frozenset({"kl_div", "jsd", "tvd"})
+"""In fp32, as their callers hold log-probabilities."""
+
+BESIDE: dict[str, tuple[tuple[int, ...], ...]] = {
+    "rms_norm": ((16384, 1024), (2048, 65536)),
+    "layer_norm": ((2048, 65536),),
+    "cross_entropy": ((8192, 131072),),
+    "fused_linear_cross_entropy": ((8192, 4096, 131072), (1024, 4096, 131072)),
+    **dict.fromkeys(DIVERGENCES, ((4096, 131072),)),
+    "llama4_rope": ((1, 8192, 40, 8, 128),),
+    "vision_rope": ((64, 257, 16, 16, 64),),
+    "qwen2vl_mrope": ((4, 4096, 16, 2, 128),),
+    "interleaved_rope": ((4, 4096, 48, 8, 128),),
+    "qk_norm_rope": ((4, 4096, 16, 8, 128),),
+    "embedding": ((16384, 32768, 4096),),
+    "multi_token_attention": ((8, 512, 32),),
+}
+"""Sizes beside an op's workloads that the table compares: wider, narrower, or a third."""
 
 # -- the losses ------------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
-"""What is kept of a benchmark: the machine it ran on, a JSON file, a short table, plots."""
+"""What is kept of a benchmark: the machine it ran on, a JSON file, a short table."""
 
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
-import math
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -82,16 +81,63 @@ def git_commit() -> str | None:
 
 
 def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
-    """Write JSON so that a killed run leaves the last whole file; `-` is standard output."""
-    text = json.dumps({"schema": SCHEMA, **document}, indent=1, default=str)
+    """Write JSON, a line for each of `rows`, so that a killed run leaves the last whole file; `-` is standard output.
+
+    A name that ends in `.gz` is compressed. Numbers keep six digits.
+    """
+    document = {"schema": SCHEMA, **document}
+    rows = document.pop("rows", None)
+    text = json.dumps(document, indent=1, default=str)
+    if rows is not None:
+        lines = ",\n".join(f"  {json.dumps(_rounded(row), default=str)}" for row in rows)
+        text = f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}'
     if str(path) == "-":
         print(text)
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n")
+    data = (text + "\n").encode()
+    temporary.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     os.replace(temporary, path)
+
+
+def load(path: str | os.PathLike) -> dict[str, Any]:
+    """What `save` wrote."""
+    data = Path(path).read_bytes()
+    return json.loads(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------
+
+
+def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dict[str, Any]]:
+    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, floor_ms, mib, ours, best, peer,
+    speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must move.
+    """
+    places: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["mode"] == mode and row["ms"] and row["ms"]["median"] > 0:
+            places.setdefault((row["op"], tuple(row["sizes"]), row["dtype"]), {})[row["arm"]] = row
+    found = []
+    for (op, sizes, dtype), arms in places.items():
+        mine = arms.pop(OURS, None)
+        if mine is None or not arms:
+            continue
+        peer = min(arms, key=lambda name: arms[name]["ms"]["median"])
+        ours, best = mine["ms"]["median"], arms[peer]["ms"]["median"]
+        moved = (mine["floor_ms"] or 0) * mine.get("copy_gb_s", 0) * 1e6 / 2**20
+        one = {"op": op, "sizes": list(sizes), "dtype": dtype, "floor_ms": mine["floor_ms"], "mib": moved}
+        found.append({**one, "ours": ours, "best": best, "peer": peer, "speed": best / ours})
+    return found
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -222,71 +268,3 @@ def _percent(value: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-# -- plots -----------------------------------------------------------------------------------------------------------
-
-
-def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Path]:
-    """A roofline plot per op (share against size) and a bar chart over the ops; returns the files written.
-
-    Needs matplotlib; without it, says so and returns nothing.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("liger-hw bench: --plot needs matplotlib (pip install 'liger_hw[bench]')", file=sys.stderr)
-        return []
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    timed = [row for row in rows if row["share"]]
-    written = []
-    for op in dict.fromkeys(row["op"] for row in timed):
-        for mode in dict.fromkeys(row["mode"] for row in timed if row["op"] == op):
-            figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-            mine = sorted(
-                (row for row in timed if row["op"] == op and row["mode"] == mode), key=lambda r: math.prod(r["sizes"])
-            )
-            ticks = list(dict.fromkeys("x".join(map(str, row["sizes"])) for row in mine))
-            for arm in dict.fromkeys(row["arm"] for row in mine):
-                points = {"x".join(map(str, row["sizes"])): 100 * row["share"] for row in mine if row["arm"] == arm}
-                style = {"linewidth": 2.5, "zorder": 5} if arm == OURS else {"alpha": 0.8}
-                axes.plot([ticks.index(t) for t in points], list(points.values()), marker="o", label=arm, **style)
-            axes.set_xticks(range(len(ticks)), ticks, rotation=25, ha="right")
-            axes.axhline(100, color="0.6", linestyle=":")
-            axes.set_ylim(0, None)
-            axes.set_ylabel(f"% of the measured {mine[0]['floor']} floor")
-            axes.set_title(f"{op}, {mode}, {mine[0]['dtype']}: {mine[0].get('device', '')}")
-            axes.grid(alpha=0.3)
-            axes.legend()
-            written.append(folder / f"{op}-{mode}.png")
-            figure.savefig(written[-1], dpi=120)
-            plt.close(figure)
-    for mode in dict.fromkeys(row["mode"] for row in timed):
-        written.append(_bars(plt, [row for row in timed if row["mode"] == mode], folder / f"ops-{mode}.png", mode))
-    return written
-
-
-def _bars(plt: Any, rows: list[dict[str, Any]], path: Path, mode: str) -> Path:
-    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm."""
-    ops, arms = list(dict.fromkeys(row["op"] for row in rows)), list(dict.fromkeys(row["arm"] for row in rows))
-    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(ops) + 2), 4.2), layout="constrained")
-    width = 0.8 / len(arms)
-    for number, arm in enumerate(arms):
-        for place, op in enumerate(ops):
-            shares = [row["share"] for row in rows if row["op"] == op and row["arm"] == arm]
-            if shares:
-                mean = math.exp(sum(map(math.log, shares)) / len(shares))
-                axes.bar(place + (number + 0.5) * width - 0.4, 100 * mean, width, color=f"C{number}")
-        axes.bar(0, 0, color=f"C{number}", label=arm)
-    axes.set_xticks(range(len(ops)), ops, rotation=15, ha="right")
-    axes.axhline(100, color="0.6", linestyle=":")
-    axes.set_ylabel("% of the measured floor (geometric mean over sizes)")
-    axes.set_title(f"{mode}: {rows[0].get('device', '')}")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

@@ -130,7 +130,7 @@ def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
 def _bench_ops(
     arguments: argparse.Namespace, todo: list, against: list[str], meter: Any, budget: Any, shared: Any
 ) -> int:
-    from ..bench import ops, peers, report, timing
+    from ..bench import ops, peers, plots, report, timing
 
     facts = report.machine(meter.device, arguments.commit)
     if meter.device.type == "cpu":
@@ -186,7 +186,7 @@ def _bench_ops(
     if arguments.json:
         report.save(arguments.json, {"machine": facts, "rows": rows, "complete": shared.done() if shared else not ended})
     if arguments.plot:
-        for path in report.plots(rows, arguments.plot):
+        for path in plots.plots(rows, arguments.plot):
             _progress(f"wrote {path}")
     if arguments.json != "-":
         print(report.as_text(rows, arguments.brief))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from liger_hw.bench import report
+from liger_hw.bench import plots, report
 
 pytestmark = pytest.mark.cpu
 
@@ -67,6 +67,12 @@ def test_saving_leaves_no_torn_file(tmp_path, capsys):
     report.save(path, {"rows": [1, 2]})
     assert json.loads(path.read_text()) == {"schema": report.SCHEMA, "rows": [1, 2]}
     assert list(path.parent.iterdir()) == [path]
+    report.save(path, {"found": 1 / 3, "rows": [{"ms": {"median": 1 / 3}, "sizes": (1, 2)}, {}]})
+    assert json.loads(path.read_text())["rows"] == [{"ms": {"median": 0.333333}, "sizes": [1, 2]}, {}]
+    packed = tmp_path / "out.json.gz"
+    report.save(packed, {"rows": [1]})
+    assert report.load(packed) == {"schema": report.SCHEMA, "rows": [1]} and packed.read_bytes()[:2] == b"\x1f\x8b"
+    assert report.load(path)["found"] == 1 / 3
     report.save("-", {"rows": []})
     assert json.loads(capsys.readouterr().out)["rows"] == []
 
@@ -74,7 +80,30 @@ def test_saving_leaves_no_torn_file(tmp_path, capsys):
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [row("liger_hw", 0.8), row("torch", 2.0), row("liger_hw", 0.9, sizes=[16, 16]), row("quack", None)]
-    written = report.plots(rows, tmp_path)
+    written = plots.plots(rows, tmp_path)
     assert [path.name for path in written] == ["rms_norm-full.png", "ops-full.png"]
     assert all(path.stat().st_size > 5000 for path in written)
-    assert report.plots([row("liger_hw", None)], tmp_path) == []
+    assert plots.plots([row("liger_hw", None)], tmp_path) == []
+
+
+def test_the_best_peer_at_each_shape():
+    more = {"sizes": [16, 16], "copy_gb_s": 1024.0}
+    rows = [row("liger_hw", 0.8), row("torch", 2.0), row("liger", 1.0), row("liger_hw", 0.9, **more), row("torch", 0.6, **more)]
+    first, second = report.against_best([*rows, row("quack", None), row("liger_hw", 1.0, op="dyt")])
+    assert (first["peer"], first["speed"], first["ours"]) == ("liger", 1.25, 0.8)
+    assert second["peer"] == "torch" and second["speed"] == pytest.approx(2 / 3)
+    assert second["mib"] == pytest.approx(0.5 * 1024e6 / 2**20)
+
+
+def test_plots_over_sizes(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(arm, ms * n, sizes=[n, 16], floor_ms=0.5 * n, copy_gb_s=4000.0, op=op)
+        for op in ("rms_norm", "dyt")
+        for n in (1, 4, 9)
+        for arm, ms in (("liger_hw", 0.8), ("liger", 1.0), ("compile", 0.7))
+    ]
+    plots.share_by_size(rows, tmp_path / "share.png")
+    plots.speed_by_size(rows, tmp_path / "speed.png")
+    plots.bars(rows, tmp_path / "bars.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 8000 for name in ("share", "speed", "bars"))

@@ -1,0 +1,139 @@
+"""What is drawn of a benchmark's rows. Needs matplotlib, which is imported when something is drawn."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+from .peers import OURS
+from .report import against_best
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, or None after saying what to install."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("liger-hw bench: --plot needs matplotlib (pip install 'liger_hw[bench]')", file=sys.stderr)
+        return None
+    return plt
+
+
+def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Path]:
+    """A roofline plot per op (share against size) and a bar chart over the ops; returns the files written.
+
+    Needs matplotlib; without it, says so and returns nothing.
+    """
+    plt = _pyplot()
+    if plt is None:
+        return []
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    timed = [row for row in rows if row["share"]]
+    written = []
+    for op in dict.fromkeys(row["op"] for row in timed):
+        for mode in dict.fromkeys(row["mode"] for row in timed if row["op"] == op):
+            figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+            mine = sorted(
+                (row for row in timed if row["op"] == op and row["mode"] == mode), key=lambda r: math.prod(r["sizes"])
+            )
+            ticks = list(dict.fromkeys("x".join(map(str, row["sizes"])) for row in mine))
+            for arm in dict.fromkeys(row["arm"] for row in mine):
+                points = {"x".join(map(str, row["sizes"])): 100 * row["share"] for row in mine if row["arm"] == arm}
+                style = {"linewidth": 2.5, "zorder": 5} if arm == OURS else {"alpha": 0.8}
+                axes.plot([ticks.index(t) for t in points], list(points.values()), marker="o", label=arm, **style)
+            axes.set_xticks(range(len(ticks)), ticks, rotation=25, ha="right")
+            axes.axhline(100, color="0.6", linestyle=":")
+            axes.set_ylim(0, None)
+            axes.set_ylabel(f"% of the measured {mine[0]['floor']} floor")
+            axes.set_title(f"{op}, {mode}, {mine[0]['dtype']}: {mine[0].get('device', '')}")
+            axes.grid(alpha=0.3)
+            axes.legend()
+            written.append(folder / f"{op}-{mode}.png")
+            figure.savefig(written[-1], dpi=120)
+            plt.close(figure)
+    for mode in dict.fromkeys(row["mode"] for row in timed):
+        written.append(folder / f"ops-{mode}.png")
+        bars([row for row in timed if row["mode"] == mode], written[-1])
+    return written
+
+
+def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
+    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its own."""
+    plt = _pyplot()
+    if plt is None:
+        return
+    ops, arms = list(dict.fromkeys(row["op"] for row in rows)), list(dict.fromkeys(row["arm"] for row in rows))
+    figure, axes = plt.subplots(figsize=(max(6, 0.55 * len(ops) + 2), 4.6), layout="constrained")
+    width = 0.85 / len(arms)
+    for number, arm in enumerate(arms):
+        for place, op in enumerate(ops):
+            shares = [row["share"] for row in rows if row["op"] == op and row["arm"] == arm]
+            if shares:
+                mean = math.exp(sum(map(math.log, shares)) / len(shares))
+                axes.bar(place + (number + 0.5) * width - 0.425, 100 * mean, width, color=f"C{number}")
+        axes.bar(0, 0, color=f"C{number}", label=arm)
+    axes.set_xticks(range(len(ops)), ops, rotation=40, ha="right", fontsize=8)
+    axes.set_xlim(-0.6, len(ops) - 0.4)
+    axes.axhline(100, color="0.6", linestyle=":")
+    axes.set_ylabel("% of the measured floor\n(geometric mean over sizes)")
+    axes.set_title(f"{rows[0]['mode']}: {rows[0].get('device', '')}", fontsize=10)
+    axes.legend(ncols=len(arms), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.32))
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
+    """A panel an op: the share of the floor against the bytes the op must move, a mark for each shape and arm."""
+
+    def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
+        for number, arm in enumerate(dict.fromkeys(row["arm"] for row in mine)):
+            points = [(row["floor_ms"] * row["copy_gb_s"] * 1e6 / 2**20, 100 * row["share"]) for row in mine if row["arm"] == arm]
+            style = {"s": 12, "zorder": 5} if arm == OURS else {"s": 9, "alpha": 0.7, "marker": "x", "linewidths": 0.8}
+            axes.scatter(*zip(*points), color=f"C{number}", label=arm, **style)
+        axes.axhline(100, color="0.6", linestyle=":", linewidth=0.8)
+        axes.set_ylim(0, 130)
+
+    _panels([row for row in rows if row["share"]], path, panel, "% of the measured copy floor against MiB moved")
+
+
+def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
+    """A panel an op: our speed over the best peer's against the bytes the op must move; under 1 a peer wins."""
+
+    def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
+        for number, peer in enumerate(dict.fromkeys(one["peer"] for one in mine)):
+            points = [(one["mib"], one["speed"]) for one in mine if one["peer"] == peer]
+            axes.scatter(*zip(*points), color=f"C{number + 1}", s=10, label=f"over {peer}")
+        axes.axhline(1, color="0.4", linewidth=0.8)
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(0.5, max(4, 1.3 * max(one["speed"] for one in mine)))
+
+    _panels(against_best(rows), path, panel, "best peer's time over ours against MiB moved (above the line we are faster)")
+
+
+def _panels(rows: Sequence[dict[str, Any]], path: str | os.PathLike, panel: Callable[[Any, list], None], title: str) -> None:
+    plt = _pyplot()
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    if plt is None or not ops:
+        return
+    columns = min(5, len(ops))
+    shape = -(-len(ops) // columns), columns
+    figure, grid = plt.subplots(*shape, figsize=(2.9 * columns, 2.1 * shape[0]), layout="constrained", squeeze=False)
+    for axes, op in zip(grid.flat, ops):
+        panel(axes, [row for row in rows if row["op"] == op])
+        axes.set_xscale("log")
+        axes.set_title(op, fontsize=8)
+        axes.tick_params(labelsize=6)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=5, loc="lower right")
+    for axes in list(grid.flat)[len(ops) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
