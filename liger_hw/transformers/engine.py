@@ -20,7 +20,7 @@ from . import parts, probing
 from .loss import causal_lm_forward, head_path
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .report import ALREADY, MARK, PATCHED, NewModels, Patch, PatchReport, PatchRow
+from .report import ALREADY, MARK, PATCHED, NewModels, Patch, PatchReport, PatchRow, PickleNote
 
 log = logging.getLogger("liger_hw")
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
@@ -108,6 +108,13 @@ class _Instance(_Engine):
         super().__init__(report)
         self.model = model
         self.made: dict[tuple, Callable] = {}
+
+    def patch(self, options: dict[str, bool]) -> None:
+        super().patch(options)
+        if self.report.patches:
+            note = PickleNote(self.model)
+            note.apply()
+            self.report.patches.insert(0, note)  # taken off last
 
     def modules(self, options: dict[str, bool]) -> None:
         for module in self.model.modules():

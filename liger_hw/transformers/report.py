@@ -89,7 +89,43 @@ def revert(model: Any) -> int:
         if is_ours(held.get("_old_forward")):
             module._old_forward = _own_method(module, "forward")
             count += 1
+    vars(model).pop(PickleNote.NAME, None)
     return count
+
+
+class PickleNote:
+    """Lies on a patched live model and says, when that is pickled, that the kernels stay behind.
+
+    Pickle stores a bound method as its object and its name, so that what is loaded finds the class's own forward. A
+    deep copy keeps the kernels. What is loaded needs no liger_hw: this becomes the same words there.
+    """
+
+    NAME = "_liger_hw_note"
+    WORDS = (
+        "%s is pickled while liger_hw's kernels are on it, and they are not stored: what is loaded runs its own code, "
+        "until it is patched again"
+    )
+
+    def __init__(self, model: Any) -> None:
+        self.owner = weakref.ref(model)
+        self.words = self.WORDS % type(model).__name__
+
+    def apply(self) -> None:
+        setattr(self.owner(), self.NAME, self)
+
+    def revert(self) -> bool:
+        """Gone with the last kernel: other calls' may still be there."""
+        model = self.owner()
+        if model is not None and not any(is_ours(v) for m in model.modules() for v in vars(m).values()):
+            vars(model).pop(self.NAME, None)
+        return True
+
+    def __reduce__(self) -> tuple:
+        log.warning("liger_hw: %s", self.words)
+        return str, (self.words,)
+
+    def __deepcopy__(self, memo: dict) -> "PickleNote":
+        return self
 
 
 class NewModels:
@@ -139,7 +175,7 @@ class PatchReport:
     family: str
     target: str
     rows: list[PatchRow] = field(default_factory=list)
-    patches: list[Patch | NewModels] = field(default_factory=list, repr=False)
+    patches: list[Patch | NewModels | PickleNote] = field(default_factory=list, repr=False)
 
     @property
     def patched(self) -> list[PatchRow]:

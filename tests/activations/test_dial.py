@@ -161,6 +161,21 @@ def test_a_budget_that_nothing_fits_says_the_least():
         step(model)
 
 
+@pytest.mark.parametrize("setting", ["fit", "10GiB"])
+def test_what_cannot_be_planned_is_refused_at_the_call(setting):
+    """A mixture of experts, and a model without a config: not in the first step, when the data is loaded."""
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, num_local_experts=2)).train()
+    for call in (liger_hw.activations, lambda s, m: liger_hw.patch(m, activations=s)):
+        with pytest.raises(ValueError, match="does not know layers with experts; name a level"):
+            call(setting, model)
+    with pytest.raises(ValueError, match="planning reads a transformers config"):
+        liger_hw.activations(setting, Decoder())
+    assert not any("forward" in vars(m) or "_apply_gate" in vars(m) for m in model.modules())
+    with liger_hw.activations("cheap", model):
+        step(model)
+
+
 def test_a_larger_batch_is_planned_anew():
     model = tiny()
     with liger_hw.activations("1GiB", model) as dial:

@@ -6,6 +6,9 @@ import copy
 import inspect
 import io
 import logging
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import transformers
 
 from liger_hw.transformers import PatchReport
 from liger_hw.transformers.rebind import private_name
-from liger_hw.transformers.report import config_source
+from liger_hw.transformers.report import PickleNote, config_source
 
 pytestmark = pytest.mark.cpu
 
@@ -359,23 +362,51 @@ def test_a_deep_copy_of_a_patched_model_is_patched_and_its_own(family, batch, ca
         assert calls["fused"] == 4
 
 
-def test_a_patched_model_pickles_and_saves(family, batch, tmp_path):
+def test_a_patched_model_pickles_and_saves(family, batch, tmp_path, caplog, calls):
+    """What is pickled is the model without its kernels, and a warning says so; saving parameters says nothing."""
     model = family.model()
     expected = model(**batch).loss
     with family.apply(model=model):
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
         model.save_pretrained(tmp_path)
         assert set(model.state_dict()) == set(family.model().state_dict())
+        with caplog.at_level(logging.WARNING, "liger_hw"):
+            twin = copy.deepcopy(model)
+            assert not caplog.records
+            buffer = io.BytesIO()
+            torch.save(twin, buffer)
+        assert [r.message for r in caplog.records] == [f"liger_hw: {PickleNote.WORDS % type(model).__name__}"]
     buffer.seek(0)
-    for loaded in (torch.load(buffer, weights_only=False), family.causal_lm.from_pretrained(tmp_path)):
+    pickled = torch.load(buffer, weights_only=False)
+    for loaded in (pickled, family.causal_lm.from_pretrained(tmp_path)):
         torch.testing.assert_close(loaded(**batch).loss, expected)
+        assert loaded(**batch).logits is not None
+    assert not calls["fused"]
+    first, second = family.apply(model=pickled, rope=False), family.apply(model=pickled)
+    assert pickled(**batch).logits is None and calls["fused"] == 1
+    first.revert()
+    assert isinstance(vars(pickled)[PickleNote.NAME], PickleNote), "the second call's kernels are still there"
+    second.revert()
+    caplog.clear()
+    pickle.dumps(pickled)
+    assert not caplog.records and PickleNote.NAME not in vars(pickled)
+
+
+def test_a_pickle_of_a_patched_model_needs_no_liger_hw(family, tmp_path):
+    model = family.model()
+    with family.apply(model=model):
+        torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys; sys.modules['liger_hw'] = None\n"
+        "import torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "ids = torch.tensor([[5, 6, 7]])\n"
+        "assert model(ids, labels=ids).logits is not None and 'patched again' in model._liger_hw_note\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_lazy_exports_load_no_torch():
-    import subprocess
-    import sys
-
     code = (
         "import sys, liger_hw.transformers as t, liger_hw.transformers.functional as f\n"
         "assert 'apply_liger_kernel_to_mistral' in dir(t) and 'liger_rope' in dir(f)\n"
