@@ -3,8 +3,8 @@
     python benchmarks/head_sweep.py --out head-sweep-h200.json [--part 0/4] [--seconds 100]
     python benchmarks/head_sweep.py --plot docs/head-sweep.png head-sweep-h200.json [...]
 
-Each point: our call and its three products on whole tensors (`torch.mm`, the floor), captured as CUDA graphs and replayed
-in turn; medians. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several processes with a GPU each;
+Each point: our call and its three products on whole tensors (`torch.mm`, the floor), in turn; medians. Calls below SLOW
+are captured as CUDA graphs and replayed, others run as they are. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several processes with a GPU each;
 points that would begin after --seconds are left out and named. The last lines name the least share of the floor, and the
 largest fall of it from one token count to the next. Where there are no graphs (--device cpu) calls are timed as they are,
 to try the script.
@@ -21,12 +21,26 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
-from chunked_losses import captured
 
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
 VOCABULARIES = (262144, 151936, 131072, 128256, 128001, 50257, 32768, 32000, 4093, 1000)
+SLOW, LONG_ENOUGH = 20.0, 80.0
+"""ms: a call whose start from Python does not count; the samples of one point together"""
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of one call, warm."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    return graph
 
 
 def timer(call: Callable[[], Any], device: str) -> Callable[[], float]:
@@ -40,17 +54,18 @@ def timer(call: Callable[[], Any], device: str) -> Callable[[], float]:
             return (time.perf_counter() - began) * 1e3
 
         return measured
-    graph = captured(call)
 
-    def replayed() -> float:
+    def between_events(run: Callable[[], Any]) -> float:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        run()
         stop.record()
         torch.cuda.synchronize()
         return start.elapsed_time(stop)
 
-    return replayed
+    torch.cuda.synchronize()
+    run = call if between_events(call) > SLOW else captured(call).replay
+    return lambda: between_events(run)
 
 
 def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) -> dict[str, Any]:
@@ -76,7 +91,7 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
     arms = {"floor": timer(products, device), "ours": timer(ours, device)}
     samples: dict[str, list[float]] = {name: [] for name in arms}
     spent = 0.0
-    while len(samples["ours"]) < 15 and (len(samples["ours"]) < 3 or spent < 250.0):
+    while len(samples["ours"]) < 15 and (len(samples["ours"]) < 3 or spent < LONG_ENOUGH):
         for name, measured in arms.items():
             samples[name].append(measured())
             spent += samples[name][-1]
@@ -117,7 +132,7 @@ def sweep(options: argparse.Namespace) -> int:
                 continue
             found["points"].append(point(tokens, weight, states, device))
             gc.collect()
-            if on_gpu:
+            if on_gpu and tokens * vocab >> 28:
                 torch.cuda.empty_cache()
         row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in found["points"] if p["vocab"] == vocab)
         print(f"{vocab:7} words, share of the floor by tokens: {row}", flush=True)

@@ -52,8 +52,11 @@ def loss_of(arm: str) -> Loss:
     return torch.compile(plain, dynamic=True) if arm == "compile" else plain
 
 
-def attempt(loss: Loss, tokens: int, vocab: int, hidden: int, device: str, first: bool) -> dict[str, Any] | None:
-    """One size: its peak memory and the time of a call, or None where it does not fit."""
+def attempt(loss: Loss, tokens: int, vocab: int, hidden: int, device: str, again: float) -> dict[str, Any] | None:
+    """One size: its peak memory and the time of a call, or None where it does not fit.
+
+    again: a first call of more seconds than this is repeated, since it may have compiled
+    """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     try:
         x = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
@@ -62,7 +65,7 @@ def attempt(loss: Loss, tokens: int, vocab: int, hidden: int, device: str, first
         target = torch.randint(vocab, (tokens,), device=device)
         if device != "cpu":
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(2 if first else 1):  # the first call compiles
+        for _ in range(2):
             x.grad = weight.grad = None
             began = time.perf_counter()
             value = loss(x, weight, target)
@@ -71,6 +74,8 @@ def attempt(loss: Loss, tokens: int, vocab: int, hidden: int, device: str, first
             if device != "cpu":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - began
+            if seconds <= again:
+                break
         if not finite or x.grad is None or weight.grad is None:
             raise RuntimeError(f"loss {value.item()}")
         peak = 0 if device == "cpu" else torch.cuda.max_memory_allocated()
@@ -86,12 +91,16 @@ def attempt(loss: Loss, tokens: int, vocab: int, hidden: int, device: str, first
 
 def search(fits: Callable[[int], dict[str, Any] | None], start: int, most: float, until: float) -> dict[str, Any]:
     """The largest size found, as `fits` describes it, and whether it is the limit or where the search ended."""
-    best, low, high = None, 0, None
+    best, low, high, error = None, 0, None, None
     size = start
     while time.perf_counter() < until:
         if best is not None and best["seconds"] * size / low > most:
             break
-        found = fits(size)
+        try:
+            found = fits(size)
+        except Exception as failed:  # what was found until then stands
+            error = f"{size}: {type(failed).__name__}: {str(failed)[:300]}"
+            break
         if found is None:
             high = size
         else:
@@ -102,7 +111,7 @@ def search(fits: Callable[[int], dict[str, Any] | None], start: int, most: float
         if size in (low, 0):
             break
     exact = high is not None and (high - low) * 16 <= high
-    return {"found": best, "exact": exact, "did_not_fit": high}
+    return {"found": best, "exact": exact, "did_not_fit": high, **({"ended_by": error} if error else {})}
 
 
 def one(options: argparse.Namespace) -> int:
@@ -115,14 +124,11 @@ def one(options: argparse.Namespace) -> int:
         other, start = options.other or other, options.start
         until_case = until if index else time.perf_counter() + options.seconds / 2
 
-        def fits(size: int, case: str = case, other: int = other, start: int = start) -> dict[str, Any] | None:
+        def fits(size: int, case: str = case, other: int = other) -> dict[str, Any] | None:
             tokens, vocab = (size, other) if case == "tokens" else (other, size)
-            return attempt(loss, tokens, vocab, options.hidden, device, size == start)
+            return attempt(loss, tokens, vocab, options.hidden, device, options.call / 8)
 
-        try:
-            result = search(fits, start, options.call, until_case)
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        result = search(fits, start, options.call, until_case)
         print(json.dumps({"arm": options.one, "case": case, "other": other, **result}), flush=True)
     return 0
 
@@ -174,12 +180,12 @@ def main() -> int:
 def shown(line: dict[str, Any]) -> str:
     if "error" in line:
         return f"{line['arm']:9} {line.get('case', '')}: {line['error']}"
-    found = line["found"]
+    found, why = line["found"], f" (ended by {line['ended_by']})" if "ended_by" in line else ""
     if found is None:
-        return f"{line['arm']:9} {line['case']}: not even the first size fits"
+        return f"{line['arm']:9} {line['case']}: not even the first size fits{why}"
     least = "" if line["exact"] else "at least "
     size = f"{least}{found['tokens']} tokens x {found['vocab']} words"
-    return f"{line['arm']:9} {size}, {found['peak_gib']:.1f} GiB, {found['seconds']:.2f} s a call"
+    return f"{line['arm']:9} {size}, {found['peak_gib']:.1f} GiB, {found['seconds']:.2f} s a call{why}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""The losses' own parts of the bench: chunked losses as cases, the floor timed in turn, the error check's sizes; and the
+scripts that draw tokens x vocabulary, search the largest head and time a first call, at toy size on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.bench import chunked, ops, peers
+from liger_hw.bench.cases import LOSSES
+from liger_hw.bench.timing import Meter
+
+pytestmark = pytest.mark.cpu
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: __import__(name)
+
+
+@pytest.mark.parametrize("name", sorted(chunked.OPS))
+def test_a_chunked_loss_is_a_case(name):
+    (case,) = ops.cases([name], ["2x3x8x11"], torch.float32)
+    rows = ops.bench([case], "cpu", against=("torch",), repeats=1, copy_rate=10.0)
+    assert [(row["arm"], row["status"]) for row in rows] == [(peers.OURS, "ok"), ("torch", "ok")]
+    for row in rows:
+        assert row["floor"] == "gemm" and row["floor_ms"] > 0 and row["config"] is None
+        assert row["error_out"] < 1e-6 and row["error_grad"] < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(chunked.OPS))
+def test_a_chunked_loss_depends_on_what_it_is_given(name):
+    """The arms must not agree because nothing flows: every leaf gets a gradient, and another draw another loss."""
+    (case,) = ops.cases([name], ["2x3x8x11"], torch.float32)
+    drawn = [ops.make_inputs(case, case.sizes, torch.device("cpu"), seed) for seed in (0, 1)]
+    values = [case.op.function(*inputs.args) for inputs in drawn]
+    assert values[0].item() != values[1].item()
+    assert all(grad.norm() > 0 for grad in torch.autograd.grad(values[0], drawn[0].leaves))
+
+
+def test_the_list_of_losses_has_every_loss():
+    words = ("cross_entropy", "jsd", "kl_div", "tvd")
+    assert LOSSES.keys() == {name for name in registry.ops() if name.endswith(words)} | chunked.OPS.keys()
+    todo = ops.cases([], ["losses"])
+    assert {case.op.name for case in todo} == LOSSES.keys()
+    assert {case.dtype for case in todo if case.op.name in ("jsd", "kl_div", "tvd")} == {torch.float32}
+
+
+def test_the_floor_of_a_head_is_timed_in_turn_with_the_arms(monkeypatch):
+    (case,) = ops.cases(["fused_linear_cross_entropy"], ["4x8x16"], torch.float32)
+    monkeypatch.setattr(ops, "_floors", lambda *_: ({"full": 1e9, "fwd": 1e9, "bwd": 1e9}, "gemm"))
+    rows = ops.bench([case], "cpu", against=(), modes=ops.MODES, repeats=1, copy_rate=10.0)
+    floors = {row["mode"]: row["floor_ms"] for row in rows}
+    assert 0 < floors["fwd"] < 1e3 and 0 < floors["full"] < 1e3
+    assert floors["bwd"] == pytest.approx(floors["full"] - floors["fwd"])
+
+
+def test_a_chain_is_the_products_it_was_given():
+    a = Meter("cpu").chain([(3, 5, 4, "nt"), (3, 4, 5, "nn"), (5, 4, 3, "tn")], torch.float32)
+    a.burst(1)
+    assert [tuple(out.shape) for *_, out in a.products] == [(3, 5), (3, 4), (5, 4)]
+    for left, right, out in a.products:
+        torch.testing.assert_close(out, left @ right)
+    assert a.products[0][1].stride() == (1, 4) and a.products[2][0].stride() == (1, 5)
+
+
+def test_errors_are_taken_on_fewer_rows_where_the_reference_runs_out_of_memory():
+    (case,) = ops.cases(["cross_entropy"], ["64x7"], torch.float32)
+    asked = []
+
+    def reference(x, *rest, **options):
+        asked.append(x.shape[0])
+        if x.shape[0] > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return registry.get_op("cross_entropy").reference(x, *rest, **options)
+
+    small = ops.Case(type(case.op)(**{**vars(case.op), "reference": reference}), case.label, case.sizes, case.dtype)
+    meter = Meter("cpu")
+    check = ops.Accuracy(small, meter, ops.make_inputs(small, small.sizes, meter.device, 0))
+    assert asked == [64, 32, 16] and check.sizes == (16, 7)
+    out, grad = check.of(case.op.function)
+    assert out < 1e-6 and grad < 1e-6
+
+
+# -- the scripts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_search_for_the_largest_size_ends_at_the_limit(script):
+    search = script("largest_head").search
+
+    def fits(size):
+        return {"seconds": 1e-3, "size": size} if size <= 70_000 else None
+
+    found = search(fits, 1024, 6.0, float("inf"))
+    assert found["exact"] and 70_000 * 15 / 16 <= found["found"]["size"] <= 70_000 < found["did_not_fit"]
+
+
+def test_the_search_ends_where_a_call_would_take_too_long(script):
+    found = script("largest_head").search(lambda size: {"seconds": size / 1e4, "size": size}, 1000, 6.0, float("inf"))
+    assert found == {"found": {"seconds": 1.6, "size": 16000}, "exact": False, "did_not_fit": None}
+
+
+def test_the_search_keeps_what_it_found_before_an_arm_broke(script):
+    def fits(size):
+        if size > 5000:
+            raise RuntimeError("an illegal memory access")
+        return {"seconds": 1e-3, "size": size}
+
+    found = script("largest_head").search(fits, 1024, 6.0, float("inf"))
+    assert found["found"]["size"] == 4096 and not found["exact"] and "illegal memory access" in found["ended_by"]
+
+
+def test_an_attempt_says_where_memory_ends(script):
+    module = script("largest_head")
+
+    def loss(x, weight, target):
+        if x.shape[0] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (x @ weight.t()).logsumexp(-1).mean()
+
+    assert module.attempt(loss, 64, 32, 8, "cpu", 1.0)["tokens"] == 64
+    assert module.attempt(loss, 128, 32, 8, "cpu", 1.0) is None
+
+
+def run(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=BENCHMARKS.parent, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_first_call_is_timed_in_a_process_of_its_own(tmp_path):
+    out = tmp_path / "first.json"
+    tiny = ("--device", "cpu", "--ops", "orpo", "--sizes", "2x3x8x11", "--against", "torch", "--together")
+    run(str(BENCHMARKS / "first_call.py"), *tiny, "--out", str(out))
+    runs = json.loads(out.read_text())["runs"]
+    assert [(one["arm"], one["op"]) for one in runs] == [("liger_hw", "orpo"), ("torch", "orpo")]
+    assert all(one["first_s"] > 0 and one["second_s"] > 0 for one in runs)
+
+
+def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
+    pytest.importorskip("matplotlib")
+    out, png = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    module = script("head_sweep")
+    tiny = ["--device", "cpu", "--hidden", "8", "--tokens", "1", "9", "--vocabularies", "50", "77"]
+    text = run(str(BENCHMARKS / "head_sweep.py"), *tiny, "--out", str(out))
+    assert "least share" in text and "largest fall" in text
+    points = json.loads(out.read_text())["points"]
+    assert [(p["vocab"], p["tokens"]) for p in points] == [(50, 1), (50, 9), (77, 1), (77, 9)]
+    assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
