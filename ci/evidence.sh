@@ -7,6 +7,7 @@
 #
 # Only what changed takes time: stale entries of the static tables are held against the heuristic again, kernels that were
 # compiled before come from Triton's cache, and of the ops only those whose source changed are interpreted.
+# DEPTH (quick; full: every workload and option set, hours on two cores) and TARGETS (all): what is compiled.
 # CASES: further words of pytest's -k for what is interpreted, such as "default": the default options of each op alone.
 # TRITON_AT (.venv): the folder of the other releases' folders triton-VERSION. WORKERS: processes (default: cores).
 # shellcheck disable=SC2329  # the steps are called by name
@@ -33,9 +34,10 @@ compiled() {
         [ -d "$at/triton-$1" ] || "$python" -m pip install --quiet --no-deps --target "$at/triton-$1" "triton==$1"
         path=$(cd "$at" && pwd)/triton-$1:$path
     fi
-    PYTHONPATH=$path "$python" -m liger_hw compile --target all --depth "${DEPTH:-quick}" --workers "$workers" --json \
-        > "$kept/compiled.json" || { [ $? -eq 1 ] && failed=1; }
-    "$python" ci/support.py compiled "$kept/compiled.json"
+    local folder=$kept/${1:-pinned}
+    PYTHONPATH=$path "$python" ci/certificates.py "$folder" --depth "${DEPTH:-quick}" --targets "${TARGETS:-all}" --workers "$workers" \
+        || failed=1
+    "$python" ci/support.py compiled "$folder"/compiled-*.json
 }
 
 interpreted() {

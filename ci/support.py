@@ -1,13 +1,14 @@
 """The support matrix, docs/support.md, from evidence; nothing in it is typed by hand. `bash ci/evidence.sh` does all of it:
 
-    liger-hw compile --target all --depth full --json > all.json; python ci/support.py compiled all.json
+    python ci/certificates.py FOLDER; python ci/support.py compiled FOLDER/compiled-3.7.1.json
     TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py interpreted run.xml
     python ci/support.py            write the page
     python ci/support.py --check    say whether it is current
     python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
 
-`compiled` and `interpreted` keep what the page needs of a run in ci/evidence/; a run of some ops replaces what is kept of
-those. What was measured is read from benchmarks/results/, where `liger-hw bench` leaves it.
+`compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a run in
+ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/, where
+`liger-hw bench` leaves it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "ci" / "evidence"
 KERNELS = ROOT / "liger_hw" / "kernels"
 PAGE = ROOT / "docs" / "support.md"
+DEPTHS = ("quick", "deep", "full")
+"""Of liger_hw/autotune/matrix.py, which needs torch."""
 STATES = {
     "measured": ("**M**", "timed on such a device, results checked there"),
     "compile-proven": ("C", "what is launched, to the depth given below, compiles with the stock Triton and keeps the device's limits"),
@@ -36,24 +39,61 @@ STATES = {
 
 
 def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
-    """What `liger-hw compile --json` printed -> counts of distinct kernels by op and architecture."""
+    """What `ci/certificates.py` or `liger-hw compile --json` left -> counts of distinct kernels by op and architecture.
+
+    An op of which kernels were left on an architecture has no count there.
+    """
     if document.get("kind") != "certificates":
-        raise ValueError("not the output of `liger-hw compile --json`")
+        raise ValueError("no certificates: neither of ci/certificates.py nor of `liger-hw compile --json`")
+    left = {(op, target) for op, target, _ in document.get("left", ())}
     counts: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    failures: dict[str, list[str]] = defaultdict(list)
     seen = set()
     for one in document["certificates"]:
-        same = json.dumps([one[k] for k in ("op", "target", "tunable", "kernel", "config", "resources", "error")])
-        if same in seen:
+        what = [one[k] for k in ("op", "target", "tunable", "kernel", "config", "resources", "error")]
+        same = one.get("id") or json.dumps(what)
+        if same in seen or (one["op"], one["target"]) in left:
             continue
         seen.add(same)
-        found = counts[one["op"]].setdefault(one["target"], {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0, "level": one.get("level", "binary")})
+        fresh = {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0, "level": one.get("level", "binary")}
+        found = counts[one["op"]].setdefault(one["target"], fresh)
         found["kernels"] += 1
-        found["failed"] += bool(one["error"] or one["illegal"])
+        if wrong := one["error"] or one["illegal"]:
+            found["failed"] += 1
+            case = " ".join(str(one.get(k, "")) for k in ("target", "tunable", "key", "dtype", "options", "layer"))
+            failures[one["op"]].append(f"{case}: {wrong.splitlines()[0][:160]}")
         spills = (one["resources"] or {}).get("spills", 0)
         found["spilling"] += spills > 0
         found["worst"] = max(found["worst"], spills)
-    head = {key: document[key] for key in ("date", "triton", "depth")}
-    return {**head, "ops": {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}}
+    sources = document.get("sources", {})
+    about = {
+        op: {"date": document["date"][:10], "depth": document["depth"], "source": sources.get(op) or source_of(op)}
+        | ({"failures": sorted(failures[op])} if op in failures else {})
+        for op in sorted(counts)
+    }
+    ops = {op: dict(sorted(archs.items())) for op, archs in sorted(counts.items())}
+    return {"triton": document["triton"], "about": about, "ops": ops}
+
+
+def merged_compiled(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of one release's runs, with what a new one compiled replaced.
+
+    An op's architectures stand beside those of an earlier run only when both compiled the same source to the same depth; a
+    shallower run of the same source without a failure adds nothing to a deeper one.
+    """
+    about, ops = dict(before["about"]), dict(before["ops"])
+    for op, facts in now["about"].items():
+        was, archs = about.get(op, {}), now["ops"][op]
+        deeper = was.get("source") == facts["source"] and DEPTHS.index(was["depth"]) > DEPTHS.index(facts["depth"])
+        if deeper and "failures" not in facts and set(archs) <= set(ops[op]):
+            continue
+        if all(was.get(name) == facts[name] for name in ("depth", "source")):
+            archs = dict(sorted({**ops[op], **archs}.items()))
+            kept = [one for one in was.get("failures", ()) if one.split()[0] not in now["ops"][op]]
+            if failures := sorted([*kept, *facts.get("failures", ())]):
+                facts = {**facts, "failures": failures}
+        about[op], ops[op] = facts, archs
+    return {"triton": now["triton"], "about": dict(sorted(about.items())), "ops": dict(sorted(ops.items()))}
 
 
 def condense_interpreted(root: xml.Element) -> dict[str, Any]:
@@ -154,18 +194,9 @@ def page() -> str:
         cells = [STATES[state][0] if (state := _state(op, arch, timed, newest, interpreted)) else "" for arch in archs]
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
     lines += ["", f"## By architecture, Triton {pinned}", "", *_by_arch(archs, newest, interpreted)]
+    lines += ["", f"## Kernels compiled of each op, Triton {pinned}", "", *_by_op(archs, newest)]
     lines += ["", "## What the signs rest on", ""]
-    for one in compiled:
-        built = [c for found in one["ops"].values() for c in found.values()]
-        total = {key: sum(c[key] for c in built) for key in ("kernels", "failed")}
-        spilling = sum(c["spilling"] for c in built if c["level"] == "binary")
-        on = {arch for found in one["ops"].values() for arch in found}
-        short = sum(c["kernels"] for c in built if c["level"] == "ttir")
-        lines.append(
-            f"- compiled with Triton {one['triton']}, {one['date'][:10]}, depth {one['depth']} (docs/vendors.md): "
-            f"{total['kernels']} distinct kernels of {len(one['ops'])} ops for {len(on)} architectures, {short} of them to TTIR only; "
-            f"{total['failed']} failed or illegal, {spilling} with spills"
-        )
+    lines += [line for one in compiled for line in _compiler_runs(one)]
     days = sorted({one["date"] for one in interpreted["about"].values()})
     days = [days[0], days[-1]][: len(days)]
     tests = [c for found in interpreted["ops"].values() for c in found.values()]
@@ -181,23 +212,38 @@ def page() -> str:
         for arch, c in found.items()
         if c["spilling"] and c["level"] == "binary"
     ]
-    failing = [
-        f"- **{op} on {arch}: {c['failed']} of {c['kernels']} do not compile or may not be launched**"
-        for op, found in newest["ops"].items()
-        for arch, c in found.items()
-        if c["failed"]
-    ]
+    failing = [f"- **{op}: {what}**" for op, facts in newest["about"].items() for what in facts.get("failures", ())]
     others = [
-        f"- with Triton {one['triton']}: {op} on {arch}, {c['failed']} of {c['kernels']}"
+        f"- Triton {one['triton']}, {op}: {what}"
         for one in compiled
         if one is not newest
-        for op, found in one["ops"].items()
-        for arch, c in found.items()
-        if c["failed"]
+        for op, facts in one["about"].items()
+        for what in facts.get("failures", ())
     ]
     if others:
         others = ["", "What other releases of Triton do not compile, or not within the device's limits:", "", *others]
+    if failing:
+        failing = ["", f"What Triton {pinned} does not compile, or not within the device's limits:", "", *failing]
     return "\n".join([*lines, *(spilling or ["- none"]), *failing, *others]) + "\n"
+
+
+def _compiler_runs(one: dict[str, Any]) -> list[str]:
+    """One line for each depth that a release's kernels were compiled to."""
+    lines = []
+    for depth in sorted({facts["depth"] for facts in one["about"].values()}):
+        ops = [op for op, facts in one["about"].items() if facts["depth"] == depth]
+        days = sorted({one["about"][op]["date"] for op in ops})
+        built = [c for op in ops for c in one["ops"][op].values()]
+        kernels, failed = (sum(c[key] for c in built) for key in ("kernels", "failed"))
+        spilling = sum(c["spilling"] for c in built if c["level"] == "binary")
+        short = sum(c["kernels"] for c in built if c["level"] == "ttir")
+        on = {arch for op in ops for arch in one["ops"][op]}
+        lines.append(
+            f"- compiled with Triton {one['triton']}, {' to '.join(sorted({days[0], days[-1]}))}, depth {depth} (docs/vendors.md): "
+            f"{kernels} distinct kernels of {len(ops)} ops for {len(on)} architectures, {short} of them to TTIR only; "
+            f"{failed} failed or illegal, {spilling} with spills"
+        )
+    return lines
 
 
 def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
@@ -212,6 +258,26 @@ def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
         counts = (sum(one[key] for one in built) for key in ("kernels", "failed"))
         kernels, failed = map(str, counts)
         lines.append(f"| {arch} | {kernels} | {level} | {failed} | {spilling} | {run or ''} |")
+    return lines
+
+
+def _by_op(archs: list[str], compiled: dict) -> list[str]:
+    """A table of distinct kernels, with how many spill and how many failed."""
+    lines = [
+        "Distinct kernels, all compiled and within the device's limits unless said; `s`: how many of them spill registers (not",
+        "told of Intel's, which end at TTIR); **f**: how many failed or are illegal.",
+        "",
+        "| op | depth | " + " | ".join(archs) + " |",
+        "|---|---|" + "---|" * len(archs),
+    ]
+    for op, facts in compiled["about"].items():
+        cells = []
+        for arch in archs:
+            one = compiled["ops"][op].get(arch)
+            spilling = f" {one['spilling']}s" if one and one["spilling"] and one["level"] == "binary" else ""
+            failed = f" **{one['failed']}f**" if one and one["failed"] else ""
+            cells.append(f"{one['kernels']}{spilling}{failed}" if one else "")
+        lines.append(f"| {op} | {facts['depth']} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -238,6 +304,8 @@ def main(arguments: list[str]) -> int:
         if arguments[0] == "compiled":
             kept = condense_compiled(json.loads(path.read_text()))
             name = f"compiled-{kept['triton']}.json"
+            if (EVIDENCE / name).exists():
+                kept = merged_compiled(json.loads((EVIDENCE / name).read_text()), kept)
         else:
             kept, name = condense_interpreted(xml.parse(path).getroot()), "interpreted.json"
             if (EVIDENCE / name).exists():

@@ -55,6 +55,55 @@ def test_kernels_are_counted_once(support):
     }
 
 
+def test_what_was_left_has_no_count(support):
+    """An op of which kernels were not reached on an architecture is not proven there."""
+    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
+    some = [certificate("gfx942"), certificate("sm80")]
+    found = support.condense_compiled({**head, "left": [["rms_norm", "sm80", 7]], "certificates": some})
+    assert set(found["ops"]["rms_norm"]) == {"gfx942"}
+
+
+def test_kernels_are_told_apart_by_their_id(support):
+    """Two that differ in what Triton specialises on alone, not in anything else that is kept."""
+    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
+    twins = [{**certificate("gfx942"), "id": name} for name in ("a", "b", "b")]
+    assert support.condense_compiled({**head, "certificates": twins})["ops"]["rms_norm"]["gfx942"]["kernels"] == 2
+
+
+def test_failures_are_named_on_the_page(support):
+    found = compiled(support, certificate("sm80", error="the compiler ended its process with signal 6\nand more"))
+    (said,) = found["about"]["rms_norm"]["failures"]
+    assert said.startswith("sm80 rms_norm.fwd") and said.endswith("with signal 6")
+
+
+def _kept(depth="quick", source="s", failures=(), **archs):
+    facts = {"date": "2026-01-01", "depth": depth, "source": source, **({"failures": [*failures]} if failures else {})}
+    return {"triton": "3.7.1", "about": {"dyt": facts}, "ops": {"dyt": {arch: {"kernels": n} for arch, n in archs.items()}}}
+
+
+def test_compiled_runs_are_merged(support):
+    merged = support.merged_compiled
+    both = merged(_kept(sm80=1, sm90=1), _kept(sm90=2))
+    assert both["ops"]["dyt"] == {"sm80": {"kernels": 1}, "sm90": {"kernels": 2}}
+    changed = merged(_kept(sm80=1, sm90=1), _kept(source="other", sm90=2))
+    assert changed["ops"]["dyt"] == {"sm90": {"kernels": 2}}, "nothing of an earlier source stays"
+    deeper = merged(_kept("quick", sm80=1), _kept("full", sm80=9))
+    assert deeper["ops"]["dyt"] == {"sm80": {"kernels": 9}} and deeper["about"]["dyt"]["depth"] == "full"
+    assert merged(deeper, _kept("quick", sm80=1)) == deeper, "a shallower run of the same source adds nothing"
+    broken = merged(deeper, _kept("quick", failures=["sm80 dyt.fwd: no"], sm80=1))
+    assert broken["about"]["dyt"]["failures"] == ["sm80 dyt.fwd: no"]
+    mended = merged(_kept(failures=["sm80 dyt.fwd: no", "sm90 dyt.fwd: no"], sm80=1, sm90=1), _kept(sm80=1))
+    assert mended["about"]["dyt"]["failures"] == ["sm90 dyt.fwd: no"], "of what was compiled again"
+    other = {**_kept(sm80=1), "about": {"jsd": _kept()["about"]["dyt"]}, "ops": {"jsd": {"sm80": {"kernels": 1}}}}
+    assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
+
+
+def test_depths_are_those_of_the_compiler(support):
+    from liger_hw.autotune import matrix
+
+    assert support.DEPTHS == matrix.DEPTHS
+
+
 def test_states(support):
     found = compiled(
         support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm80", error="crashed"), certificate("sm90")
@@ -111,7 +160,7 @@ def test_signs_are_of_the_pinned_triton(support):
 
 
 def test_other_files_are_refused(support):
-    with pytest.raises(ValueError, match="not the output"):
+    with pytest.raises(ValueError, match="no certificates"):
         support.condense_compiled({"kind": "bench"})
     with pytest.raises(ValueError, match="no test"):
         support.condense_interpreted(xml.fromstring("<testsuites><testsuite timestamp='2026'/></testsuites>"))

@@ -1,0 +1,197 @@
+"""Compile what every op launches on every architecture: many processes, a journal, an end. What `ci/evidence.sh` rests on.
+
+    python ci/certificates.py FOLDER                          the whole matrix, every workload and option set
+    python ci/certificates.py FOLDER --seconds 240            as much of it as fits; the same command goes on from there
+    python ci/certificates.py FOLDER --ops softmax,dyt --targets gfx942 --depth quick
+
+FOLDER gets, for the Triton at hand: `certificates-VERSION.jsonl`, the journal, a line for each kernel as it is compiled, known
+by what was compiled and by the kernel's source, so that a second run compiles only what is new; and
+`compiled-VERSION.json`, which `python ci/support.py compiled` takes: every kernel of this run, and what was left of it.
+Ends with 1 when a kernel does not compile or may not be launched, with 3 when some were left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+KEPT = ("registers", "spills", "scratch", "shared", "threads", "occupancy")
+"""Of a kernel's resources."""
+
+
+def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
+    """Each distinct kernel that the ops launch on an architecture: `id`, `about` it, and the compiler's `job`."""
+    from liger_hw import registry
+    from liger_hw.autotune import compile as aot
+    from liger_hw.autotune import matrix
+    from liger_hw.backends import known_target
+
+    found: dict[str, dict[str, Any]] = {}
+    for op in ops:
+        for case, launch in matrix.launches(registry.get_op(op), known_target(arch), depth):
+            job = aot._job(launch)
+            source = registry._tunables[launch.tunable].kernel_hash()
+            what = arch, source, launch.kernel, job["args"], sorted(job["options"].items())
+            about = {
+                "op": launch.tunable.split(".")[0],
+                "target": arch,
+                "tunable": launch.tunable,
+                "key": list(launch.key),
+                "layer": launch.layer,
+                "config": launch.config.to_json(),
+                "kernel": launch.kernel.split(":")[1],
+                "workload": case.workload,
+                "dtype": case.dtype,
+                "options": {name: str(value) for name, value in case.options.items()},
+            }
+            same = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+            found.setdefault(same, {"id": same, "about": about, "job": job})
+    return list(found.values())
+
+
+def plans(targets: list[str], ops: list[str], depth: str, processes: int) -> list[dict[str, Any]]:
+    """`plan` for every architecture, in processes of their own; op by op, so that a run that ends early has whole ones."""
+    if processes == 1:
+        found = [plan(target, ops, depth) for target in targets]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(processes, len(targets)), mp_context=context) as pool:
+            found = list(pool.map(plan, targets, [ops] * len(targets), [depth] * len(targets)))
+    kernels = [kernel for one in found for kernel in one]
+    return sorted(kernels, key=lambda kernel: kernel["about"]["op"])
+
+
+def read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """id -> answer. A last line that was cut off is none."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+        found[answer.pop("id")] = answer
+    return found
+
+
+def judged(kernel: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of an answer: resources, error, and why the target's rules refuse it."""
+    from liger_hw.autotune.compile import Launch, certificate_from
+    from liger_hw.backends import LaunchConfig, known_target
+
+    about = kernel["about"]
+    config = LaunchConfig.from_json(about["config"])
+    head = known_target(about["target"]), about["tunable"], tuple(about["key"]), about["layer"], config, kernel["job"]["kernel"]
+    certificate = certificate_from(Launch(*head, (), ()), answer)
+    resources = certificate.resources.to_json() if certificate.resources else None
+    return {
+        "error": certificate.error[:600],
+        "illegal": certificate.illegal,
+        "level": certificate.level,
+        "seconds": round(certificate.seconds, 2),
+        "resources": {name: resources[name] for name in KEPT} if resources else None,
+    }
+
+
+def compiled(kernels: list[dict[str, Any]], workers: int, timeout: float, deadline: float) -> Iterator[tuple[dict, dict]]:
+    """(kernel, what is kept of its answer) as they come, until the deadline."""
+    from liger_hw.autotune.compile import Workers
+
+    with Workers(workers, timeout) as processes:
+        for index, answer in processes.run([kernel["job"] for kernel in kernels]):
+            yield kernels[index], judged(kernels[index], answer)
+            if time.monotonic() > deadline:
+                return
+
+
+def run(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    deadline = began + arguments.seconds if arguments.seconds else float("inf")
+    from support import source_of
+
+    from liger_hw import __version__
+    from liger_hw.autotune import store
+    from liger_hw.cli.compile import _ops, _targets
+
+    try:
+        targets, ops = [t.arch for t in _targets(arguments.targets)], [op.name for op in _ops(arguments.ops)]
+    except ValueError as error:
+        print(f"certificates: {error}", file=sys.stderr)
+        return 2
+    folder, version = Path(arguments.folder), store.triton_version()
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = plans(targets, ops, arguments.depth, arguments.workers)
+    journal = folder / f"certificates-{version}.jsonl"
+    known = read_journal(journal)
+    missing = [kernel for kernel in kernels if kernel["id"] not in known]
+    planned = time.monotonic() - began
+    print(f"{len(kernels)} kernels, {len(missing)} to compile; planned in {planned:.0f} s", file=sys.stderr, flush=True)
+    said = time.monotonic()
+    with journal.open("a") as lines:
+        lines.write("\n" if lines.tell() else "")  # after a line that was cut off
+        for number, (kernel, answer) in enumerate(compiled(missing, arguments.workers, arguments.timeout, deadline), 1):
+            known[kernel["id"]] = answer
+            lines.write(json.dumps({"id": kernel["id"], **answer}) + "\n")
+            lines.flush()
+            if time.monotonic() - said > 15:
+                said = time.monotonic()
+                print(f"{number}/{len(missing)} after {said - began:.0f} s", file=sys.stderr, flush=True)
+    records = [{"id": k["id"], **k["about"], **known[k["id"]]} for k in kernels if k["id"] in known]
+    left = Counter((k["about"]["op"], k["about"]["target"]) for k in kernels if k["id"] not in known)
+    head = {
+        "kind": "certificates",
+        "date": store.today(),
+        "liger_hw": __version__,
+        "triton": version,
+        "depth": arguments.depth,
+        "targets": targets,
+        "ops": ops,
+        "sources": {op: source_of(op) for op in ops},
+        "left": [[op, target, count] for (op, target), count in sorted(left.items())],
+    }
+    store.write_atomic(folder / f"compiled-{version}.json", _document(head, records))
+    bad = [record for record in records if record["error"] or record["illegal"]]
+    for record in bad:
+        where = f"{record['target']} {record['tunable']} {record['key']} {record['layer']} {record['workload']} {record['options']}"
+        print(f"{where}: {record['error'] or record['illegal']}")
+    built = [record["resources"] for record in records if record["resources"] and record["level"] == "binary"]
+    spilling = sum(resources["spills"] > 0 for resources in built)  # counted in TTIR they are an estimate
+    print(
+        f"Triton {version}, depth {arguments.depth}: {len(records)} kernels of {len(ops)} ops for {len(targets)} architectures, "
+        f"{len(bad)} failed or illegal, {spilling} with spills; {sum(left.values())} left; {time.monotonic() - began:.0f} s"
+    )
+    return 1 if bad else 3 if left else 0
+
+
+def _document(head: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    """One line a kernel."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    return f'{json.dumps(head)[:-1]}, "certificates": [\n{lines}\n]}}\n'
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from liger_hw.autotune.matrix import DEPTHS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="where journal and result are kept")
+    parser.add_argument("--targets", default="all", help="architectures, comma-separated (default: all)")
+    parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
+    parser.add_argument("--depth", choices=DEPTHS, default="full", help="as of `liger-hw compile` (default full)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compiler processes (default: cores)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one kernel (default 300)")
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin no kernel after this long (default: no end)")
+    return run(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
