@@ -117,6 +117,7 @@ LOSSES: dict[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {
     "fused_ce_tvd": (((4096, 131072), _BF16),),
     "vocab_parallel_cross_entropy": (((8192, 32768), _BF16),),
     **dict.fromkeys(chunked.OPS, (((8, 1024, 4096, 131072), _BF16),)),
+    **dict.fromkeys(("jsd_distillation", "cosine_distillation"), (((4, 1024, 4096, 131072), _BF16),)),
 }
 """The problem sizes, with their dtype, at which docs/losses.md compares every loss with its peers."""
 
@@ -127,8 +128,8 @@ ROWS = (
     *((128, 512), (8192, 5120), (512, 2048), (32768, 1024), (1, 4096), (8192, 2047), (4096, 12288), (1024, 3072)),
     *((7, 4097), (131072, 1024), (257, 777), (16384, 4096), (512, 8192), (2048, 6144), (65536, 512), (128, 4096)),
     *((1, 12289), (8192, 3584), (32, 8192), (4096, 1024), (32768, 2880), (1024, 16384), (131072, 64), (512, 1000)),
-    *((16, 1024), (3000, 2560), (16384, 1536), (4096, 2304), (64, 5120), (8192, 7168), (2048, 4096), (128, 14336)),
-    *((65536, 2048), (1024, 128), (8192, 640), (512, 4096), (4096, 8192), (1024, 5120)),
+    *((16, 1024), (3000, 2560), (16384, 1536), (4096, 2304), (8192, 7168), (2048, 4096), (128, 14336), (65536, 2048)),
+    *((8192, 640), (4096, 8192)),
 )
 """(n_rows, n_cols) from a decode step's to 131072 rows; the order mixes small and large, so that a run cut short has both."""
 
@@ -145,8 +146,8 @@ def _modulated() -> Iterator[tuple[int, int, int]]:
 
 
 def _rotary(heads: tuple, tokens: tuple, long: tuple) -> tuple[tuple[int, ...], ...]:
-    """Every count of heads at every count of tokens, and 131072 tokens of few heads."""
-    turns = [(*t, *heads[(i + j) % len(heads)]) for i in range(len(heads)) for j, t in enumerate(tokens)]
+    """Five counts of heads at each of eight counts of tokens, and 131072 tokens of few heads."""
+    turns = [(*t, *heads[(i + j) % len(heads)]) for i in range(5) for j, t in enumerate(tokens)]
     return (*turns[:8], (1, 131072, *long), *turns[8:])
 
 

@@ -9,6 +9,7 @@ forward as training runs it, `full` forward and backward, `bwd` the difference o
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
 import time
@@ -85,6 +86,8 @@ def bench(
             found = _bench_case(case, meter, copy_rate, (peers.OURS, *against), modes, repeats, budget)
         finally:
             meter.forget()
+        if not rows:
+            gc.freeze()  # what peers and compilers brought in: a collection after every case need not look at it again
         rows += found
         on_rows(found)
     return rows
@@ -96,8 +99,9 @@ def warm(
     against: Sequence[str] = peers.DEFAULT,
     on_case: Callable[[Case], None] = lambda case: None,
 ) -> None:
-    """Call every arm of every case once and time nothing: afterwards the compilers' caches on disk have what a timed run
-    of the same cases needs. Many processes may do this on one device at once, each with one compiling thread."""
+    """Call every arm that compiles once for every case and time nothing: afterwards the compilers' caches on disk have what
+    a timed run of the same cases needs. Many processes may do this on one device at once, each with one compiling thread.
+    """
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -106,6 +110,8 @@ def warm(
     for case in todo:
         on_case(case)
         for name in (peers.OURS, *against):
+            if name in ("torch", "aten"):
+                continue
             with contextlib.suppress(Exception):  # a timed run will say what is wrong
                 function = peers.arm(name, case.op)
                 sizes = [case.sizes]
