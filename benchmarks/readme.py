@@ -1,4 +1,4 @@
-"""Writes the tables of README's performance section and of docs/activations.md from the JSON in results/.
+"""Writes the tables of README's performance section, docs/activations.md and docs/losses.md from the JSON in results/.
 
     python benchmarks/readme.py            rewrites the pages between their `<!-- benchmarks/readme.py ... -->` marks
     python benchmarks/readme.py --check    only says whether they are current; exit code 1 when one is not
@@ -21,6 +21,7 @@ RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation"
 FILES = (
     *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
     *(f"ops-{run}-h200.json" for run in RUNS),
+    "losses-h200.json",
 )
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
@@ -57,13 +58,21 @@ SHOWN = {
 DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
-def ops_table() -> str:
+def _measured() -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(op, sizes, arm) -> the newest row of it."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in FILES:
+        if not (RESULTS / name).exists():
+            continue
         for row in json.loads((RESULTS / name).read_text())["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
                 place = row["op"], "x".join(map(str, row["sizes"])) + DTYPES[row["dtype"]], row["arm"]
                 rows[place] = {**rows.get(place, {}), **row}
+    return rows
+
+
+def ops_table() -> str:
+    rows = _measured()
     lines = ["| op | sizes | floor | " + " | ".join(ARMS.values()) + " | memory |", "|---" * (4 + len(ARMS)) + "|"]
     for op, sizes in SHOWN.items():
         for size in sizes:
@@ -178,6 +187,134 @@ def longest_table() -> str:
     return "\n".join(lines)
 
 
+# -- docs/losses.md ----------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "cross_entropy": ("8192x32768", "8192x131072"),
+    **dict.fromkeys(("kl_div", "jsd", "tvd"), ("4096x131072 fp32",)),
+    "fused_ce_tvd": ("4096x131072",),
+    "vocab_parallel_cross_entropy": ("8192x32768",),
+    "fused_linear_cross_entropy": ("8192x4096x32768", "8192x4096x131072", "1024x4096x131072"),
+    "fused_linear_scaled_cross_entropy": ("8192x4096x131072",),
+    **dict.fromkeys(("fused_linear_jsd", "fused_linear_kl_div"), ("4096x4096x128256",)),
+    **dict.fromkeys(("orpo", "cpo", "simpo", "kto", "dpo", "grpo", "grpo_sequence"), ("8x1024x4096x131072",)),
+    **dict.fromkeys(("jsd_distillation", "cosine_distillation"), ("4x1024x4096x131072",)),
+}
+"""`liger-hw bench --sizes losses`, in the order of the table."""
+
+PEERS = {"liger": "Liger 0.8.5", "compile": "torch.compile", "torch": "torch", "quack": "quack 0.6.5"}
+PEERS |= {"cce": "CCE 25.1.1", "cce_exact": "CCE, exact"}
+
+
+def losses_table() -> str:
+    rows = _measured()
+    lines = [
+        f"| loss | sizes | floor | liger_hw | {' | '.join(PEERS.values())} | MiB | error, loss | error, gradient |",
+        "|---" * (7 + len(PEERS)) + "|",
+    ]
+    for op, sizes in LOSSES.items():
+        for size in sizes:
+            if (op, size, "liger_hw") not in rows:
+                continue
+            ours, others = rows[op, size, "liger_hw"], [rows.get((op, size, arm)) for arm in PEERS]
+            share = f"{ours['floor_ms'] / ours['ms']['median']:.0%}"
+            cells = [op, size, f"{ours['floor_ms']:.3g}", f"**{_cell(ours)}** ({share})", *map(_cell, others)]
+            three = [ours, *others[:2]]
+            cells.append(" / ".join(map(_memory, three)))
+            cells += [" / ".join(_error(row, kind) for row in three) for kind in ("error_out", "error_grad")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _error(row: dict[str, Any] | None, kind: str) -> str:
+    return "-" if row is None or row.get(kind) is None else f"{row[kind]:.0e}".replace("e-0", "e-")
+
+
+def sweep_text() -> str:
+    """The plot of head_sweep.py and what it says at the worst."""
+    if (found := _found("head-sweep")) is None:
+        return _not_yet("head_sweep.py")
+    points = found["points"]
+    rows = [
+        sorted((p for p in points if p["vocab"] == v), key=lambda p: p["tokens"]) for v in {p["vocab"] for p in points}
+    ]
+    steps = [(b["share"] / a["share"], a, b) for row in rows for a, b in zip(row, row[1:])]
+    least = min(points, key=lambda p: p["share"])
+    many = [p["share"] for p in points if p["tokens"] >= 1024]
+    text = (
+        f"![share of the products by tokens and vocabulary](head-sweep.png)\n\n{len(points)} points; the least share "
+    )
+    text += f"{least['share']:.0%}, {least['tokens']} tokens x {least['vocab']} words ({least['ms']:.3g} ms)"
+    text += f", from 1024 tokens {min(many):.0%}" if many else ""
+    if steps:
+        ratio, a, b = min(steps, key=lambda step: step[0])
+        text += f"; the largest fall from one count of tokens to the next {a['share']:.0%} to {b['share']:.0%}, from "
+        text += f"{a['tokens']} to {b['tokens']} x {b['vocab']}"
+    left = ", ".join(f"{tokens} x {vocab}" for tokens, vocab in found["left_out"])
+    return text + "." + (f" Not reached in the time: {left}." if left else "")
+
+
+def largest_table() -> str:
+    if (found := _found("largest-head")) is None:
+        return _not_yet("largest_head.py")
+    cases = {case: other for line in found["results"] if (case := line.get("case")) for other in [line["other"]]}
+    titles = {"tokens": "most tokens at {} words", "vocab": "most words at {} tokens"}
+    lines = [
+        f"| | {' | '.join(titles[case].format(other) for case, other in cases.items())} |",
+        "|---" * (1 + len(cases)) + "|",
+    ]
+    by = {(line["arm"], line["case"]): line for line in found["results"] if "case" in line}
+    for arm in dict.fromkeys(line["arm"] for line in found["results"]):
+        cells = [_largest(by.get((arm, case)), case) for case in cases]
+        lines.append(f"| {PEERS.get(arm, arm)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _largest(line: dict[str, Any] | None, case: str) -> str:
+    if line is None or line.get("found") is None:
+        return "-"
+    best = line["found"]
+    what = f"{'' if line['exact'] else 'at least '}{best[case]:,}, {best['peak_gib']:.1f} GiB, {best['seconds']:.2f} s"
+    return what + (f"; then {line['ended_by'].split(': ', 1)[1][:60]}" if "ended_by" in line else "")
+
+
+def options_table() -> str:
+    found = _found("head-options")
+    if found is None:
+        return _not_yet("head_options.py")
+    lines = ["| | ms | of | share | MiB |", "|---" * 5 + "|"]
+    for row in (*found["runs"], *found["few"]):
+        of = (row["floor"], f"{row['share']:.0%}", f"{row['peak_mib']:.0f}") if "floor" in row else ("", "", "")
+        lines.append(
+            f"| {row['arm']} | {row['ms']:.2f} | {' | '.join(of)} |".replace("|  |", "| |").replace("|  |", "| |")
+        )
+    return "\n".join(lines)
+
+
+def first_call_table() -> str:
+    if (found := _found("first-call")) is None:
+        return _not_yet("first_call.py")
+    runs = {(run["op"], run["arm"]): run for run in found["runs"]}
+    lines = ["| op | sizes | liger_hw: first, second call | Liger 0.8.5 |", "|---" * 4 + "|"]
+    for op in dict.fromkeys(run["op"] for run in found["runs"]):
+        cells = []
+        for arm in ("liger_hw", "liger"):
+            run = runs.get((op, arm), {})
+            cells.append(f"{run['first_s']:.2f} s, {1e3 * run['second_s']:.1f} ms" if "first_s" in run else "-")
+        lines.append(
+            f"| {op} | {next(run['sizes'] for run in found['runs'] if run['op'] == op)} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def _found(name: str) -> dict[str, Any] | None:
+    return _read(name) if (RESULTS / f"{name}-h200.json").exists() else None
+
+
+def _not_yet(script: str) -> str:
+    return f"Not measured yet: `benchmarks/{script}`."
+
+
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}-h200.json").read_text())
 
@@ -185,6 +322,13 @@ def _read(name: str) -> dict[str, Any]:
 PAGES = {
     "README.md": {"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
     "docs/activations.md": {"activations": activations_table, "longest": longest_table},
+    "docs/losses.md": {
+        "losses": losses_table,
+        "sweep": sweep_text,
+        "largest": largest_table,
+        "options": options_table,
+        "first call": first_call_table,
+    },
 }
 
 

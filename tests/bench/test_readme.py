@@ -1,8 +1,9 @@
-"""The tables of README and docs/activations.md are those that benchmarks/readme.py makes from benchmarks/results/."""
+"""The tables of README, docs/activations.md and docs/losses.md are those that benchmarks/readme.py makes from benchmarks/results/."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, caps
     row = next(line for line in current.splitlines() if line.startswith("| rms_norm | 16384x4096 |"))
     (tmp_path / "README.md").write_text(current.replace(row, "| rms_norm | 16384x4096 | older |"))
     (tmp_path / "docs").mkdir()
-    levels = (readme.ROOT / "docs" / "activations.md").read_text()
-    (tmp_path / "docs" / "activations.md").write_text(levels)
+    for page in ("activations.md", "losses.md"):
+        (tmp_path / "docs" / page).write_text((readme.ROOT / "docs" / page).read_text())
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1 and "readme.py" in capsys.readouterr().err
     assert readme.main([]) == 0 and (tmp_path / "README.md").read_text() == current
@@ -38,3 +39,55 @@ def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, caps
 def test_a_missing_mark_is_named(readme):
     with pytest.raises(ValueError, match="no mark '<!-- benchmarks/readme.py: ops -->'"):
         readme.filled("# a readme without marks")
+
+
+def row(arm, ms, errors=(1.5e-5, 2.84e-3), **more):
+    place = {"op": "grpo", "sizes": [8, 1024, 4096, 131072], "dtype": "bfloat16", "mode": "full", "arm": arm}
+    place |= {"ms": {"median": ms}, "floor_ms": 36.0, "method": "graph", "peak_mib": 2124.4}
+    return place | {"error_out": errors[0], "error_grad": errors[1]} | more
+
+
+SWEEP = [(1, 0.9), (1024, 0.8), (1025, 0.6)]
+RESULTS = {
+    "losses": {"rows": [row("liger_hw", 40.0), row("liger", 470.0, method="events"), row("compile", 39.0, (None, None))]},
+    "head-sweep": {
+        "points": [{"tokens": n, "vocab": 1000, "ms": 1.0, "share": share} for n, share in SWEEP],
+        "left_out": [[65536, 1000]],
+    },
+    "largest-head": {
+        "results": [
+            {"arm": "liger_hw", "case": "tokens", "other": 131072, "exact": False,
+             "found": {"tokens": 1048576, "vocab": 131072, "peak_gib": 18.24, "seconds": 5.2}},
+            {"arm": "torch", "case": "tokens", "other": 131072, "exact": True, "ended_by": "9: RuntimeError: no",
+             "found": {"tokens": 81920, "vocab": 131072, "peak_gib": 133.0, "seconds": 0.4}},
+            {"arm": "cce", "error": "the time was spent"},
+        ]
+    },
+    "first-call": {
+        "runs": [
+            {"arm": "liger_hw", "op": "grpo", "sizes": "2x8", "first_s": 0.911, "second_s": 0.0042},
+            {"arm": "liger", "op": "grpo", "sizes": "2x8", "error": "the time was spent"},
+        ]
+    },
+}  # fmt: skip
+
+
+def test_the_tables_of_the_losses_say_what_the_files_hold(readme, tmp_path, monkeypatch):
+    for name, document in RESULTS.items():
+        (tmp_path / f"{name}-h200.json").write_text(json.dumps(document))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    place, mib = "grpo | 8x1024x4096x131072 | 36", "2124 / 2124 / 2124"
+    errors = "2e-5 / 2e-5 / - | 3e-3 / 3e-3 / -"
+    assert readme.losses_table().splitlines()[2:] == [
+        f"| {place} | **40** (90%) | 470* | 39 | - | - | - | - | {mib} | {errors} |"
+    ]
+    text = readme.sweep_text()
+    assert "least share 60%, 1025 tokens x 1000 words" in text and "from 1024 tokens 60%" in text
+    assert "80% to 60%, from 1024 to 1025 x 1000" in text and "Not reached in the time: 65536 x 1000." in text
+    assert readme.largest_table().splitlines()[2:] == [
+        "| liger_hw | at least 1,048,576, 18.2 GiB, 5.20 s |",
+        "| torch | 81,920, 133.0 GiB, 0.40 s; then RuntimeError: no |",
+        "| CCE 25.1.1 | - |",
+    ]
+    assert readme.first_call_table().splitlines()[2:] == ["| grpo | 2x8 | 0.91 s, 4.2 ms | - |"]
+    assert readme.options_table() == "Not measured yet: `benchmarks/head_options.py`."
