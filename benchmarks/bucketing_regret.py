@@ -1,6 +1,7 @@
 """Regret of bucketed keys: at shapes between the tuned ones, what the stored tables answer against the best found.
 
 python benchmarks/bucketing_regret.py [FILE.json] [--device cuda] [--budget SECONDS] [--candidates 12] [--shapes 30]
+    [--share DIR]    take shapes from those that no other process with this folder has; FILE has everybody's
 
 For each tunable that an op launches at a shape: the resolved configuration, the heuristic and a shortlist of the space
 (what the table knows at other keys of the tunable among it) are compiled by worker processes, checked, captured and
@@ -14,7 +15,9 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,6 +26,8 @@ from liger_hw.autotune import measure, space, store
 from liger_hw.autotune.clock import Clock
 from liger_hw.autotune.remote import CompilePool
 from liger_hw.backends import target_of
+from liger_hw.bench.report import save
+from liger_hw.bench.share import rows_in, untaken
 
 SHAPES = [
     *(("rms_norm", s) for s in ((700, 3072), (1500, 3584), (3000, 5120), (6000, 3072), (12000, 2560), (50000, 3072))),
@@ -112,6 +117,40 @@ def summary(regrets):
     return {"count": len(ordered), "median": statistics.median(ordered), "p90": p90, "worst": ordered[-1]}
 
 
+TARGET = {"median": 0.02, "worst": 0.08}
+
+
+def verdict(rows, target_name, seconds, problems):
+    """What FILE says: regret of shapes (their kernels' sums), of kernels, and of kernels that a stored entry answered."""
+    shapes = dict.fromkeys((row["op"], tuple(row["sizes"])) for row in rows)
+    sums = [[row for row in rows if (row["op"], tuple(row["sizes"])) == shape] for shape in shapes]
+    per_shape = [sum(r["resolved_us"] for r in these) / sum(r["best_us"] for r in these) - 1 for these in sums]
+    tuned = [row["regret"] for row in rows if row["layer"] not in ("heuristic", "safe")]
+    found = summary(per_shape)
+    return {
+        "what": "regret of bucketed keys at shapes between the tuned ones: resolved time / best measured time - 1",
+        "device": target_name,
+        "torch": torch.__version__,
+        "triton": store.triton_version(),
+        "date": store.today(),
+        "seconds": seconds,
+        "target": TARGET,
+        "met": bool(per_shape) and all(found[name] < most for name, most in TARGET.items()),
+        "shapes_asked": len(SHAPES),
+        "per_shape": found,
+        "per_kernel": summary([row["regret"] for row in rows]),
+        "per_kernel_tuned_entry": summary(tuned),
+        "problems": problems,
+        "rows": rows,
+    }
+
+
+def in_turns():
+    """Numbers of SHAPES, the ops in turn."""
+    seen = [(sum(name == before for before, _ in SHAPES[:n]), n) for n, (name, _) in enumerate(SHAPES)]
+    return [number for _, number in sorted(seen)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?")
@@ -119,49 +158,44 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0)
     parser.add_argument("--candidates", type=int, default=12)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only so many, the ops in turn")
+    parser.add_argument("--share", type=Path)
+    parser.add_argument("--workers", type=int, help="compiling processes (default: all cores but two)")
     arguments = parser.parse_args()
     began = time.monotonic()
-    rows, problems = [], []
+    folder = arguments.share or Path(tempfile.mkdtemp(prefix="bucketing-regret-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = []
+    todo = in_turns()[: arguments.shapes]
     with Clock(torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")) as clock:
         target = target_of(clock.device)
         tables = store.layers(target)
-        workers = 0 if clock.on_cpu else max(2, (os.cpu_count() or 2) - 2)
+        workers = 0 if clock.on_cpu else arguments.workers or max(2, (os.cpu_count() or 2) - 2)
         pool = CompilePool({**target.to_json(), "warp_sizes": list(target.warp_sizes)}, workers)
-        turns = [(sum(name == before for before, _ in SHAPES[:n]), n) for n, (name, _) in enumerate(SHAPES)]
-        for _, number in sorted(turns)[: arguments.shapes]:
-            name, sizes = SHAPES[number]
+
+        def keep():
+            found = verdict(rows_in(folder), target.name, round(time.monotonic() - began, 1), problems)
+            if arguments.file:
+                save(arguments.file, found)
+            return found
+
+        for place in untaken(folder, len(todo)):
+            name, sizes = SHAPES[todo[place]]
             if time.monotonic() - began > arguments.budget:
                 problems.append(f"{name} {sizes}: the budget was spent")
-                continue
+                break
             sizes = tuple(min(size, 32) for size in sizes) if clock.on_cpu else sizes
+            rows = []
             try:
                 for row in measured_at(registry.get_op(name), sizes, clock, target, tables, arguments, pool):
                     rows.append(row)
                     print(f"{row['regret']:7.2%}  {row['layer']:<15} {name}.{row['variant']} {sizes}", flush=True)
+                save(folder / f"{place:04d}.json", {"rows": rows})
             except Exception as error:
                 problems.append(f"{name} {sizes}: {type(error).__name__}: {error}")
+                print(problems[-1], flush=True)
+            keep()
         pool.close()
-    shapes = {(row["op"], tuple(row["sizes"])) for row in rows}
-    sums = {s: [r for r in rows if (r["op"], tuple(r["sizes"])) == s] for s in shapes}
-    per_shape = [sum(r["resolved_us"] for r in these) / sum(r["best_us"] for r in these) - 1 for these in sums.values()]
-    tuned = [r["regret"] for r in rows if r["layer"] not in ("heuristic", "safe")]
-    found = {
-        "what": "regret of bucketed keys at shapes between the tuned ones: resolved time / best measured time - 1",
-        "device": target.name,
-        "torch": torch.__version__,
-        "triton": store.triton_version(),
-        "date": store.today(),
-        "seconds": round(time.monotonic() - began, 1),
-        "per_shape": summary(per_shape),
-        "per_kernel": summary([r["regret"] for r in rows]),
-        "per_kernel_tuned_entry": summary(tuned),
-        "rows": rows,
-        "problems": problems,
-    }
-    print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
-    if arguments.file:
-        with open(arguments.file, "w") as file:
-            json.dump(found, file, indent=1)
+    print(json.dumps({k: v for k, v in keep().items() if k != "rows"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,124 @@
-"""First and second step of a patched 2-layer Mistral with empty kernel caches, each arm in a fresh process.
+"""First and second step of patched models with empty kernel caches, each arm in a fresh process: Mistral and a Mixtral-like MoE.
 
-python benchmarks/first_step.py [FILE.json]
+python benchmarks/first_step.py [FILE.json] [--models mistral,mixtral] [--arms liger_hw,liger,hf] [--rounds 2] [--budget 90]
+    [--device cuda] [--small]
+
+Two layers of the published width, 1 x 2048 tokens, bf16. `import` and `patch` are the seconds before the model is built,
+`steps` forward and backward with a synchronisation at the end. The models run side by side, a model's arms one after the
+other, in turn over the rounds. FILE is written after every arm; what the budget ends is there with the steps it made.
 """
 
+from __future__ import annotations
+
+import argparse
+import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 ARM = """
-import sys, time, torch
-from transformers import MistralConfig, MistralForCausalLM
-if sys.argv[1] == "liger":
-    from liger_kernel.transformers import apply_liger_kernel_to_mistral
-    apply_liger_kernel_to_mistral()
-elif sys.argv[1] == "liger_hw":
-    from liger_hw.transformers import apply_liger_kernel_to_mistral
-    apply_liger_kernel_to_mistral()
-config = MistralConfig(vocab_size=32768, num_hidden_layers=2)
+import json, sys, time
+def say(**what): print("SAID " + json.dumps(what), flush=True)
+arm, name, device, small = sys.argv[1:4] + [sys.argv[4] == "small"]
+import torch, transformers
+if device != "cpu":
+    torch.mm(*[torch.ones(64, 64, device=device)] * 2)
+title = name.capitalize()
+Config, Model = (getattr(transformers, title + kind) for kind in ("Config", "ForCausalLM"))
+before = time.perf_counter()
+if arm == "liger":
+    import liger_kernel.transformers as patches
+elif arm == "liger_hw":
+    import liger_hw.transformers as patches
+say(seconds={"import": time.perf_counter() - before}, torch=torch.__version__, transformers=transformers.__version__)
+before = time.perf_counter()
+if arm != "hf":
+    getattr(patches, f"apply_liger_kernel_to_{name}")()
+say(seconds={"patch": time.perf_counter() - before})
+shape = dict(num_hidden_layers=2, vocab_size=32000)
+if small:
+    shape |= dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=320)
+config = Config(**shape)
 torch.set_default_dtype(torch.bfloat16)
-with torch.device("cuda"):
-    model = MistralForCausalLM(config).train()
-ids = torch.randint(0, 32768, (1, 2048), device="cuda")
-torch.mm(torch.ones(64, 64, device="cuda"), torch.ones(64, 64, device="cuda"))
-for _ in range(2):
-    torch.cuda.synchronize()
+with torch.device(device):
+    model = Model(config).train()
+ids = torch.randint(0, config.vocab_size, (1, 64 if small else 2048), device=device)
+wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+for _ in range(3):
+    wait()
     start = time.perf_counter()
     model(input_ids=ids, labels=ids).loss.backward()
-    torch.cuda.synchronize()
-    print(time.perf_counter() - start)
+    wait()
+    say(step=time.perf_counter() - start)
 """
 
-seconds = {}
-for arm in ("hf", "liger", "liger_hw"):
+
+def run(arm: str, model: str, device: str, small: bool, seconds: float) -> dict:
+    """What one process said: {import, patch, steps, error}."""
+    found: dict = {"model": model, "arm": arm, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "LIGER_HW_CACHE_DIR": f"{folder}/liger_hw"}
-        run = subprocess.run([sys.executable, "-c", ARM, arm], env=environment, capture_output=True, text=True)
-    seconds[arm] = [float(line) for line in run.stdout.split()[-2:]] if run.returncode == 0 else run.stderr[-300:]
-text = json.dumps(seconds, indent=1)
-print(text)
-if len(sys.argv) > 1:
-    with open(sys.argv[1], "w") as file:
-        file.write(text)
+        places = {"TRITON_CACHE_DIR": f"{folder}/triton", "LIGER_HW_CACHE_DIR": f"{folder}/liger_hw"}
+        places["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+        command = [sys.executable, "-c", ARM, arm, model, device, "small" if small else "full"]
+        try:
+            ran = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, timeout=seconds)
+            out, error = ran.stdout, "" if ran.returncode == 0 else ran.stderr[-300:]
+        except subprocess.TimeoutExpired as late:
+            out, error = (late.stdout or b"").decode(), f"ended after {seconds:.0f} s"
+    for line in out.splitlines():
+        if not line.startswith("SAID "):
+            continue
+        said = json.loads(line[5:])
+        found |= said.pop("seconds", {})
+        if "step" in said:
+            found["steps"].append(said.pop("step"))
+        found |= said
+    return found | ({"error": error} if error else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--models", default="mistral,mixtral")
+    parser.add_argument("--arms", default="liger_hw,liger,hf")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=90.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a toy's widths, to try the script")
+    arguments = parser.parse_args()
+    began, lock = time.monotonic(), threading.Lock()
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    found = {"what": " ".join(__doc__.split("\n\n")[-1].split()), "date": date, "commit": os.environ.get("LIGER_COMMIT")}
+    found["runs"] = []
+
+    def lane(model: str) -> None:
+        for number in range(arguments.rounds):
+            for arm in arguments.arms.split(",")[:: 1 if number % 2 == 0 else -1]:
+                left = arguments.budget - (time.monotonic() - began)
+                if left < 8:
+                    return
+                one = run(arm, model, arguments.device, arguments.small, left)
+                with lock:
+                    found["runs"].append(one)
+                    print(json.dumps(one), flush=True)
+                    if arguments.file:
+                        with open(arguments.file, "w") as file:
+                            json.dump(found, file, indent=1)
+
+    lanes = [threading.Thread(target=lane, args=(model,)) for model in arguments.models.split(",")]
+    for thread in lanes:
+        thread.start()
+    for thread in lanes:
+        thread.join()
+    for model in arguments.models.split(","):
+        for arm in arguments.arms.split(","):
+            first = [one["steps"][0] for one in found["runs"] if (one["model"], one["arm"]) == (model, arm) and one["steps"]]
+            print(f"{model:8} {arm:9} first step {', '.join(f'{s:.2f}' for s in first) or 'not reached'} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,25 @@ from .report import save
 from .timing import Budget
 
 
+def untaken(folder: Path, count: int, what: str = "timed") -> Iterator[int]:
+    """Numbers below `count` that no process with this folder has taken, each marked as taken when it is asked for."""
+    for number in range(count):
+        taken = folder / f"{number:04d}.{what}"
+        if taken.exists():
+            continue
+        try:
+            os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            continue
+        yield number
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """Everybody's rows so far, in the order of the list."""
+    found = sorted(folder.glob("[0-9]*.json"))
+    return [row for path in found for row in json.loads(path.read_text())["rows"]]
+
+
 class Share:
     """The folder. `what` names a pass over the list: `timed` leaves rows, another (`warm`) only marks what was done.
 
@@ -43,26 +62,18 @@ class Share:
 
     def __iter__(self) -> Iterator[Case]:
         """The cases nobody else has taken. Raises `OutOfBudget` before it takes one that cannot be begun."""
-        for number, case in enumerate(self.todo):
-            taken = self.folder / f"{number:04d}.{self.what}"
-            if taken.exists():
-                continue
-            self.budget.check()
-            try:
-                os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            except FileExistsError:
-                continue
+        self.budget.check()
+        for number in untaken(self.folder, len(self.todo), self.what):
             self.number = number
-            yield case
+            yield self.todo[number]
+            self.budget.check()
 
     def keep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Rows of the case taken last."""
         save(self.folder / f"{self.number:04d}.json", {"rows": list(rows)})
 
     def rows(self) -> list[dict[str, Any]]:
-        """Everybody's rows so far, in the order of the list."""
-        found = sorted(self.folder.glob("[0-9]*.json"))
-        return [row for path in found for row in json.loads(path.read_text())["rows"]]
+        return rows_in(self.folder)
 
     def done(self) -> bool:
         """Whether every case has rows."""
