@@ -5,9 +5,6 @@
 On machines without GPUs the ranks use gloo. `distributed.sync()` makes every rank launch with rank 0's configurations.
 """
 
-import contextlib
-import sys
-
 import torch
 import torch.distributed as dist
 from common import arguments, compare, tiny_llama, windows
@@ -18,7 +15,7 @@ from liger_hw import distributed
 from liger_hw.transformers import apply_liger_kernel_to_llama
 
 
-def train(options, patch: bool) -> list[float]:
+def train(options, patch: bool, steps) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = tiny_llama(options)
     if patch:
@@ -28,7 +25,7 @@ def train(options, patch: bool) -> list[float]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses = []
     for batch in windows(size * options.batch * options.steps, options.seq).split(size * options.batch):
         mine = batch[rank * options.batch : (rank + 1) * options.batch].to(options.device)
@@ -39,6 +36,7 @@ def train(options, patch: bool) -> list[float]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / size)
+        steps()
     return losses
 
 
@@ -48,6 +46,5 @@ if __name__ == "__main__":
     if options.device.type != "cpu":
         options.device = torch.device(options.device.type, dist.get_rank())
         torch.get_device_module(options.device).set_device(options.device)
-    with contextlib.redirect_stdout(None if dist.get_rank() else sys.stdout):  # the first rank prints
-        compare(train, options, ranks=dist.get_world_size())
+    compare(train, options, dist.get_world_size() * options.batch * options.seq, main=dist.get_rank() == 0)
     dist.destroy_process_group()

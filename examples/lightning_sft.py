@@ -13,9 +13,10 @@ from liger_hw.transformers import apply_liger_kernel_to_llama
 
 
 class Tuning(lightning.LightningModule):
-    def __init__(self, options, patch: bool) -> None:
+    def __init__(self, options, patch: bool, steps) -> None:
         super().__init__()
-        self.options, self.patch, self.model, self.losses = options, patch, None, []
+        self.options, self.patch, self.steps = options, patch, steps
+        self.model, self.losses = None, []
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -28,11 +29,14 @@ class Tuning(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def on_train_batch_end(self, *_) -> None:
+        self.steps()
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=self.options.lr)
 
 
-def train(options, patch: bool) -> list[float]:
+def train(options, patch: bool, steps) -> list[float]:
     trainer = lightning.Trainer(
         max_steps=options.steps,
         accelerator="cpu" if options.device.type == "cpu" else "auto",
@@ -42,7 +46,7 @@ def train(options, patch: bool) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Tuning(options, patch)
+    module = Tuning(options, patch, steps)
     batches = torch.utils.data.DataLoader(windows(options.batch * options.steps, options.seq), batch_size=options.batch)
     trainer.fit(module, batches)
     return module.losses

@@ -8,7 +8,7 @@ heads + 1 tensors of [tokens, vocabulary].
 
 import torch
 import torch.nn.functional as F
-from common import VOCAB, arguments, compare, tiny_llama, windows
+from common import arguments, compare, tiny_llama, windows
 
 from liger_hw.transformers import apply_liger_kernel_to_llama
 from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
@@ -17,21 +17,22 @@ from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
 class Head(torch.nn.Module):
     """hidden -> hidden + silu(linear(hidden)) -> logits"""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()
         self.block = torch.nn.Linear(hidden, hidden)
-        self.out = torch.nn.Linear(hidden, VOCAB, bias=False)
+        self.out = torch.nn.Linear(hidden, vocab, bias=False)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + F.silu(self.block(hidden))
 
 
-def train(options, fused: bool) -> list[float]:
+def train(options, fused: bool, steps) -> list[float]:
     model = tiny_llama(options)
     if fused:
         apply_liger_kernel_to_llama(model=model)
-    heads = torch.nn.ModuleList(Head(options.hidden) for _ in range(options.heads)).to(model.device, model.dtype)
-    optimizer = torch.optim.AdamW([*model.parameters(), *heads.parameters()], lr=1e-3)
+    sizes = options.hidden, model.config.vocab_size
+    heads = torch.nn.ModuleList(Head(*sizes) for _ in range(options.heads)).to(model.device, model.dtype)
+    optimizer = torch.optim.AdamW([*model.parameters(), *heads.parameters()], lr=options.lr)
     losses = []
     for batch in windows(options.batch * options.steps, options.seq).split(options.batch):
         batch = batch.to(model.device)
@@ -50,6 +51,7 @@ def train(options, fused: bool) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        steps()
     return losses
 
 

@@ -8,13 +8,13 @@ use_liger_kernel=True)` mean liger_hw, with nothing else changed.
 
 import tempfile
 
-from common import arguments, compare, tiny_llama, windows
+from common import Timed, arguments, compare, tiny_llama, windows
 from transformers import Trainer, TrainingArguments
 
 from liger_hw.transformers import apply_liger_kernel_to_llama
 
 
-def train(options, patch: bool) -> list[float]:
+def train(options, patch: bool, steps) -> list[float]:
     model = tiny_llama(options)
     if patch:
         print(apply_liger_kernel_to_llama(model=model))
@@ -25,14 +25,14 @@ def train(options, patch: bool) -> list[float]:
             max_steps=options.steps,
             per_device_train_batch_size=options.batch,
             logging_steps=1,
-            learning_rate=1e-3,
+            learning_rate=options.lr,
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to=[],
             use_cpu=options.device.type == "cpu",
             disable_tqdm=True,
         )
-        trainer = Trainer(model, settings, train_dataset=rows)
+        trainer = Trainer(model, settings, train_dataset=rows, callbacks=[Timed(steps)])
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
