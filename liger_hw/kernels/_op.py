@@ -11,6 +11,7 @@ import functools
 from typing import Any, Callable
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .. import registry
@@ -70,6 +71,8 @@ def define(
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or not _unobserved(args):
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(name, args)
             return overload(*args)
         return on_gpu(*args)
 
@@ -88,9 +91,20 @@ def _unobserved(args: tuple[Any, ...]) -> bool:
         torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
     ) and (_PLAIN.issuperset(map(type, args)) and args[0].get_device() >= 0)
+
+
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    """An operator without a forward-mode derivative would drop a tangent in silence: a derivative of zero."""
+    given = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
+    if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in given):
+        raise NotImplementedError(
+            f"liger_hw::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad); "
+            "take the gradient backwards, or use the unpatched model for it"
+        )
 
 
 def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:

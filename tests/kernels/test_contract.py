@@ -247,6 +247,27 @@ def test_gradcheck(case, seed):
     assert torch.autograd.gradcheck(differentiable(op.function), inputs)
 
 
+def test_forward_mode_is_refused(lane, op, seed):
+    """A tangent is never dropped in silence, whether or not the inputs require grad."""
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
+    places = [i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def function(*given):
+        args = list(sample.args)
+        for i, t in zip(places, given):
+            args[i] = t
+        return op.function(*args, **sample.kwargs)
+
+    for kept in (False, True):
+        inputs = tuple(sample.args[i].detach().clone().requires_grad_(kept) for i in places)
+        with pytest.raises((NotImplementedError, RuntimeError), match="forward|functorch"):
+            torch.func.jvp(function, inputs, tuple(torch.ones_like(t) for t in inputs))
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in inputs]
+            with pytest.raises((NotImplementedError, RuntimeError), match="forward"):
+                function(*duals)
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
