@@ -60,6 +60,29 @@ def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any,
     return list(dict.fromkeys([*first, *space.shortlist(plain, heuristic, most, {}, f"{tunable.name}{key}")]))
 
 
+def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[str, Any]]:
+    """What is timed: each kernel of an op's own at each key that its chosen workloads launch, with its candidates."""
+    from liger_hw import registry
+    from liger_hw.autotune import plan
+
+    scan, jobs = plan.traced(target), {}
+    for op in ops:
+        for workload, sizes in workloads_of(op):
+            try:
+                launched = scan(op.name, sizes, "bfloat16")
+            except Exception as error:
+                print(f"{op.name} {sizes}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            for name, key in launched:
+                tunable, (owner, variant) = registry._tunables[name], name.split(".")
+                if owner != op.name or (name, key) in jobs:
+                    continue  # another op's kernel is timed with that op
+                configs = candidates_of(tunable, target, key, shipped.get((owner, variant, key)), most)
+                head = {"op": owner, "variant": variant, "key": key, "sizes": sizes, "workload": workload}
+                jobs[name, key] = {**head, "source": tunable.kernel_hash(), "configs": configs}
+    return list(jobs.values())
+
+
 def certify(job: tuple) -> list[dict[str, Any]]:
     """In a worker process: for each candidate, the certificates of every kernel whose launch depends on it."""
     from liger_hw.autotune import static
@@ -80,7 +103,7 @@ def collect(arguments: argparse.Namespace) -> None:
     import torch
 
     from liger_hw import registry
-    from liger_hw.autotune import measure, plan, store
+    from liger_hw.autotune import measure, store
     from liger_hw.autotune.clock import Clock
     from liger_hw.backends import target_of
 
@@ -88,22 +111,8 @@ def collect(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", 0)
     target = target_of(device)
     shipped = {name: entry.config for _, table in reversed(store.layers(target)) for name, entry in table.items()}
-    scan, jobs = plan.traced(target), []
-    for op in registry.ops().values():
-        if arguments.ops and op.name not in arguments.ops.split(","):
-            continue
-        for workload, sizes in workloads_of(op):
-            try:
-                launched = scan(op.name, sizes, "bfloat16")
-            except Exception as error:
-                print(f"{op.name} {sizes}: {type(error).__name__}: {error}", file=sys.stderr)
-                continue
-            for variant, key in launched:
-                tunable = registry._tunables[f"{op.name}.{variant}"]
-                if any((j["op"], j["variant"], j["key"]) == (op.name, variant, key) for j in jobs):
-                    continue
-                configs = candidates_of(tunable, target, key, shipped.get((op.name, variant, key)), arguments.candidates)
-                jobs.append({"op": op.name, "variant": variant, "key": key, "sizes": sizes, "workload": workload, "configs": configs})
+    chosen = [op for op in registry.ops().values() if not arguments.ops or op.name in arguments.ops.split(",")]
+    jobs = jobs_of(chosen, target, shipped, arguments.candidates)
     order = {id(job): (0 if job["sizes"] == tuple(next(iter(registry.get_op(job["op"]).workloads.values()))) else 1) for job in jobs}
     jobs.sort(key=lambda job: order[id(job)])  # every op once before any op twice: the time may run out
     print(f"{len(jobs)} launches, {sum(len(j['configs']) for j in jobs)} candidates, {time.monotonic() - began:.0f} s", flush=True)
@@ -138,7 +147,7 @@ def collect(arguments: argparse.Namespace) -> None:
                 print(f"{job['op']}.{job['variant']} {job['sizes']}: {type(error).__name__}: {error}", flush=True)
                 place = None
                 continue
-            head = {name: job[name] for name in ("op", "variant", "workload")} | {"key": list(job["key"]), "sizes": list(job["sizes"])}
+            head = {name: job[name] for name in ("op", "variant", "workload", "source")} | {"key": list(job["key"]), "sizes": list(job["sizes"])}
             rows = []
             for config, certificate in zip(job["configs"], certified):
                 rows.append({**certificate, "us": times.get(config, []), "rejected": rejected.get(config, "")})

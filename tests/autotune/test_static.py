@@ -285,6 +285,22 @@ def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, cap
     assert now["as_shipped"]["regret"]["mean"] <= 0.05 and now["as_shipped"]["regret"]["p95"] <= 0.15
 
 
+def test_what_is_measured_for_the_regret(monkeypatch):
+    """Each kernel once, with the op whose it is, the heuristic first among its candidates; certified as the model needs."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "static_regret", raising=False)
+    import static_regret
+
+    target = known_target("sm90")
+    jobs = static_regret.jobs_of([registry.get_op("jsd"), registry.get_op("cross_entropy")], target, {}, 4)
+    names = [(job["op"], job["variant"], job["key"]) for job in jobs]
+    assert len(names) == len(set(names)) and {name[:2] for name in names} >= {("jsd", "fwd"), ("cross_entropy", "stats")}
+    for job in jobs:
+        tunable = registry._tunables[f"{job['op']}.{job['variant']}"]
+        assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(job["configs"])
+        assert job["source"] == tunable.kernel_hash()
+
+
 def test_rank_correlation():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
