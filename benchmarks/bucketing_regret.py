@@ -66,8 +66,8 @@ def regret_of(stage, arms, resolved):
     return mine, min(mine, ranked[0][0]), arms[ranked[0][1]].config
 
 
-def measured_at(op, sizes, clock, target, tables, arguments, pool):
-    """One row for each tunable of the op at this shape."""
+def planned_at(op, sizes, clock, target, tables, most, pool):
+    """What is to be measured at this shape, for each tunable of the op; the workers begin to compile it."""
     bench = measure.Bench(op, sizes, torch.bfloat16, clock)
     named = {tunable.variant: tunable for tunable in op.tunables}
     todo = []
@@ -75,11 +75,17 @@ def measured_at(op, sizes, clock, target, tables, arguments, pool):
         registry.set_tables(target, tables)
         answer = registry._choose(named[variant], target, key)
         registry.set_tables(target, [])
-        configs = candidates(named[variant], target, key, tables, answer.config, arguments.candidates)
+        configs = candidates(named[variant], target, key, tables, answer.config, most)
         todo.append((named[variant], key, answer, configs))
         for config in configs:
             recipe = f"{named[variant].name} {sizes} {config.to_text()}"
             pool.submit(recipe, [op.name, list(sizes), "bfloat16", variant, config.to_json()])
+    return bench, todo
+
+
+def measured(bench, todo, pool):
+    """One row for each tunable of what `planned_at` returned."""
+    op, sizes = bench.op, bench.sizes
     for tunable, key, answer, configs in todo:
         stage = bench.stage(tunable.variant, key)
         arms, refused = [], 0
@@ -178,22 +184,38 @@ def main() -> None:
                 save(arguments.file, found)
             return found
 
+        def finish(place, plan):
+            rows = []
+            try:
+                for row in measured(*plan, pool):
+                    rows.append(row)
+                    print(f"{row['regret']:7.2%}  {row['layer']:<15} {row['op']}.{row['variant']} {row['sizes']}", flush=True)
+                save(folder / f"{place:04d}.json", {"rows": rows})
+            except Exception as error:
+                failed(plan[0].op.name, plan[0].sizes, error)
+            keep()
+
+        def failed(name, sizes, error):
+            problems.append(f"{name} {sizes}: {type(error).__name__}: {error}")
+            print(problems[-1], flush=True)
+
+        ahead = None
         for place in untaken(folder, len(todo)):
             name, sizes = SHAPES[todo[place]]
             if time.monotonic() - began > arguments.budget:
                 problems.append(f"{name} {sizes}: the budget was spent")
                 break
             sizes = tuple(min(size, 32) for size in sizes) if clock.on_cpu else sizes
-            rows = []
             try:
-                for row in measured_at(registry.get_op(name), sizes, clock, target, tables, arguments, pool):
-                    rows.append(row)
-                    print(f"{row['regret']:7.2%}  {row['layer']:<15} {name}.{row['variant']} {sizes}", flush=True)
-                save(folder / f"{place:04d}.json", {"rows": rows})
+                plan = planned_at(registry.get_op(name), sizes, clock, target, tables, arguments.candidates, pool)
             except Exception as error:
-                problems.append(f"{name} {sizes}: {type(error).__name__}: {error}")
-                print(problems[-1], flush=True)
-            keep()
+                failed(name, sizes, error)
+                continue
+            if ahead:
+                finish(*ahead)
+            ahead = place, plan
+        if ahead:
+            finish(*ahead)
         pool.close()
     print(json.dumps({k: v for k, v in keep().items() if k != "rows"}, indent=1))
 
