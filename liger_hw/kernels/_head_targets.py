@@ -11,7 +11,8 @@ exact, so the one GEMM of all rows rounds once, and every chunk more is an error
   of the target's entries, and either alone, rounded, has an error as large as itself over their difference.
 
 Ratios of the error to one GEMM's: benchmarks/rounding.py. Nothing waits for the device; no order depends on timing. The
-sums of frequent targets take n_rows / FREQUENT x hidden fp32, which no memory budget counts: 8 MiB at 8192 x 4096.
+sums of frequent targets take n_rows / FREQUENT x hidden fp32, 8 MiB at 8192 x 4096, and their columns of a chunk as much
+of its memory as n_rows / FREQUENT words more: `plan_chunks` counts both.
 """
 
 from __future__ import annotations

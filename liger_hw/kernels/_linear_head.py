@@ -40,7 +40,7 @@ from typing import Iterator, NamedTuple, Sequence
 import torch
 
 from .. import env
-from ._head_targets import TargetEntries
+from ._head_targets import FREQUENT, TargetEntries
 from ._op import cdiv
 
 SMALLEST = 1024
@@ -89,13 +89,17 @@ def plan_chunks(
     """
     row = vocab * itemsize * buffers
     weight = vocab * hidden * (4 if wide else itemsize) if gradients else 0
+    sums = 0
+    if apart and gradients and itemsize == 2 and not wide:  # what _head_targets.py takes for the frequent ones
+        row += n_rows // FREQUENT * itemsize
+        sums = n_rows // FREQUENT * hidden * 4
     smallest = 2 * SMALLEST if wide else SMALLEST
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     if budget is None:
-        room = max((scale * DEFAULT_MIB << 20) - weight, 0 if wide else 2 * weight // 5)
+        room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else 2 * weight // 5)
         rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), scale * max(smallest, LARGEST))
     else:
-        rows = ((scale * budget << 20) - weight - (n_rows * hidden * itemsize if gradients else 0)) // row
+        rows = ((scale * budget << 20) - weight - sums - (n_rows * hidden * itemsize if gradients else 0)) // row
     most = MOST_APART if apart else MOST_ROUNDINGS
     if not gradients or itemsize != 2 or wide:
         most = n_rows

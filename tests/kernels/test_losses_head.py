@@ -112,6 +112,22 @@ def test_a_set_budget_is_kept(monkeypatch):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("n_rows, mib", [(16384, 2950), (8192, 2000), (20000, 3000), (65536, 6000)])
+def test_a_budget_has_the_frequent_targets_sums(monkeypatch, n_rows, mib):
+    """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the budget."""
+    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
+    env.clear()
+    try:
+        chunks = plan_chunks(n_rows, 4096, 131072, 2, apart=True)
+    finally:
+        monkeypatch.undo()
+        env.clear()
+    slots = n_rows // _head_targets.FREQUENT
+    taken = (n_rows + 131072) * 4096 * 2 + slots * 4096 * 4 + chunks.rows * (131072 + slots) * 2
+    assert taken <= mib * MIB and 1 < len(chunks.bounds) <= _linear_head.MOST_APART and not chunks.wide
+
+
+@pytest.mark.cpu
 def test_a_second_head_halves_the_rows(monkeypatch):
     monkeypatch.setattr(_linear_head, "LARGEST", 1 << 20)
     one, two = (plan_chunks(1 << 16, 512, 8192, 4, gradients=False, buffers=n) for n in (1, 2))
