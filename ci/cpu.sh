@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Lanes cpu and interpret, on any machine; TRANSFORMERS=4.57.6 takes the lane of that version:  bash ci/cpu.sh
+# Lanes cpu and interpret, on any machine:  bash ci/cpu.sh
+# TRANSFORMERS=4.57.6 takes the lane of that version instead; TRL=1.16.0 the trainers of that trl, Lightning and examples/.
 source "$(dirname "$0")/common.sh"
 install
+if [ -n "${TRL:-}" ]; then
+    step "$BIN/python" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
+        --target "$VENV/trl-$TRL" -r ci/trl.txt "trl==$TRL"
+    lanes trl
+    exit
+fi
 case ${TRANSFORMERS:-} in
     4.*) lanes transformers4 ;;
     *)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run test lanes, each in a pytest process of its own:  bash ci/test.sh [LANE ...]
 #     cpu interpret aot gpu multigpu   the tests of that marker
+#     trl                              other people's trainers, with the trl of $TRL; ci/cpu.sh installs it
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
 # Without names: those that need no GPU. Fails if any lane fails or runs no test; every lane is run all the same.
 set -uo pipefail
@@ -23,10 +24,15 @@ for lane in "${lanes[@]}"; do
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay" "$python" -m pytest -m cpu -q -n "$workers" tests/transformers tests/cli)
             ;;
+        trl)
+            overlay=$(dirname "$(dirname "$python")")/trl-${TRL:-}
+            [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
+            command=(env PYTHONPATH="$overlay" "$python" -m pytest -m cpu -q -n "$workers" tests/compat tests/examples tests/chunked_loss/test_trl.py)
+            ;;
         cpu | aot) command+=(-n "$workers") ;;
         interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -n "$workers") ;;
         gpu | multigpu) ;; # one process: tests share the device, not memory
-        *) echo "ci/test.sh: unknown lane '$lane'; known: cpu transformers4 interpret aot gpu multigpu" >&2; exit 2 ;;
+        *) echo "ci/test.sh: unknown lane '$lane'; known: cpu transformers4 trl interpret aot gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"
     started=$SECONDS

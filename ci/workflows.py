@@ -22,7 +22,7 @@ WHEN = {
     "vendors": {"workflow_dispatch": None, "push": {"branches": ["release/**"]}},
 }
 """Group of the matrix -> the events that start it."""
-ENVIRONMENT = {"torch": "TORCH", "index": "INDEX", "triton": "TRITON", "transformers": "TRANSFORMERS"}
+ENVIRONMENT = {"torch": "TORCH", "index": "INDEX", "triton": "TRITON", "transformers": "TRANSFORMERS", "trl": "TRL"}
 """Field of a lane -> the variable its script reads (ci/common.sh)."""
 FIELDS = {"script", "python", "arch", "runner", *ENVIRONMENT}
 MINUTES = 90
@@ -41,7 +41,7 @@ def workflow(group: str, lanes: list[dict]) -> dict:
 
 def job_name(lane: dict) -> str:
     words = [lane["script"].removesuffix(".sh"), lane.get("arch"), f"py{lane['python']}"]
-    words += [f"{field}{lane[field]}" for field in ("triton", "transformers") if field in lane]
+    words += [f"{field}{lane[field]}" for field in ("triton", "transformers", "trl") if field in lane]
     return "-".join(word for word in words if word).replace(".", "_")
 
 

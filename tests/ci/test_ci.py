@@ -27,7 +27,7 @@ def workflows():
 
 def steps(script, **environment):
     """The commands a lane script would run, without running them."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "OUT", "VENV")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "OUT", "VENV", "BUDGET")}
     done = subprocess.run(
         ["bash", f"ci/{script}"],
         cwd=ROOT,
@@ -61,14 +61,30 @@ def test_a_vendor_is_required_tested_planned_and_timed(vendor):
         "ci/test.sh gpu",
         f"autotune --device {vendor} --dry-run",
         "--json > kept/bench.json",
+        f"autotune --device {vendor} --budget 900",
+        "cache export > kept/table.json",
+        "--json > kept/bench-tuned.json",
     )
     found = [next(i for i, command in enumerate(commands) if piece in command) for piece in wanted]
     assert found == sorted(found)
 
 
+def test_tuning_can_be_left_out():
+    commands = steps("rocm.sh", BUDGET="0")
+    assert not any("--budget" in command or "table.json" in command for command in commands)
+    assert any("bench.json" in command for command in commands)
+
+
 def test_another_triton_is_laid_over_the_environment():
     commands = steps("aot.sh", TRITON="3.9.0")
     assert "--target .venv/triton-3.9.0 triton==3.9.0" in commands[1]
+
+
+def test_a_trl_is_laid_over_the_environment_for_its_own_lane():
+    """In the environment's folder, where dill pickles its modules by name."""
+    commands = steps("cpu.sh", TRL="1.12.0")
+    assert commands[1].endswith("--target .venv/trl-1.12.0 -r ci/trl.txt trl==1.12.0")
+    assert commands[2].endswith("bash ci/test.sh trl") and len(commands) == 3
 
 
 def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
