@@ -38,7 +38,8 @@ lanes() {
     step env PYTHON="$BIN/python" bash ci/test.sh "$@"
 }
 
-# vendor NAME: everything a machine with that vendor's GPU is asked to show
+# vendor NAME: everything a machine with that vendor's GPU is asked to show. BUDGET=0 leaves the tuning out; else its
+# seconds (900), after which OUT/table.json is the table made there and OUT/bench-tuned.json what it gives.
 vendor() {
     install
     step "$BIN/liger-hw" info --require "$1"
@@ -47,4 +48,8 @@ vendor() {
     step "$BIN/liger-hw" autotune --device "$1" --dry-run
     keep bench.json "$BIN/liger-hw" bench --against torch,compile,liger --json
     keep host.json "$BIN/liger-hw" bench host --json
+    [ "${BUDGET:=900}" != 0 ] || return 0
+    step "$BIN/liger-hw" autotune --device "$1" --budget "$BUDGET"
+    keep table.json "$BIN/liger-hw" cache export
+    keep bench-tuned.json "$BIN/liger-hw" bench --against torch,compile --json
 }

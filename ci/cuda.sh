@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: tests, what would be tuned, and a benchmark, into OUT:  bash ci/cuda.sh
+# On a machine with an NVIDIA GPU: tests, tuning and a benchmark, into OUT:  bash ci/cuda.sh
 source "$(dirname "$0")/common.sh"
 vendor cuda

@@ -2,6 +2,7 @@
 
     python ci/certificates.py FOLDER; python ci/support.py compiled FOLDER/compiled-3.7.1.json
     TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py interpreted run.xml
+    python ci/support.py measured ci-out/bench.json    keep what `liger-hw bench --json` printed on a device, and write the page
     python ci/support.py            write the page
     python ci/support.py --check    say whether it is current
     python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 EVIDENCE = ROOT / "ci" / "evidence"
 KERNELS = ROOT / "liger_hw" / "kernels"
 PAGE = ROOT / "docs" / "support.md"
@@ -185,7 +187,7 @@ def page() -> str:
         *(f"- {sign} *{name}*: {meaning}" for name, (sign, meaning) in STATES.items()),
         "",
         "A sign is the best that was shown of an op on an architecture; each includes nothing above it. We own no AMD or Intel",
-        "GPU: nothing there was ever run. `bash ci/rocm.sh` or `bash ci/xpu.sh` on such a machine closes that (ci/README.md).",
+        "GPU: nothing there was ever run. The last section names the command that closes each gap.",
         "",
         "| op | " + " | ".join(archs) + " |",
         "|---|" + "---|" * len(archs),
@@ -224,7 +226,57 @@ def page() -> str:
         others = ["", "What other releases of Triton do not compile, or not within the device's limits:", "", *others]
     if failing:
         failing = ["", f"What Triton {pinned} does not compile, or not within the device's limits:", "", *failing]
-    return "\n".join([*lines, *(spilling or ["- none"]), *failing, *others]) + "\n"
+    found = [*lines, *(spilling or ["- none"]), *failing, *others]
+    return "\n".join([*found, "", "## What remains unproven, and the command that shows it", "", *_unproven(archs, timed, newest)]) + "\n"
+
+
+def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
+    """A table: for each architecture what nobody has shown, and the command that does on a machine with that device."""
+    from liger_hw.backends import known_target
+
+    lines = [
+        "Run on such a machine, from a clone; it installs, tests, tunes, benchmarks, and leaves `ci-out/`. `python ci/support.py",
+        "measured ci-out/bench-tuned.json` then puts the timings here, and `ci-out/table.json` is the tuned table (ci/README.md).",
+        "",
+        "| architecture | such as | not shown | command |",
+        "|---|---|---|---|",
+    ]
+    index = {Path(lane["script"]).stem: lane.get("index") for lane in _vendor_lanes()}
+    everything = "that the driver runs it, results on the device, speed; its table holds a model's choices"
+    for arch in archs:
+        target = known_target(arch)
+        short = any(one[arch]["level"] == "ttir" for one in compiled["ops"].values() if arch in one)
+        some = [op for op in compiled["ops"] if arch in timed.get(op, {})]
+        left = [op for op in compiled["ops"] if op not in some]
+        missing = everything if not some else f"speed of {', '.join(left)}" if left else ""
+        if missing:
+            missing = f"that Intel's compiler takes it, registers, spills; {missing}" if short else missing
+            place = f"INDEX={index[target.vendor]} " if index.get(target.vendor) else ""
+            command = f"{place}bash ci/{target.vendor}.sh" if not some else f"liger-hw bench {' '.join(left)} --json"
+            lines.append(f"| {arch} | {target.name} | {missing} | `{command}` |")
+    shallow = [op for op, facts in compiled["about"].items() if facts["depth"] != "full"]
+    if shallow:
+        lines += ["", f"Further workloads and options of {', '.join(shallow)} are compiled, anywhere, by `DEPTH=full bash ci/evidence.sh`."]
+    return lines
+
+
+def _vendor_lanes() -> list[dict[str, Any]]:
+    import yaml
+
+    return yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())["vendors"]
+
+
+def keep_measured(path: Path) -> Path:
+    """What `liger-hw bench --json` left on a device -> benchmarks/results/ops-DEVICE.json."""
+    document = json.loads(path.read_text())
+    machine = document.get("machine", {}) if isinstance(document, dict) else {}
+    if "arch" not in machine or not document.get("rows"):
+        raise ValueError(f"{path}: not what `liger-hw bench --json` prints")
+    if machine.get("device_type") == "cpu":
+        raise ValueError(f"{path}: timed on a CPU")
+    kept = ROOT / "benchmarks" / "results" / f"ops-{machine['arch']}.json"
+    kept.write_text(json.dumps(document, indent=1) + "\n")
+    return kept
 
 
 def _compiler_runs(one: dict[str, Any]) -> list[str]:
@@ -313,6 +365,9 @@ def main(arguments: list[str]) -> int:
         EVIDENCE.mkdir(exist_ok=True)
         (EVIDENCE / name).write_text(json.dumps(kept, indent=1) + "\n")
         return 0
+    if len(arguments) == 2 and arguments[0] == "measured":
+        print(keep_measured(Path(arguments[1])))
+        arguments = []
     if arguments == ["--check"]:
         current = PAGE.is_file() and PAGE.read_text() == page()
         if not current:

@@ -104,6 +104,34 @@ def test_depths_are_those_of_the_compiler(support):
     assert support.DEPTHS == matrix.DEPTHS
 
 
+def test_what_is_unproven_is_listed(support, monkeypatch):
+    """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
+    built = compiled(support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80"))
+    timed = {"rms_norm": {"sm90": {}}}
+    lines = support._unproven(["gfx942", "pvc", "sm80", "sm90"], timed, built)
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+    assert "MI300X" in rows["gfx942"] and "bash ci/rocm.sh" in rows["gfx942"] and "INDEX=https://" in rows["gfx942"]
+    assert "Intel's compiler takes it" in rows["pvc"] and "bash ci/xpu.sh" in rows["pvc"]
+    assert "`bash ci/cuda.sh`" in rows["sm80"] and "results on the device" in rows["sm80"]
+    assert "sm90" not in rows, "its only op was timed"
+    assert "rms_norm are compiled, anywhere" in lines[-1], "quick is not all of it"
+
+
+def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
+    monkeypatch.setattr(support, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    row = {"op": "dyt", "arm": "liger_hw", "status": "ok", "error_out": 0.0}
+    facts = {"device": "D", "torch": "2", "triton": "3", "date": "2026-01-02T00:00:00Z", "arch": "gfx942", "device_type": "cuda"}
+    left = tmp_path / "bench.json"
+    left.write_text(json.dumps({"machine": facts, "rows": [row]}))
+    assert support.keep_measured(left).name == "ops-gfx942.json"
+    assert support.measured()["dyt"]["gfx942"]["device"] == "D"
+    for wrong in ({"rows": [row]}, {"machine": facts}, {"machine": {**facts, "device_type": "cpu"}, "rows": [row]}):
+        left.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="not what|CPU"):
+            support.keep_measured(left)
+
+
 def test_states(support):
     found = compiled(
         support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm80", error="crashed"), certificate("sm90")
