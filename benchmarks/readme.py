@@ -11,12 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from liger_hw.bench import plots, report  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
+TABLE, MANY = "ops-table-h200.json", "ops-many-h200.json.gz"
 RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation")
 FILES = (
     *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
@@ -59,37 +65,133 @@ DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
 def _measured() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(op, sizes, arm) -> the newest row of it."""
+    """(op, sizes, arm) -> the newest row of it; `older` says that it is not from `TABLE`."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in FILES:
+    for name in (*FILES, TABLE):
         if not (RESULTS / name).exists():
             continue
-        for row in json.loads((RESULTS / name).read_text())["rows"]:
+        for row in report.load(RESULTS / name)["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
-                place = row["op"], "x".join(map(str, row["sizes"])) + DTYPES[row["dtype"]], row["arm"]
-                rows[place] = {**rows.get(place, {}), **row}
+                place = row["op"], _size(row), row["arm"]
+                rows[place] = {**rows.get(place, {}), **row, "older": name != TABLE}
     return rows
 
 
 def ops_table() -> str:
-    rows = _measured()
-    lines = ["| op | sizes | floor | " + " | ".join(ARMS.values()) + " | memory |", "|---" * (4 + len(ARMS)) + "|"]
+    rows, whole = _measured(), (RESULTS / TABLE).exists()
+    lines = ["| op | sizes | floor | " + " | ".join(ARMS.values()) + " | error | memory |", "|---" * (5 + len(ARMS)) + "|"]
     for op, sizes in SHOWN.items():
         for size in sizes:
             ours = rows[op, size, "liger_hw"]
-            cells = [_cell(rows.get((op, size, arm))) for arm in ARMS]
+            found = [rows.get((op, size, arm)) for arm in ARMS]
+            cells = [_cell(row) + "†" * bool(whole and row and row["older"]) for row in found]
             cells[0] = f"**{cells[0]}** ({ours['floor_ms'] / ours['ms']['median']:.0%})"
-            cells.append(" / ".join(_memory(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
+            for figure in (_worse_error, _memory):
+                cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
+    if (ROOT / "docs" / "ops.png").exists():
+        lines += ["", "![share of the floor, op by op](docs/ops.png)"]
+    if whole and any("†" in line for line in lines):
+        lines += ["", f"† from an earlier run than the rest (`{TABLE}`)."]
     return "\n".join(lines)
 
 
+def _size(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["sizes"])) + DTYPES[row["dtype"]]
+
+
 def _cell(row: dict[str, Any] | None) -> str:
-    return f"{row['ms']['median']:.3g}" + "*" * (row["method"] == "events") if row else "-"
+    if not row:
+        return "-"
+    return f"{row['ms']['median']:.3g}" + "*" * (row["method"] == "events")
 
 
 def _memory(row: dict[str, Any] | None) -> str:
     return f"{row['peak_mib']:.0f}" if row and row.get("peak_mib") is not None else "-"
+
+
+def _worse_error(row: dict[str, Any] | None) -> str:
+    """Of the outputs and of the gradients, the larger."""
+    found = [row[name] for name in ("error_out", "error_grad") if row.get(name) is not None] if row else []
+    return f"{max(found):.0e}".replace("e-0", "e-") if found else "-"
+
+
+def shapes_table() -> str:
+    """A row an op over the shapes of `--sizes many`."""
+    if not (RESULTS / MANY).exists():
+        return "Not run yet."
+    best = report.against_best(report.load(RESULTS / MANY)["rows"])
+    lines = ["| op | shapes | speed: worst | p10 | median | behind by more than 1% | 5% | share of floor over 64 MiB |"]
+    lines.append("|---" * 8 + "|")
+    for op in dict.fromkeys(one["op"] for one in best):
+        mine = [one for one in best if one["op"] == op]
+        speeds = sorted(one["speed"] for one in mine)
+        shares = [one["floor_ms"] / one["ours"] for one in mine if one["mib"] >= 64]
+        cells = [op, f"{len(mine)}", *(f"{x:.2f}" for x in (speeds[0], speeds[len(speeds) // 10], statistics.median(speeds)))]
+        cells += [f"{sum(speed < most for speed in speeds)}" for most in (0.99, 0.95)]
+        lines.append("| " + " | ".join([*cells, f"{statistics.median(shares):.0%}" if shares else "-"]) + " |")
+    behind = sum(one["speed"] < 0.99 for one in best)
+    lines += ["", f"In all: {len(best)} shapes, {behind} behind a peer by more than 1%."]
+    for plot, words in (("shapes-speed.png", "speed against size"), ("shapes-share.png", "share of the floor against size")):
+        if (ROOT / "docs" / plot).exists():
+            lines += ["", f"![{words}]({plot})"]
+    return "\n".join(lines)
+
+
+def behind_table() -> str:
+    if not (RESULTS / MANY).exists():
+        return "Not run yet."
+    best = report.against_best(report.load(RESULTS / MANY)["rows"])
+    lines = ["| op | sizes | liger_hw, us | best peer, us | | speed |", "|---" * 6 + "|"]
+    for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
+        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f}"
+        lines.append(f"| {one['op']} | {_size(one)} | {times} |")
+    return "\n".join(lines)
+
+
+def host_table() -> str:
+    """Microseconds an op, forward / forward and backward / one of 8 forwards that share a backward."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _read("host")["calls"]:
+        rows.setdefault(row["op"], {})[row["arm"]] = row
+    ways = ("fwd_us", "full_us", "batch_us")
+    lines = ["| op | liger_hw | Liger 0.8.5 | torch alone | share of Liger | torch alone / Liger | net share |", "|---" * 7 + "|"]
+    for op, arms in rows.items():
+        if not all("full_us" in arms.get(arm, ()) for arm in ("liger_hw", "liger", "floor")):
+            continue
+        ours, theirs, floor = ([arms[arm][way] for way in ways] for arm in ("liger_hw", "liger", "floor"))
+        cells = [op, *(" / ".join(f"{us:.0f}" for us in one) for one in (ours, theirs, floor))]
+        shares = [
+            [a / b for a, b in zip(ours, theirs)],
+            [a / b for a, b in zip(floor, theirs)],
+            [(a - c) / (b - c) for a, b, c in zip(ours, theirs, floor)],
+        ]
+        cells += [" / ".join(f"{share:.2f}" for share in one) for one in shares]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def regret_table() -> str:
+    lines = ["| run | shapes judged | median | p90 | worst | worst kernel |", "|---" * 6 + "|"]
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("bucketing-regret*-h200.json")]
+    for one in sorted(found, key=lambda one: one["date"]):
+        shape, kernel = one["per_shape"], one["per_kernel"]
+        cells = [one["date"][:10], f"{shape['count']}", *(f"{shape[name]:.1%}" for name in ("median", "p90", "worst"))]
+        lines.append("| " + " | ".join([*cells, f"{kernel['worst']:.1%}"]) + " |")
+    return "\n".join(lines)
+
+
+def first_step_table() -> str:
+    arms = {"hf": "Hugging Face", "liger": "+ Liger 0.8.5", "liger_hw": "+ liger_hw"}
+    lines = ["| first step, s | " + " | ".join(arms.values()) + " |", "|---" * (1 + len(arms)) + "|"]
+    runs = _read("first-step")["runs"]
+    for model in dict.fromkeys(one["model"] for one in runs):
+        cells = []
+        for arm in arms:
+            mine = [one for one in runs if (one["model"], one["arm"]) == (model, arm)]
+            cells.append(" / ".join(f"{one['steps'][0]:.2f}" if one["steps"] else "not reached" for one in mine) or "-")
+        lines.append(f"| {TRAINED[model].split('-')[0]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def end_to_end_table() -> str:
@@ -320,7 +422,11 @@ def _read(name: str) -> dict[str, Any]:
 
 
 PAGES = {
-    "README.md": {"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
+    "README.md": {
+        **{"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
+        **{"host": host_table, "first step": first_step_table, "regret": regret_table},
+    },
+    "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table},
     "docs/activations.md": {"activations": activations_table, "longest": longest_table},
     "docs/losses.md": {
         "losses": losses_table,
@@ -344,11 +450,24 @@ def filled(text: str, page: str = "README.md") -> str:
     return text
 
 
+def draw() -> None:
+    if (RESULTS / TABLE).exists():
+        rows = [row for row in report.load(RESULTS / TABLE)["rows"] if row["share"] and row["arm"] in (*ARMS, "torch", "cce")]
+        plots.bars(rows, ROOT / "docs" / "ops.png")
+    if (RESULTS / MANY).exists():
+        rows = report.load(RESULTS / MANY)["rows"]
+        plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")
+        plots.speed_by_size(rows, ROOT / "docs" / "shapes-speed.png")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is not current")
-    check = parser.parse_args(arguments).check
-    stale = 0
+    parser.add_argument("--plots", action="store_true", help="draw the plots as well (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    check, stale = options.check, 0
+    if options.plots:
+        draw()
     for page in PAGES:
         old = (ROOT / page).read_text()
         new = filled(old, page)

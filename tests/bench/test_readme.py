@@ -29,8 +29,9 @@ def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, caps
     row = next(line for line in current.splitlines() if line.startswith("| rms_norm | 16384x4096 |"))
     (tmp_path / "README.md").write_text(current.replace(row, "| rms_norm | 16384x4096 | older |"))
     (tmp_path / "docs").mkdir()
-    for page in ("activations.md", "losses.md"):
-        (tmp_path / "docs" / page).write_text((readme.ROOT / "docs" / page).read_text())
+    for page in readme.PAGES:
+        if page != "README.md":
+            (tmp_path / page).write_text((readme.ROOT / page).read_text())
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1 and "readme.py" in capsys.readouterr().err
     assert readme.main([]) == 0 and (tmp_path / "README.md").read_text() == current
@@ -91,3 +92,27 @@ def test_the_tables_of_the_losses_say_what_the_files_hold(readme, tmp_path, monk
     ]
     assert readme.first_call_table().splitlines()[2:] == ["| grpo | 2x8 | 0.91 s, 4.2 ms | - |"]
     assert readme.options_table() == "Not measured yet: `benchmarks/head_options.py`."
+
+
+def many(op, sizes, **ms):
+    place = {"op": op, "sizes": sizes, "dtype": "bfloat16", "mode": "full", "floor_ms": 0.5, "copy_gb_s": 4000.0}
+    return [place | {"arm": arm, "ms": {"median": time}} for arm, time in ms.items()]
+
+
+def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
+    rows = many("dyt", [8, 16], liger_hw=1.0, liger=2.0, compile=1.5) + many("dyt", [1, 16], liger_hw=1.0, compile=0.9)
+    readme.report.save(tmp_path / readme.MANY, {"rows": rows})
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert "| dyt | 2 | 0.90 | 0.90 | 1.20 | 1 | 1 | 50% |" in readme.shapes_table()
+    assert "In all: 2 shapes, 1 behind a peer by more than 1%." in readme.shapes_table()
+    assert readme.behind_table().splitlines()[2:] == ["| dyt | 1x16 | 1000.0 | 900.0 | compile | 0.90 |"]
+
+
+def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
+    full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
+    old = [one | full for one in many("dyt", [8, 16], liger_hw=1.5, liger=2.0)]
+    readme.report.save(tmp_path / readme.FILES[0], {"rows": old})
+    readme.report.save(tmp_path / readme.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "SHOWN", {"dyt": ("8x16",)})
+    assert readme.ops_table().splitlines()[2] == "| dyt | 8x16 | 0.5 | **1** (50%) | 2† | - | - | 2e-3 / 2e-3 | 4 / 4 |"
