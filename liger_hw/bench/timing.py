@@ -19,6 +19,7 @@ import torch
 
 from ..backends import target_of
 from .inputs import Work
+from .runners import Calls, Chain, Product, Replay
 
 MIB = 1024 * 1024
 
@@ -86,10 +87,6 @@ class Stats:
             "repeats": list(self.repeats),
             "samples": self.samples,
         }
-
-
-Product = tuple[int, int, int, str]
-"""A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
 
 
 # -- the device ------------------------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ class Meter:
             self.synchronize()
         return ""
 
-    def capture(self, work: Work, rounds: int = 1) -> "Replay":
+    def capture(self, work: Work, rounds: int = 1) -> Replay:
         """`rounds` sweeps over the sets as one graph. The call must be warm. Raises `NotCapturable`."""
         if not self.graphs:
             raise NotCapturable("no graphs")
@@ -210,7 +207,7 @@ class Meter:
         work.restore()
         return Replay(self, work, graph, rounds)
 
-    def runner(self, work: Work, floor_ms: float) -> "Replay | Calls":
+    def runner(self, work: Work, floor_ms: float) -> Replay | Calls:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
         The graph is made long enough (about 2 ms at the floor) that its own launch does not count.
@@ -309,14 +306,14 @@ class Meter:
         ms = self._time(lambda: target.copy_(source), 20 if self.module is not None else 5).median
         return 2 * size / ms / 1e6
 
-    def products_ms(self, products: Iterable["Product"], dtype: torch.dtype) -> float:
+    def products_ms(self, products: Iterable[Product], dtype: torch.dtype) -> float:
         """Milliseconds of matrix products, one after the other: the floor of a GEMM-bound op. Random data, torch.mm."""
         for product in (products := list(products)):
             if (product, dtype) not in self._products:
                 self._products[product, dtype] = self._product_ms(product, dtype)
         return sum(self._products[product, dtype] for product in products)
 
-    def _product_ms(self, product: "Product", dtype: torch.dtype) -> float:
+    def _product_ms(self, product: Product, dtype: torch.dtype) -> float:
         m, n, k, layout = product
         a = torch.randn((k, m) if layout[0] == "t" else (m, k), device=self.device).to(dtype)
         b = torch.randn((n, k) if layout[1] == "t" else (k, n), device=self.device).to(dtype)
@@ -325,7 +322,7 @@ class Meter:
         out = torch.empty(m, n, device=self.device, dtype=dtype)
         return self._time(lambda: torch.mm(a, b, out=out), 10).median
 
-    def chain(self, products: Sequence["Product"], dtype: torch.dtype) -> "Chain":
+    def chain(self, products: Sequence[Product], dtype: torch.dtype) -> Chain:
         """The products to be timed in turn with what consists of them."""
         return Chain(self, products, dtype)
 
@@ -353,121 +350,11 @@ class Meter:
         return Stats.of(repeats)
 
 
-# -- runners: what is interleaved ------------------------------------------------------------------------------------
-
-
-class Replay:
-    """A captured graph; `burst(n)` replays it n times and returns milliseconds a call."""
-
-    method, why = "graph", ""
-
-    def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
-        self.meter, self.work, self.graph, self.rounds = meter, work, graph, rounds
-        self.calls = rounds * len(work.sets)
-
-    def burst(self, times: int) -> list[float]:
-        meter = self.meter
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            self.work.restore()
-            start, end = meter.event(), meter.event()
-            start.record()
-            self.graph.replay()
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) / self.calls for start, end in marks]
-
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1] * self.calls
-
-
-class Calls:
-    """Single calls between events, or on the CPU by the wall clock, for what no graph can hold."""
-
-    def __init__(self, meter: Meter, work: Work, why: str) -> None:
-        self.meter, self.work, self.why = meter, work, why
-        self.method = meter.method
-        self.rounds, self.calls, self.turn = 1, 1, 0
-
-    def burst(self, times: int) -> list[float]:
-        meter, work = self.meter, self.work
-        if meter.module is None:
-            samples = []
-            for _ in range(times):
-                work.restore()
-                start = time.perf_counter()
-                work.call(self._next())
-                samples.append((time.perf_counter() - start) * 1e3)
-            return samples
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            work.restore()
-            start, end = meter.event(), meter.event()
-            start.record()
-            work.call(self._next())
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
-
-    def _next(self) -> int:
-        self.turn = (self.turn + 1) % len(self.work.sets)
-        return self.turn
-
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1]
-
-
-class Chain:
-    """Matrix products one after the other, between events, on random matrices; a shape's operand is drawn once."""
-
-    def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
-        drawn: dict[tuple[int, int], torch.Tensor] = {}
-
-        def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
-            shape = (columns, rows) if transposed else (rows, columns)
-            if shape not in drawn:
-                drawn[shape] = torch.randn(shape, device=meter.device, dtype=dtype)
-            return drawn[shape].t() if transposed else drawn[shape]
-
-        self.meter, self.products = meter, []
-        for m, n, k, layout in products:
-            out = torch.empty(m, n, device=meter.device, dtype=dtype)
-            self.products.append((operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t"), out))
-
-    def _run(self) -> None:
-        for a, b, out in self.products:
-            torch.mm(a, b, out=out)
-
-    def burst(self, times: int) -> list[float]:
-        meter = self.meter
-        if meter.module is None:
-            samples = []
-            for _ in range(times):
-                start = time.perf_counter()
-                self._run()
-                samples.append((time.perf_counter() - start) * 1e3)
-            return samples
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            start, end = meter.event(), meter.event()
-            start.record()
-            self._run()
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
-
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1]
+# -- turns ------------------------------------------------------------------------------------------------------------
 
 
 def interleave(
-    runners: dict[Any, "Replay | Calls | Chain"],
+    runners: dict[Any, Replay | Calls | Chain],
     repeats: int = 3,
     budget: Budget | None = None,
     burst_ms: float = 30.0,
