@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-from .peers import OURS
+from .peers import OURS, PEERS
 from .report import against_best
+
+_COLOURS = {name: f"C{place}" for place, name in enumerate((OURS, *PEERS))}
 
 
 def _pyplot() -> Any:
@@ -77,8 +79,8 @@ def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
             shares = [row["share"] for row in rows if row["op"] == op and row["arm"] == arm]
             if shares:
                 mean = math.exp(sum(map(math.log, shares)) / len(shares))
-                axes.bar(place + (number + 0.5) * width - 0.425, 100 * mean, width, color=f"C{number}")
-        axes.bar(0, 0, color=f"C{number}", label=arm)
+                axes.bar(place + (number + 0.5) * width - 0.425, 100 * mean, width, color=_COLOURS[arm])
+        axes.bar(0, 0, color=_COLOURS[arm], label=arm)
     axes.set_xticks(range(len(ops)), ops, rotation=40, ha="right", fontsize=8)
     axes.set_xlim(-0.6, len(ops) - 0.4)
     axes.axhline(100, color="0.6", linestyle=":")
@@ -93,10 +95,10 @@ def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
     """A panel an op: the share of the floor against the bytes the op must move, a mark for each shape and arm."""
 
     def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
-        for number, arm in enumerate(dict.fromkeys(row["arm"] for row in mine)):
+        for arm in dict.fromkeys(row["arm"] for row in mine):
             points = [(row["floor_ms"] * row["copy_gb_s"] * 1e6 / 2**20, 100 * row["share"]) for row in mine if row["arm"] == arm]
             style = {"s": 12, "zorder": 5} if arm == OURS else {"s": 9, "alpha": 0.7, "marker": "x", "linewidths": 0.8}
-            axes.scatter(*zip(*points), color=f"C{number}", label=arm, **style)
+            axes.scatter(*zip(*points), color=_COLOURS[arm], label=arm, **style)
         axes.axhline(100, color="0.6", linestyle=":", linewidth=0.8)
         axes.set_ylim(0, 130)
 
@@ -107,11 +109,13 @@ def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
     """A panel an op: our speed over the best peer's against the bytes the op must move; under 1 a peer wins."""
 
     def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
-        for number, peer in enumerate(dict.fromkeys(one["peer"] for one in mine)):
+        for peer in dict.fromkeys(one["peer"] for one in mine):
             points = [(one["mib"], one["speed"]) for one in mine if one["peer"] == peer]
-            axes.scatter(*zip(*points), color=f"C{number + 1}", s=10, label=f"over {peer}")
+            axes.scatter(*zip(*points), color=_COLOURS[peer], s=10, label=f"over {peer}")
         axes.axhline(1, color="0.4", linewidth=0.8)
-        axes.set_yscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_yticks([0.5, 1, 2, 4, 8, 16, 32], ["0.5", "1", "2", "4", "8", "16", "32"])
+        axes.minorticks_off()
         axes.set_ylim(0.5, max(4, 1.3 * max(one["speed"] for one in mine)))
 
     _panels(against_best(rows), path, panel, "best peer's time over ours against MiB moved (above the line we are faster)")
@@ -128,6 +132,7 @@ def _panels(rows: Sequence[dict[str, Any]], path: str | os.PathLike, panel: Call
     for axes, op in zip(grid.flat, ops):
         panel(axes, [row for row in rows if row["op"] == op])
         axes.set_xscale("log")
+        axes.minorticks_off()
         axes.set_title(op, fontsize=8)
         axes.tick_params(labelsize=6)
         axes.grid(alpha=0.25)
