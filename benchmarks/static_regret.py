@@ -4,6 +4,7 @@
     python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices against them
     python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler, from TTIR alone
     python benchmarks/static_regret.py fit OUT.json                        the model's constants from them
+    python benchmarks/static_regret.py page                                docs/vendors.md's table from what is published
 
 `collect` takes every op at up to three workloads and, for each kernel it launches there, the heuristic, what ships for
 this device and a spread of the rest of its space. Each is compiled, certified and timed as the tuner times it: graph
@@ -23,9 +24,13 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 ROUNDS = 5
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "benchmarks" / "results" / "static-regret-h200.json"
+PAGE, MARKS = ROOT / "docs" / "vendors.md", ("<!-- static_regret.py page -->", "<!-- end -->")
 
 
 def opened(path: str, mode: str = "r") -> Any:
@@ -379,6 +384,42 @@ def write_report(path: str, result: dict[str, Any]) -> None:
         file.write(",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
 
 
+def table(found: dict[str, Any]) -> str:
+    """What docs/vendors.md says of a report."""
+
+    def row(name: str, part: dict[str, float], rank: float | str = "") -> str:
+        return f"| {name} | {part['mean']:.1%} | {part['p95']:.1%} | {part['worst']:.0%} | {rank} |"
+
+    rows = [row("the heuristic", found["as_shipped"]["heuristic_regret"])]
+    arms = {
+        "as_shipped": "`static`: the model, from certificates",
+        "leave_one_op_out": "the same, each op left out of the fit",
+        "modelled": "`modelled`: the model, from TTIR alone",
+    }
+    for arm, name in arms.items():
+        if part := found.get(arm):
+            rows.append(row(name, part["regret"], f"{part['rank_correlation']:.2f}"))
+    ops = len({launch["op"] for launch in found["by_launch"]})
+    most = max(launch["candidates"] for launch in found["by_launch"])
+    where = f"{found['device']}, torch {found['torch']}, Triton {found['triton']}, {found['date'][:10]}"
+    return "\n".join(
+        [
+            f"{found['as_shipped']['launches']} launches of {ops} ops, {found['candidates']} candidates, at most {most} of a launch ({where}):",
+            "",
+            "| choice | mean regret | 95th percentile | worst | rank correlation |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def page(arguments: argparse.Namespace) -> None:
+    text = PAGE.read_text()
+    head, rest = text.split(MARKS[0])
+    _, tail = rest.split(MARKS[1])
+    PAGE.write_text(f"{head}{MARKS[0]}\n{table(json.loads(PUBLISHED.read_text()))}\n{MARKS[1]}{tail}")
+
+
 def fitted(arguments: argparse.Namespace) -> None:
     data = Data(arguments.file)
     rates, latency = fit(data, data.launches, arguments.steps)
@@ -408,6 +449,7 @@ def main() -> None:
     three.add_argument("file")
     three.add_argument("--steps", type=int, default=600)
     three.set_defaults(run=fitted)
+    commands.add_parser("page").set_defaults(run=page)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

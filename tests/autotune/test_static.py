@@ -285,6 +285,17 @@ def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, cap
     assert now["as_shipped"]["regret"]["mean"] <= 0.05 and now["as_shipped"]["regret"]["p95"] <= 0.15
 
 
+def test_the_page_has_the_published_regret(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "static_regret", raising=False)
+    import static_regret
+
+    published = json.loads(static_regret.PUBLISHED.read_text())
+    said = static_regret.PAGE.read_text().split(static_regret.MARKS[0])[1].split(static_regret.MARKS[1])[0]
+    assert said.strip() == static_regret.table(published), "run: python benchmarks/static_regret.py page"
+    assert f"{published['as_shipped']['regret']['mean']:.1%}" in said
+
+
 def test_what_is_measured_for_the_regret(monkeypatch):
     """Each kernel once, with the op whose it is, the heuristic first among its candidates; certified as the model needs."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
