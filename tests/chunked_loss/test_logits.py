@@ -24,7 +24,14 @@ OPTIONS = [
     {"loss_type": "sapo", "beta": 0.0},
     {"loss_type": "vespo", "temperature": 1.0},
     {"loss_type": "luspo", "use_bias_correction_kl": True},
+    {"loss_type": "dr_grpo", "max_completion_length": 9, "eps_low": 0.05, "eps_high": 0.1},
+    {"loss_type": "cispo", "eps_high": 1.5, "num_items_in_batch": 23},
+    {"loss_type": "bnpo", "vllm_is_ratio": torch.tensor([0.5, 1.2, 0.9])},
+    {"loss_type": "sapo", "sapo_temperature_pos": 1.7, "sapo_temperature_neg": 0.8},
+    {"loss_type": "vespo", "vespo_k_pos": 1.4, "vespo_lambda_pos": 2.2, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.2},
 ]
+NAMES = {"eps_low": "epsilon_low", "eps_high": "epsilon_high", "num_items_in_batch": "num_items"}
+"""Its argument -> the formulas'."""
 
 
 class _Made:
@@ -41,14 +48,23 @@ class _Made:
 
     def ours(self, logits, **options):
         refs = self.ref if options.get("beta", 0.04) else None
+        options = {k: v.to(logits.device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         return triton_grpo_loss(logits, self.old, refs, self.ids, self.advantages, self.mask, **options)
 
     def exact(self, logits, **options):
-        options = {"temperature": 0.9, "epsilon_high": 0.4, **options}
+        options = {"temperature": 0.9, "epsilon_high": 0.4, **{NAMES.get(k, k): v for k, v in options.items()}}
+        if (vllm := options.get("vllm_is_ratio")) is not None:
+            options["vllm_is_ratio"] = vllm.to(logits.device).double()
         logps = formulas.token_logps(logits[:, :-1] / options.pop("temperature"), self.ids)
         refs = self.ref.double() if options.get("beta", 0.04) else None
         given = self.mask, self.advantages.double(), refs, self.old.double()
         return formulas.grpo_from_logps(logps, *given, **{**formulas.GRPO_DEFAULTS, **options})
+
+
+def test_every_option_is_tried():
+    arguments = inspect.signature(triton_grpo_loss).parameters.values()
+    known = {p.name for p in arguments if p.default is not p.empty}
+    assert known - {name for options in OPTIONS for name in options} == {"completion_mask", "inplace", "reduce"}
 
 
 @pytest.mark.parametrize("inplace", [False, True])
