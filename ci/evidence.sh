@@ -5,8 +5,8 @@
 #     TRITONS="3.6.0 3.9.0" bash ci/evidence.sh          compiled by these releases too (each laid over the environment)
 #     STEPS="tables compile" bash ci/evidence.sh         some of: tables compile interpret
 #
-# Only what changed takes time: stale entries of the static tables are held against the heuristic again, kernels that were
-# compiled before come from Triton's cache, and of the ops only those whose source changed are interpreted.
+# Only what changed takes time: stale entries of the static tables are held against the heuristic again, and of the ops only
+# those whose source changed are compiled and interpreted.
 # DEPTH (quick; full: every workload and option set, hours on two cores) and TARGETS (all): what is compiled.
 # CASES: further words of pytest's -k for what is interpreted, such as "default": the default options of each op alone.
 # TRITON_AT (.venv): the folder of the other releases' folders triton-VERSION. WORKERS: processes (default: cores).
@@ -29,15 +29,18 @@ tables() {
 
 # compiled [VERSION]: a kernel that fails is in the evidence, so the run goes on
 compiled() {
-    local path=$PYTHONPATH
-    if [ -n "${1:-}" ]; then
-        [ -d "$at/triton-$1" ] || "$python" -m pip install --quiet --no-deps --target "$at/triton-$1" "triton==$1"
-        path=$(cd "$at" && pwd)/triton-$1:$path
+    local version=${1:-} path=$PYTHONPATH depth=${DEPTH:-quick} ops
+    if [ -n "$version" ]; then
+        [ -d "$at/triton-$version" ] || "$python" -m pip install --quiet --no-deps --target "$at/triton-$version" "triton==$version"
+        path=$(cd "$at" && pwd)/triton-$version:$path
+    else
+        version=$("$python" -c 'import triton; print(triton.__version__)')
     fi
-    local folder=$kept/${1:-pinned}
-    PYTHONPATH=$path "$python" ci/certificates.py "$folder" --depth "${DEPTH:-quick}" --targets "${TARGETS:-all}" --workers "$workers" \
-        || failed=1
-    "$python" ci/support.py compiled "$folder"/compiled-*.json
+    ops=$(PYTHONPATH=$path "$python" ci/support.py --stale "$version" "$depth" "${TARGETS:-all}")
+    [ -n "$ops" ] || { echo "Triton $version has compiled every op as it is"; return 0; }
+    PYTHONPATH=$path "$python" ci/certificates.py "$kept/$version" --depth "$depth" --targets "${TARGETS:-all}" --ops "$ops" \
+        --workers "$workers" || failed=1
+    "$python" ci/support.py compiled "$kept/$version"/compiled-*.json
 }
 
 interpreted() {

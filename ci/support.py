@@ -6,6 +6,7 @@
     python ci/support.py            write the page
     python ci/support.py --check    say whether it is current
     python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
+    python ci/support.py --stale 3.7.1 quick sm90,pvc    those that this release did not compile as they are, so deep, for these
 
 `compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a run in
 ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/, where
@@ -143,6 +144,22 @@ def stale() -> list[str]:
     about = json.loads((EVIDENCE / "interpreted.json").read_text()).get("about", {})
     compiled = json.loads(_compiled()[-1].read_text())["ops"]
     return [op for op in compiled if (now := source_of(op)) and about.get(op, {}).get("source") != now]
+
+
+def stale_compiled(ops: list[str], version: str, depth: str, targets: list[str]) -> list[str]:
+    """Ops of which a release has not compiled the source as it is to this depth for all of these architectures.
+
+    What the shipped tables choose may have changed all the same: lane aot compiles their entries.
+    """
+    path = EVIDENCE / f"compiled-{version}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"about": {}, "ops": {}}
+    found = []
+    for op in ops:
+        facts = kept["about"].get(op, {})
+        deep = facts and DEPTHS.index(facts["depth"]) >= DEPTHS.index(depth)
+        if not (deep and facts["source"] == source_of(op) and set(targets) <= set(kept["ops"][op])):
+            found.append(op)
+    return found
 
 
 def _compiled() -> list[Path]:
@@ -375,6 +392,13 @@ def main(arguments: list[str]) -> int:
         return 0 if current else 1
     if arguments == ["--stale"]:
         print(" or ".join(stale()))
+        return 0
+    if len(arguments) == 4 and arguments[0] == "--stale":
+        from liger_hw import registry
+        from liger_hw.cli.compile import _targets
+
+        targets = [target.arch for target in _targets(arguments[3])]
+        print(",".join(stale_compiled(list(registry.ops()), arguments[1], arguments[2], targets)))
         return 0
     if arguments:
         print(__doc__)

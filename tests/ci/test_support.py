@@ -98,6 +98,22 @@ def test_compiled_runs_are_merged(support):
     assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
 
 
+def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
+    """Another source, a shallower depth, an architecture that is missing, an op that is new."""
+    kept = _kept("deep", source=support.source_of("dyt"), sm80=1, sm90=1)
+    (tmp_path / "compiled-3.7.1.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(support, "EVIDENCE", tmp_path)
+
+    def stale(*ops, version="3.7.1", depth="quick", targets=("sm80",)):
+        return support.stale_compiled(list(ops), version, depth, list(targets))
+
+    assert stale("dyt") == stale("dyt", depth="deep", targets=("sm90", "sm80")) == []
+    assert stale("dyt", depth="full") == stale("dyt", targets=("pvc", "sm80")) == stale("dyt", version="3.9.0") == ["dyt"]
+    assert stale("dyt", "softmax") == ["softmax"]
+    (tmp_path / "compiled-3.7.1.json").write_text(json.dumps({**kept, "about": {"dyt": {**kept["about"]["dyt"], "source": "other"}}}))
+    assert stale("dyt") == ["dyt"]
+
+
 def test_depths_are_those_of_the_compiler(support):
     from liger_hw.autotune import matrix
 
