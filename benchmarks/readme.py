@@ -22,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 from liger_hw.bench import plots, report  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-TABLE, MANY = "ops-table-h200.json", "ops-many-h200.json.gz"
+TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
 RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation")
 FILES = (
     *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
     *(f"ops-{run}-h200.json" for run in RUNS),
-    "losses-h200.json",
+    ALL_LOSSES,
 )
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
@@ -64,22 +64,25 @@ SHOWN = {
 DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
-def _measured() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(op, sizes, arm) -> the newest row of it; `older` says that it is not from `TABLE`."""
+def _measured(last: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(op, sizes, arm) -> the newest row of it, of the file `last` where it has one; `older` says that it has not."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in (*FILES, TABLE):
+    for name in (*(name for name in (*FILES, TABLE) if name != last), last):
         if not (RESULTS / name).exists():
             continue
         for row in report.load(RESULTS / name)["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
                 place = row["op"], _size(row), row["arm"]
-                rows[place] = {**rows.get(place, {}), **row, "older": name != TABLE}
+                rows[place] = {**rows.get(place, {}), **row, "older": name != last}
     return rows
 
 
 def ops_table() -> str:
-    rows, whole = _measured(), (RESULTS / TABLE).exists()
-    lines = ["| op | sizes | floor | " + " | ".join(ARMS.values()) + " | error | memory |", "|---" * (5 + len(ARMS)) + "|"]
+    rows, whole = _measured(TABLE), (RESULTS / TABLE).exists()
+    lines = [
+        "| op | sizes | floor | " + " | ".join(ARMS.values()) + " | error | memory |",
+        "|---" * (5 + len(ARMS)) + "|",
+    ]
     for op, sizes in SHOWN.items():
         for size in sizes:
             ours = rows[op, size, "liger_hw"]
@@ -127,12 +130,19 @@ def shapes_table() -> str:
         mine = [one for one in best if one["op"] == op]
         speeds = sorted(one["speed"] for one in mine)
         shares = [one["floor_ms"] / one["ours"] for one in mine if one["mib"] >= 64]
-        cells = [op, f"{len(mine)}", *(f"{x:.2f}" for x in (speeds[0], speeds[len(speeds) // 10], statistics.median(speeds)))]
+        cells = [
+            op,
+            f"{len(mine)}",
+            *(f"{x:.2f}" for x in (speeds[0], speeds[len(speeds) // 10], statistics.median(speeds))),
+        ]
         cells += [f"{sum(speed < most for speed in speeds)}" for most in (0.99, 0.95)]
         lines.append("| " + " | ".join([*cells, f"{statistics.median(shares):.0%}" if shares else "-"]) + " |")
     behind = sum(one["speed"] < 0.99 for one in best)
     lines += ["", f"In all: {len(best)} shapes, {behind} behind a peer by more than 1%."]
-    for plot, words in (("shapes-speed.png", "speed against size"), ("shapes-share.png", "share of the floor against size")):
+    for plot, words in (
+        ("shapes-speed.png", "speed against size"),
+        ("shapes-share.png", "share of the floor against size"),
+    ):
         if (ROOT / "docs" / plot).exists():
             lines += ["", f"![{words}]({plot})"]
     return "\n".join(lines)
@@ -155,7 +165,10 @@ def host_table() -> str:
     for row in _read("host")["calls"]:
         rows.setdefault(row["op"], {})[row["arm"]] = row
     ways = ("fwd_us", "full_us", "batch_us")
-    lines = ["| op | liger_hw | Liger 0.8.5 | torch alone | share of Liger | torch alone / Liger | net share |", "|---" * 7 + "|"]
+    lines = [
+        "| op | liger_hw | Liger 0.8.5 | torch alone | share of Liger | torch alone / Liger | net share |",
+        "|---" * 7 + "|",
+    ]
     for op, arms in rows.items():
         if not all("full_us" in arms.get(arm, ()) for arm in ("liger_hw", "liger", "floor")):
             continue
@@ -309,7 +322,7 @@ PEERS |= {"cce": "CCE 25.1.1", "cce_exact": "CCE, exact"}
 
 
 def losses_table() -> str:
-    rows = _measured()
+    rows, whole = _measured(ALL_LOSSES), (RESULTS / ALL_LOSSES).exists()
     lines = [
         f"| loss | sizes | floor | liger_hw | {' | '.join(PEERS.values())} | MiB | error, loss | error, gradient |",
         "|---" * (7 + len(PEERS)) + "|",
@@ -320,11 +333,15 @@ def losses_table() -> str:
                 continue
             ours, others = rows[op, size, "liger_hw"], [rows.get((op, size, arm)) for arm in PEERS]
             share = f"{ours['floor_ms'] / ours['ms']['median']:.0%}"
-            cells = [op, size, f"{ours['floor_ms']:.3g}", f"**{_cell(ours)}** ({share})", *map(_cell, others)]
+            old = ["†" * bool(whole and row and row["older"]) for row in (ours, *others)]
+            cells = [op, size, f"{ours['floor_ms']:.3g}", f"**{_cell(ours)}{old[0]}** ({share})"]
+            cells += [_cell(row) + mark for row, mark in zip(others, old[1:])]
             three = [ours, *others[:2]]
             cells.append(" / ".join(map(_memory, three)))
             cells += [" / ".join(_error(row, kind) for row in three) for kind in ("error_out", "error_grad")]
             lines.append("| " + " | ".join(cells) + " |")
+    if any("†" in line for line in lines):
+        lines += ["", f"† from an earlier run than the rest (`{ALL_LOSSES}`)."]
     return "\n".join(lines)
 
 
@@ -452,7 +469,11 @@ def filled(text: str, page: str = "README.md") -> str:
 
 def draw() -> None:
     if (RESULTS / TABLE).exists():
-        rows = [row for row in report.load(RESULTS / TABLE)["rows"] if row["share"] and row["arm"] in (*ARMS, "torch", "cce")]
+        rows = [
+            row
+            for row in report.load(RESULTS / TABLE)["rows"]
+            if row["share"] and row["arm"] in (*ARMS, "torch", "cce")
+        ]
         plots.bars(rows, ROOT / "docs" / "ops.png")
     if (RESULTS / MANY).exists():
         rows = report.load(RESULTS / MANY)["rows"]
