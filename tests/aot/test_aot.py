@@ -21,7 +21,7 @@ from harness import few_sizes, shipped_tables, small_sizes
 
 from liger_hw import registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import matrix
+from liger_hw.autotune import matrix, store
 from liger_hw.backends import backend, known_target
 
 pytestmark = pytest.mark.aot
@@ -30,9 +30,11 @@ RELATIVES = {"sm86": "sm80", "sm89": "sm80", "gfx1151": "gfx1100"}
 ARCHS = tuple(a for vendor in ("cuda", "rocm") for a in backend(vendor).known_archs() if a not in RELATIVES)
 DEEP = ("sm90", "gfx942")
 
-# (tunable, architectures) -> most registers it may spill, and why that is so
-SPILLS: dict[tuple[str, tuple[str, ...]], tuple[int, str]] = {
+# (tunable, architectures) -> most registers it may spill, why that is so, and with which releases of Triton if not with all
+SPILLS: dict[tuple[str, tuple[str, ...]], tuple[str | int, ...]] = {
     ("cross_entropy.fwd", ("sm90", "sm100")): (2, "8 bytes a thread, fp32 with every option on, of 32 elements held"),
+    ("dyt.bwd", ("gfx1100", "gfx1201")): (16, "its tiles take all 256 registers; later releases need fewer", "3.5"),
+    ("dyt.bwd", ("gfx950",)): (44, "the shipped choice, of 512 registers: 459 with the release it was chosen by", "3.5"),
     ("fused_linear_cross_entropy.fwd", ("sm90",)): (2, "the same kernel"),
     ("group_norm.fwd", ("sm100",)): (2, "fp32 groups of 65536: 8 bytes a thread, around one barrier"),
     ("jsd.fwd", ("sm90",)): (2, "8 bytes a thread with labels and a beta between 0 and 1: ptxas stops at 64, takes 71 without labels"),
@@ -51,7 +53,9 @@ def workers():
 
 
 def _allowed_spills(tunable: str, arch: str) -> int:
-    return max((most for (name, archs), (most, _) in SPILLS.items() if name == tunable and arch in archs), default=0)
+    here = store.minor(store.triton_version())
+    found = [most for (name, archs), (most, _, *only) in SPILLS.items() if name == tunable and arch in archs and here in (only or [here])]
+    return max(found, default=0)
 
 
 @pytest.mark.timeout(900)
@@ -125,7 +129,8 @@ def test_shipped_tables(table, name, workers, record_property):
             measured |= dict.fromkeys(chosen, entry.provenance.get("kind") == "measured")
     for certificate in aot.certify(measured, workers):
         assert certificate.ok and certificate.launch.layer == "explicit", str(certificate)
-        assert certificate.resources.spills <= (64 if measured[certificate.launch] else 0), str(certificate)
+        most = 64 if measured[certificate.launch] else _allowed_spills(certificate.launch.tunable, target.arch)
+        assert certificate.resources.spills <= most, str(certificate)
         for relative in (known_target(arch) for arch in backend(target.vendor).known_archs()):
             if (relative.family, relative.warp_size) == (target.family, target.warp_size):  # it may be answered from here
                 assert not backend(target.vendor).illegal_resources(relative, certificate.resources), relative.arch
