@@ -1,4 +1,4 @@
-"""Writes the tables of README's performance section, docs/activations.md and docs/losses.md from the JSON in results/.
+"""Writes the tables of README's performance section, docs/ and examples/ from the JSON in results/.
 
     python benchmarks/readme.py            rewrites the pages between their `<!-- benchmarks/readme.py ... -->` marks
     python benchmarks/readme.py --check    only says whether they are current; exit code 1 when one is not
@@ -180,6 +180,7 @@ def host_table() -> str:
             [(a - c) / (b - c) for a, b, c in zip(ours, theirs, floor)],
         ]
         cells += [" / ".join(f"{share:.2f}" for share in one) for one in shares]
+        cells.insert(-1, f"{least[op] / theirs[1]:.2f}" if least.get(op) else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -434,6 +435,33 @@ def _not_yet(script: str) -> str:
     return f"Not measured yet: `benchmarks/{script}`."
 
 
+EXAMPLES = {
+    "trainer_sft": "transformers.Trainer",
+    "trl_dpo": "TRL, DPO",
+    "fsdp2": "FSDP2, 2 GPUs",
+    "lightning_sft": "Lightning",
+    "medusa": "Medusa, 3 heads more",
+}
+
+
+def examples_table() -> str:
+    """Unpatched / liger_hw, of the examples that were run."""
+    if not (RESULTS / "examples-h200.json").exists():
+        return "Not measured on GPUs yet."
+    lines = ["| | layers x hidden, vocabulary | tokens a step | tokens/s | peak GiB | losses apart |", "|---" * 6 + "|"]
+    found = {one["example"]: one for one in _read("examples")["examples"]}
+    for name, title in EXAMPLES.items():
+        if name not in found:
+            continue
+        o, arms = found[name]["options"], [found[name]["arms"][arm] for arm in ("unpatched", "liger_hw")]
+        speed = [arm["tokens_per_second"] for arm in arms]
+        cells = [title, f"{o['layers']} x {o['hidden']}, {o['vocab']:,}", f"{found[name]['tokens']:,}"]
+        cells.append(" / ".join(f"{n:,.0f}" for n in speed) + f" ({speed[1] / speed[0] - 1:+.1%})")
+        cells.append(" / ".join(f"{arm['peak_mib'] / 1024:.2f}" for arm in arms))
+        lines.append("| " + " | ".join([*cells, f"{found[name]['largest_loss_difference']:.3f}"]) + " |")
+    return "\n".join(lines)
+
+
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}-h200.json").read_text())
 
@@ -452,6 +480,7 @@ PAGES = {
         "options": options_table,
         "first call": first_call_table,
     },
+    "examples/README.md": {"examples": examples_table},
 }
 
 

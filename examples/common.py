@@ -49,7 +49,8 @@ def tiny_llama(options: argparse.Namespace, seed: int = 0) -> LlamaForCausalLM:
         use_cache=False,
     )
     dtype = torch.float32 if options.device.type == "cpu" else torch.bfloat16
-    return LlamaForCausalLM(config).to(options.device, dtype)
+    with options.device:
+        return LlamaForCausalLM(config).to(dtype)
 
 
 def text() -> bytes:
@@ -124,12 +125,12 @@ def compare(train: Train, options: argparse.Namespace, tokens: int = 0, main: bo
     pairs = zip(arms["unpatched"]["losses"], arms["liger_hw"]["losses"], strict=True)
     furthest = max(abs(a - b) for a, b in pairs)
     if main:
-        _report(options, arms, furthest)
+        _report(options, tokens, arms, furthest)
     limit = 1e-3 if device.type == "cpu" else 0.05  # fp32, bf16
     assert furthest < limit, f"the patched model did not train as the unpatched one: {furthest} apart"
 
 
-def _report(options: argparse.Namespace, arms: dict[str, dict[str, Any]], furthest: float) -> None:
+def _report(options: argparse.Namespace, tokens: int, arms: dict[str, dict[str, Any]], furthest: float) -> None:
     print(f"{'arm':<12}{'last loss':>10}{'tokens/s':>12}{'peak MiB':>10}{'first step s':>14}")
     for name, arm in arms.items():
         peak = "-" if arm["peak_mib"] is None else f"{arm['peak_mib']:,.0f}"
@@ -141,6 +142,7 @@ def _report(options: argparse.Namespace, arms: dict[str, dict[str, Any]], furthe
         name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
         found = {
             "example": Path(sys.argv[0]).stem,
+            "tokens": tokens,
             "options": {k: str(v) if k in ("device", "json") else v for k, v in vars(options).items() if k != "json"},
             "machine": {"device": name, "torch": torch.__version__, "transformers": transformers.__version__},
             "arms": arms,
