@@ -213,7 +213,8 @@ def page() -> str:
         cells = [STATES[state][0] if (state := _state(op, arch, timed, newest, interpreted)) else "" for arch in archs]
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
     lines += ["", f"## By architecture, Triton {pinned}", "", *_by_arch(archs, newest, interpreted)]
-    lines += ["", f"## Kernels compiled of each op, Triton {pinned}", "", *_by_op(archs, newest)]
+    for one in [newest, *(one for one in compiled if _goes_deeper(one, newest))]:
+        lines += ["", f"## Kernels compiled of each op, Triton {one['triton']}", "", *_by_op(archs, one)]
     lines += ["", "## What the signs rest on", ""]
     lines += [line for one in compiled for line in _compiler_runs(one)]
     days = sorted({one["date"] for one in interpreted["about"].values()})
@@ -271,9 +272,9 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
             place = f"INDEX={index[target.vendor]} " if index.get(target.vendor) else ""
             command = f"{place}bash ci/{target.vendor}.sh" if not some else f"liger-hw bench {' '.join(left)} --json"
             lines.append(f"| {arch} | {target.name} | {missing} | `{command}` |")
-    shallow = [op for op, facts in compiled["about"].items() if facts["depth"] != "full"]
-    if shallow:
-        lines += ["", f"Further workloads and options of {', '.join(shallow)} are compiled, anywhere, by `DEPTH=full bash ci/evidence.sh`."]
+    if shallow := [op for op, facts in compiled["about"].items() if facts["depth"] != "full"]:
+        what = "all ops" if len(shallow) == len(compiled["about"]) else ", ".join(shallow)
+        lines += ["", f"`DEPTH=full bash ci/evidence.sh` compiles, anywhere, with the pinned Triton further workloads and options of {what}."]
     return lines
 
 
@@ -328,6 +329,12 @@ def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
         kernels, failed = map(str, counts)
         lines.append(f"| {arch} | {kernels} | {level} | {failed} | {spilling} | {run or ''} |")
     return lines
+
+
+def _goes_deeper(one: dict, than: dict) -> bool:
+    """Whether a release compiled some op deeper than another did."""
+    before = {op: DEPTHS.index(facts["depth"]) for op, facts in than["about"].items()}
+    return any(DEPTHS.index(facts["depth"]) > before.get(op, -1) for op, facts in one["about"].items())
 
 
 def _by_op(archs: list[str], compiled: dict) -> list[str]:

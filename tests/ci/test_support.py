@@ -114,6 +114,12 @@ def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
     assert stale("dyt") == ["dyt"]
 
 
+def test_a_release_that_went_deeper_has_its_own_table(support):
+    quick, full = _kept("quick", sm80=1), _kept("full", sm80=1)
+    assert support._goes_deeper(full, quick) and not support._goes_deeper(quick, full)
+    assert not support._goes_deeper(quick, quick)
+
+
 def test_depths_are_those_of_the_compiler(support):
     from liger_hw.autotune import matrix
 
@@ -130,7 +136,7 @@ def test_what_is_unproven_is_listed(support, monkeypatch):
     assert "Intel's compiler takes it" in rows["pvc"] and "bash ci/xpu.sh" in rows["pvc"]
     assert "`bash ci/cuda.sh`" in rows["sm80"] and "results on the device" in rows["sm80"]
     assert "sm90" not in rows, "its only op was timed"
-    assert "rms_norm are compiled, anywhere" in lines[-1], "quick is not all of it"
+    assert "DEPTH=full" in lines[-1], "quick is not all of it"
 
 
 def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
