@@ -165,10 +165,9 @@ def host_table() -> str:
     for row in _read("host")["calls"]:
         rows.setdefault(row["op"], {})[row["arm"]] = row
     ways = ("fwd_us", "full_us", "batch_us")
-    lines = [
-        "| op | liger_hw | Liger 0.8.5 | torch alone | share of Liger | torch alone / Liger | net share |",
-        "|---" * 7 + "|",
-    ]
+    least = {one["op"]: one.get("least_full_us") for one in _read("host")["parts"]}
+    heads = "op", "liger_hw", "Liger 0.8.5", "torch alone", "share of Liger", "torch alone / Liger", "least", "net share"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for op, arms in rows.items():
         if not all("full_us" in arms.get(arm, ()) for arm in ("liger_hw", "liger", "floor")):
             continue

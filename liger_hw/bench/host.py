@@ -18,6 +18,10 @@ on the same device.
     launcher      allocate, resolve and launch           operator      the same through torch.library, under compile
     dispatch      operator minus launcher                autograd      forward minus launcher: checks and the Function
     bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
+
+`least_full_us` of an op is the floor with the op's launches and allocations added, at what one costs on the main thread:
+what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of Liger's time,
+it says which share can be reached at all.
 """
 
 from __future__ import annotations
@@ -66,7 +70,11 @@ def measure(
         for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter):
             rows.append({**row, "sizes": list(sizes)})
         try:
-            parts.append({"op": op.name, **breakdown(op, sets[0], meter)})
+            part = breakdown(op, sets[0], meter)
+            floor = next((row["full_us"] for row in rows if (row["op"], row["arm"]) == (op.name, FLOOR) and "full_us" in row), None)
+            if None not in (floor, part["launch"], part["allocs_full"]):
+                part["least_full_us"] = floor + part["launches_full"] * part["launch"] + part["allocs_full"] * part["alloc"]
+            parts.append({"op": op.name, **part})
         except Exception as error:
             parts.append({"op": op.name, "note": first_line(error)})
         meter.forget()
@@ -146,6 +154,7 @@ def _floor(op: registry.Op, inputs: Inputs) -> Callable[..., Any]:
 
 
 FLOOR = "floor"
+ALLOCATED = "allocation.all.allocated"
 BATCH = 8
 PARTS = ("registry", "alloc", "launch", "ordinary", "launcher", "dispatch", "operator", "autograd", "forward")
 PARTS += ("bwd_launcher", "engine", "full")
@@ -169,6 +178,7 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
         found["registry"] = us(lambda: plan.tunable.plan(device, plan.key), 1000)
         found["launch"] = us(lambda: _launch.launch(*arguments))
         found["ordinary"] = us(lambda: _launch._launch_ordinary(*arguments))
+    found["allocs_full"] = _allocations(op, inputs, meter)
     first = inputs.given[0]
     found["alloc"] = us(lambda: torch.empty(first.shape, dtype=first.dtype, device=first.device))
     found["operator"] = sum(us(partial(call.overload, *args)) for call, args in seen.operators)
@@ -181,6 +191,20 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
     found["autograd"] = found["forward"] - found["launcher"]
     found["engine"] = found["full"] - found["forward"] - found["bwd_launcher"]
     return found
+
+
+def _allocations(op: registry.Op, inputs: Inputs, meter: Meter) -> int | None:
+    """Tensors that one call with its backward asks the device's allocator for; None where it does not count."""
+    work = Work(op.function, [inputs], backward=True)
+    work.call()
+    stats = getattr(meter.module, "memory_stats", None)
+    before = stats() if stats else {}
+    if ALLOCATED not in before:
+        return None
+    result = work.call()
+    made = stats()[ALLOCATED] - before[ALLOCATED]
+    del result
+    return made
 
 
 @dataclass
@@ -262,10 +286,11 @@ def as_text(found: dict[str, Any]) -> str:
         cells = [" / ".join(f"{r[way]:.1f}" for way in WAYS) if "full_us" in r else r["status"] for r in rows.values()]
         shares = _shares(rows)
         lines.append((op, *cells, *(" / ".join(f"{share:.2f}" for share in each) or "-" for each in shares)))
-    parts = [("op", *PARTS, "launches")]
+    parts = [("op", *PARTS, "launches", "allocations", "least full")]
     for row in found["parts"]:
         cells = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in PARTS]
-        parts.append((row["op"], *cells, str(row.get("launches_full", "-"))))
+        least = "-" if row.get("least_full_us") is None else f"{row['least_full_us']:.1f}"
+        parts.append((row["op"], *cells, *(str(row.get(name, "-")) for name in ("launches_full", "allocs_full")), least))
     notes = [f"{r['arm']} {r['op']}: {r['note']}" for r in found["calls"] if r["status"] == "error"]
     notes += [f"breakdown of {r['op']}: {r['note']}" for r in found["parts"] if r.get("note")]
     return "\n".join(
