@@ -37,6 +37,7 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
     from liger_hw.autotune import matrix
     from liger_hw.backends import known_target
 
+    registry.ops()  # an op may launch another's kernels
     found: dict[str, dict[str, Any]] = {}
     for op in ops:
         for case, launch in matrix.launches(registry.get_op(op), known_target(arch), depth):
