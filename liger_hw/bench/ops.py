@@ -12,9 +12,11 @@ import contextlib
 import gc
 import inspect
 import math
+import signal
+import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -27,6 +29,10 @@ from .timing import Budget, Calls, Meter, OutOfBudget, Product, Replay, Stats, f
 MODES = ("fwd", "bwd", "full")
 ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
 """Names of problem sizes (`Tunable.dims`) that may shrink without changing what is computed for one row."""
+
+
+ARM_LIMIT = 60
+"""Seconds in which an arm must have compiled, warmed up and been checked in one case."""
 
 
 class DeviceLost(RuntimeError):
@@ -146,7 +152,8 @@ def _bench_case(
     for arm in arms:
         try:
             budget.check()
-            _prepare(arm, case, meter, sets, needed, floors, check)
+            with at_most(ARM_LIMIT, f"{arm.name} was not ready"):
+                _prepare(arm, case, meter, sets, needed, floors, check)
         except Exception as error:
             arm.fail(error)
             _alive(meter, error)
@@ -157,6 +164,26 @@ def _bench_case(
         arm.works.clear()
         arm.runners.clear()
     return rows
+
+
+@contextlib.contextmanager
+def at_most(seconds: int, what: str) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the main
+    thread only, and between two lines of Python."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError(f"{what} after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _prepare(

@@ -22,7 +22,7 @@ from typing import Any
 from . import UsageError
 from ._values import dtype_name, positive, seconds, torch_dtype, usable_device
 
-CASE_LIMIT = 120
+CASE_LIMIT = 180
 """Seconds after which a case of a shared list is given up."""
 OTHERS = ("registry", "host", "e2e")
 MODES = ("fwd", "bwd", "full")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -65,6 +67,21 @@ def test_every_op_can_be_benchmarked(name):
 def broken(monkeypatch, build):
     peer = peers.Peer("broken", "torch", "torch", build)
     monkeypatch.setitem(peers.PEERS, "broken", peer)
+
+
+def test_a_peer_that_never_gets_ready_is_a_row(rms, monkeypatch):
+    def build(op):
+        def waits(*args, **kwargs):
+            while True:
+                time.sleep(0.01)
+
+        return waits
+
+    broken(monkeypatch, build)
+    monkeypatch.setattr(ops, "ARM_LIMIT", 1)
+    ours, bad, torch_ = run(rms, against=("broken", "torch"))
+    assert (bad["status"], bad["note"]) == ("error", "TimeoutError: broken was not ready after 1 s")
+    assert ours["ms"] and torch_["ms"]
 
 
 def test_a_peer_that_fails_is_a_row_and_the_others_go_on(rms, monkeypatch):
