@@ -159,6 +159,33 @@ def behind_table() -> str:
     return "\n".join(lines)
 
 
+def limits_table() -> str:
+    """A row a kernel of every op that has an aim, as limits.py measured it, beside what the whole op reaches."""
+    rows, found = _measured(TABLE), _found("limits")
+    if found is None:
+        return _not_yet("limits.py")
+    heads = "op", "sizes", "aim", "reached", "kernel", "us", "share of copy", "registers", "spills", "warps held", "launch"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in found["rows"]:
+        size = "x".join(map(str, one["sizes"]))
+        ours = rows.get((one["op"], size, "liger_hw"))
+        aim = "-" if one["aim"] is None else f"{one['aim']:.0%}"
+        reached = f"{ours['floor_ms'] / ours['ms']['median']:.0%}" if ours else "-"
+        first = [one["op"], size, aim, f"**{reached}**" if ours and one["aim"] and ours["floor_ms"] / ours["ms"]["median"] < one["aim"] else reached]
+        for kernel in one["kernels"]:
+            launch = kernel["config"]
+            blocks = ", ".join(f"{name} {value}" for name, value in launch["blocks"].items())
+            persistent = f", {launch['ctas_per_mp']} a multiprocessor" if launch["ctas_per_mp"] else ""
+            cells = [kernel["variant"], f"{kernel['us']:.1f}", f"{kernel['share']:.0%}"]
+            cells += [str(kernel.get(name, "-")) for name in ("registers", "spills", "warps_held")]
+            cells.append(f"{blocks}; {launch['num_warps']} warps{persistent}")
+            lines.append("| " + " | ".join([*first, *cells]) + " |")
+            first = [""] * 4
+        if "error" in one:
+            lines.append("| " + " | ".join([*first, one["error"][:80], *["-"] * 6]) + " |")
+    return "\n".join(lines)
+
+
 def host_table() -> str:
     """Microseconds an op, forward / forward and backward / one of 8 forwards that share a backward."""
     rows: dict[str, dict[str, Any]] = {}
@@ -470,7 +497,7 @@ PAGES = {
         **{"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
         **{"host": host_table, "first step": first_step_table, "regret": regret_table},
     },
-    "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table},
+    "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
     "docs/activations.md": {"activations": activations_table, "longest": longest_table},
     "docs/losses.md": {
         "losses": losses_table,
