@@ -19,15 +19,12 @@ from typing import Any
 
 import torch
 
-from .. import registry
-from ..registry import LaunchConfig, Target, Tunable, next_power_of_2
+from ..registry import Tunable, next_power_of_2
+from . import _rotary_flat
 from ._op import check, define, launch
 from ._rope_kernels import _load, _rotate
 from ._triton import tl, triton
-from .rope import _DIMS, _dense, _geometry, _heads_inside, _safe, _valid
-from .rope import _heuristic as _rope_heuristic
-from .rope import _key as _rope_key
-from .rope import _space as _rope_space
+from .rope import _DIMS, _dense, _geometry, _heads_inside, _heuristic, _key, _safe, _space, _valid
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
@@ -244,44 +241,19 @@ def _one_plane(t, half, section, sections):
 # -- tunables and operator of an op ----------------------------------------------------------------------------------
 
 
-def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> registry.Key:
-    """As rope's, the head width as it is: 72 and 80 want different tiles."""
-    heads_and_tokens = _rope_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, itemsize)
-    return *heads_and_tokens[:2], head_dim, *heads_and_tokens[3:]
-
-
-def _padded(key: registry.Key) -> registry.Key:
-    return *key[:2], next_power_of_2(key[2]), *key[3:]
-
-
-def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """rope's; where the width is no power of two, of an H200's choosing.
-
-    Halves of whole 16-byte loads: one head of 4 tokens, 47.8 us against 48.7 at 16 + 16 heads of 80. Others: 16 heads of one
-    token, 45.2 against 49.1 at 72, where the first takes 52.4.
-    """
-    q_heads, k_heads, width, tokens_bucket, itemsize = padded = _padded(key)
-    if width == key[2] or 1 << tokens_bucket < 8 * target.multiprocessors:
-        return _rope_heuristic(target, padded)
-    block_t, block_h = (1, min(16, q_heads)) if key[2] // 2 * itemsize % 16 else (4, 1)
-    elements = block_t * max(1, block_h * (q_heads + k_heads) // q_heads) * width
-    return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, target.warps(elements, 64 // itemsize, 8))
-
-
-def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return _rope_space(target, _padded(key))
-
-
 class Rotary:
     """The tunables `<op>.fwd`, `<op>.bwd` and the operator `liger_hw::<op>` of a rotary op.
 
     The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, pairs_in, pairs_out,
     trig, section, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
     pairs_in and pairs_out are those of the forward; backward goes the other way.
+    flat: heads whose width is no power of two go through `_rotary_flat`, which takes halves with HALVES or pairs, in and
+    out, with COMPLEX.
     """
 
-    def __init__(self, op: str) -> None:
-        self.fwd, self.bwd = (_tunable(op, variant) for variant in ("fwd", "bwd"))
+    def __init__(self, op: str, flat: bool = False) -> None:
+        self.flat = flat
+        self.fwd, self.bwd = (_tunable(op, variant, flat) for variant in ("fwd", "bwd"))
         self.operator = define(
             f"{op}(Tensor q, Tensor? k, Tensor cos, Tensor? sin, int rotary_dim, int head_axis, bool q_inside,"
             " bool k_inside, bool pairs_in, bool pairs_out, int trig, int section, int sections, bool backward)"
@@ -305,8 +277,14 @@ class Rotary:
         out_q = _dense(q, head_axis, q_inside)
         out_k = None if k is None else _dense(k, head_axis, k_inside)
         if geometry.tokens:
-            key = *geometry.key[:2], q.shape[3], geometry.key[3], q.itemsize
+            key, tensors = (*geometry.key, q.itemsize), (q, k, cos, sin, out_q, out_k)
+            if self.flat:
+                key = _rotary_flat.as_it_is(key, q.shape[3])
             plan = (self.bwd if back else self.fwd).plan(q.device, key)
+            if self.flat and _rotary_flat.is_flat(key):
+                flags = trig == COMPLEX, back
+                _rotary_flat.launch_flat(plan, tensors, geometry.strides, geometry.sizes, geometry.widths, flags)
+                return out_q, q.new_empty(0) if k is None else out_k
             blocks = plan.config.blocks
             _, _, n_q_heads, n_k_heads = geometry.sizes
             n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
@@ -315,7 +293,7 @@ class Rotary:
             align = alignment(strides)
             block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
             flags = (*geometry.widths, block_k, *ways, trig, section, sections, align, back)
-            args = (q, k, cos, sin, out_q, out_k, *strides, *geometry.sizes, n_head_tiles)
+            args = (*tensors, *strides, *geometry.sizes, n_head_tiles)
             launch(plan, _rotary_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
         return out_q, q.new_empty(0) if k is None else out_k
 
@@ -341,19 +319,13 @@ class Rotary:
         return (None, alone) if dq is None else (alone, None)
 
 
-def _tunable(op: str, variant: str) -> Tunable:
-    return Tunable(
-        op,
-        variant,
-        kernels=(_rotary_kernel, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load),
-        key=_key,
-        dims=_DIMS,
-        heuristic=_heuristic,
-        safe=_safe,
-        space=_space,
-        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H"}),
-        valid=_valid,
-    )
+def _tunable(op: str, variant: str, flat: bool) -> Tunable:
+    kernels = (_rotary_kernel, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
+    how = {"key": _key, "heuristic": _heuristic, "safe": _safe, "space": _space, "valid": _valid}
+    if flat:
+        kernels, how = kernels + _rotary_flat.KERNELS, _rotary_flat.TUNABLES
+    neutral = frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"})
+    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, **how)
 
 
 def alignment(strides: tuple[int, ...]) -> int:

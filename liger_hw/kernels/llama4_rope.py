@@ -35,7 +35,7 @@ def llama4_rope_reference(
 
 # -- the operator ----------------------------------------------------------------------------------------------------
 
-_rotary = Rotary("llama4_rope")
+_rotary = Rotary("llama4_rope", flat=True)
 
 
 class LigerLlama4RopeFunction(torch.autograd.Function):

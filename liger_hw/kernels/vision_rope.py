@@ -34,7 +34,7 @@ def vision_rope_reference(
 
 # -- the operator ----------------------------------------------------------------------------------------------------
 
-_rotary = Rotary("vision_rope")
+_rotary = Rotary("vision_rope", flat=True)
 
 
 class LigerVisionRopeFunction(torch.autograd.Function):

@@ -50,3 +50,22 @@ def test_angles_of_another_dtype(lane, generator, seed):
     k = torch.randn(2, 1, 5, 8, generator=generator).to(lane.device, torch.float16).requires_grad_()
     result = verify(get_op("rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
     assert [o.dtype for o in result.outputs] == [torch.float16, torch.float16]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (2, 3), (1, 5)])
+@pytest.mark.parametrize("rotary", [12, 8, 10])
+def test_vision_heads_of_a_width_that_is_no_power_of_two(lane, generator, seed, heads, rotary):
+    """Flat tiles: halves that differ, part of the width, more heads of one than of the other, a tile's end inside a token."""
+    cos, sin = (_random(generator, lane, 29, rotary) for _ in range(2))
+    q, k = (_random(generator, lane, 29, n, 12, grad=True) for n in heads)
+    verify(get_op("vision_rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
+
+
+def test_one_gradient_alone_through_a_flat_tile(lane, generator):
+    """k's, which arrives as a slice of a wider tensor and is read where it lies; no gradient of q comes in."""
+    op = get_op("vision_rope")
+    cos, sin = (_random(generator, lane, 5, 6) for _ in range(2))
+    q, k = (_random(generator, lane, 5, 2, 6, grad=True) for _ in range(2))
+    given = _random(generator, lane, 5, 4, 6)[:, 2:]
+    found, wanted = (torch.autograd.grad(f(q, k, cos, sin)[1], k, given)[0] for f in (op.function, op.reference))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
