@@ -6,7 +6,7 @@
 # many processes a GPU fill the compilers' caches, then one a GPU times, with nothing else running. Run again with the same
 # folder of work, W, it goes on with the cases that are left: remove it after a change. liger_hw and the peers must be
 # importable.
-#   PY=python3  GPUS=count  EACH=13 compiling processes a GPU  WARM=seconds of that  W=/tmp/tables  LIGER_COMMIT=hash to record
+#   PY=python3  GPUS=count  EACH=13 compiling processes a GPU  WARM=most seconds of that  W=/tmp/tables  LIGER_COMMIT=hash to record
 OUT=$1 TOTAL=${2:-300} WHAT=${3:-both} PY=${PY:-python3}
 GPUS=${GPUS:-$($PY -c "import torch; print(torch.accelerator.device_count())")} EACH=${EACH:-13}
 W=${W:-/tmp/tables}; mkdir -p $OUT $W
@@ -57,8 +57,8 @@ phase() { # NAME WARM UNTIL FILE sizes... : warm for WARM seconds, then time unt
 table() { phase table $1 $2 $OUT/ops-table-h200.json torch,compile,liger,quack,cce,apart table; }
 many() { phase many $1 $2 $OUT/ops-many-h200.json.gz compile,liger many; }
 case $WHAT in
-  table) table ${WARM:-55} $TOTAL ;;
-  many) many ${WARM:-85} $TOTAL ;;
-  both) table 55 $((TOTAL*2/5)); many 85 $TOTAL ;;
+  table) table ${WARM:-75} $TOTAL ;;
+  many) many ${WARM:-120} $TOTAL ;;
+  both) table 75 $((TOTAL*2/5)); many 120 $TOTAL ;;
   try) phase try 15 $TOTAL $OUT/try.json.gz torch,liger 8x16@fp32,9x16@fp32 ;;  # on a machine without a GPU
 esac
