@@ -229,7 +229,8 @@ def first_step_table() -> str:
         cells = []
         for arm in arms:
             mine = [one for one in runs if (one["model"], one["arm"]) == (model, arm)]
-            cells.append(" / ".join(f"{one['steps'][0]:.2f}" if one["steps"] else "not reached" for one in mine) or "-")
+            reached = [f"{one['steps'][0]:.2f}" for one in mine if one["steps"]]
+            cells.append(" / ".join(reached) or ("not reached" if mine else "-"))
         lines.append(f"| {TRAINED[model].split('-')[0]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
