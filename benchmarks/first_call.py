@@ -35,7 +35,7 @@ def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     """Seconds of the import, of the first call and of the second, in this process."""
     import torch
 
-    from liger_hw.bench import ops, peers
+    from liger_hw.bench import floors, ops, peers
     from liger_hw.bench.inputs import Work
     from liger_hw.bench.timing import Meter
 
@@ -44,7 +44,7 @@ def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     work = Work(lambda: None, [ops.make_inputs(case, case.sizes, torch.device(device), 0)], backward=True)
     warm = torch.ones(256, 256, device=device, requires_grad=True)
     (warm @ warm).sum().backward()
-    for products in ops.PRODUCTS[name](*case.sizes) if name in ops.PRODUCTS else ():
+    for products in floors.PRODUCTS[name](*case.sizes) if name in floors.PRODUCTS else ():
         Meter(device).chain(products, case.dtype).burst(1)
     synchronize()
     began = time.perf_counter()

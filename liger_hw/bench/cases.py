@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Iterator, Sequence
 
@@ -15,6 +16,7 @@ import torch
 from .. import registry
 from ..registry import Op
 from . import chunked
+from .inputs import Inputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -79,6 +81,30 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
         takes = "; ".join(f"{op.name}: {' x '.join(op.tunables[0].dims)} or {', '.join(op.workloads)}" for op in table)
         raise ValueError(f"no op takes size {missing[0]!r} ({takes})")
     return [case for _, case in sorted(found, key=lambda pair: pair[0])]
+
+
+# -- what a case's arms are called with ------------------------------------------------------------------------------
+
+ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
+"""Names of problem sizes (`Tunable.dims`) that may shrink without changing what is computed for one row."""
+
+
+def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
+    """One set of the op's own sample; keywords at their default are left out, since a peer may not know them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sample = case.op.sample(sizes, case.dtype, device, generator)
+    known = inspect.signature(case.op.function).parameters
+    kwargs = {name: value for name, value in sample.kwargs.items() if value is not known[name].default}
+    return Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved)
+
+
+def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
+    """The case's sizes with every row-like one at most `most`; the columns, which kernels are compiled for, stay."""
+    dims = case.op.tunables[0].dims
+    rows = [name in ROW_DIMS for name in dims]
+    if not any(rows):
+        rows[0] = True
+    return tuple(min(size, most) if row else size for size, row in zip(case.sizes, rows))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Op x size x arm -> rows: times, share of the floor, host time, peak memory, error against fp64.
 
-    rows = bench(["rms_norm"], against=("torch", "liger"), sizes=["mistral_7b", "8192x8192"])
+    rows = bench(cases(["rms_norm"], ["mistral_7b", "8192x8192"]), "cuda", against=("torch", "liger"))
 
 A row is a plain dict (see `_row`), one for each op, size, mode and arm, `liger_hw` included. `mode`: `fwd` is the
 forward as training runs it, `full` forward and backward, `bwd` the difference of the two.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
-import math
 import signal
 import threading
 import time
@@ -22,15 +20,13 @@ import torch
 
 from .. import registry
 from . import chunked, peers
-from .cases import Case, cases  # noqa: F401  callers take both from here
-from .inputs import Inputs, Work, sample_sets, tensors_in
-from .timing import Budget, Calls, Meter, OutOfBudget, Product, Replay, Stats, first_line, interleave
+from .accuracy import Accuracy
+from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
+from .floors import PRODUCTS, floors_of
+from .inputs import Inputs, Work, sample_sets
+from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, first_line, interleave
 
 MODES = ("fwd", "bwd", "full")
-ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
-"""Names of problem sizes (`Tunable.dims`) that may shrink without changing what is computed for one row."""
-
-
 ARM_LIMIT = 60
 """Seconds in which an arm must have compiled, warmed up and been checked in one case."""
 
@@ -142,7 +138,7 @@ def _bench_case(
     needed = tuple(mode for mode in ("full", "fwd") if mode in modes or "bwd" in modes)
     try:
         sets = sample_sets(lambda seed: make_inputs(case, case.sizes, meter.device, seed), meter.l2)
-        floors, kind = _floors(case, sets[0], meter, copy_rate)
+        floors, kind = floors_of(case, sets[0], meter, copy_rate)
         check = None if case.quick else Accuracy(case, meter, sets[0])
     except Exception as error:
         _alive(meter, error)
@@ -264,154 +260,6 @@ def _alive(meter: Meter, error: BaseException) -> None:
         meter.synchronize()
     except Exception as dead:
         raise DeviceLost(f"the device stopped answering ({first_line(dead)}) after: {first_line(error)}") from error
-
-
-# -- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
-    """One set of the op's own sample; keywords at their default are left out, since a peer may not know them."""
-    generator = torch.Generator(device).manual_seed(seed)
-    sample = case.op.sample(sizes, case.dtype, device, generator)
-    known = inspect.signature(case.op.function).parameters
-    kwargs = {name: value for name, value in sample.kwargs.items() if value is not known[name].default}
-    return Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved)
-
-
-def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
-    """The case's sizes with every row-like one at most `most`; the columns, which kernels are compiled for, stay."""
-    dims = case.op.tunables[0].dims
-    rows = [name in ROW_DIMS for name in dims]
-    if not any(rows):
-        rows[0] = True
-    return tuple(min(size, most) if row else size for size, row in zip(case.sizes, rows))
-
-
-class Accuracy:
-    """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
-
-    On all rows where no argument (and no logits of a GEMM-bound op) has more than 2^26 (2^30) elements (2^20 and 16 rows
-    on the CPU), else on as many as fit; on half as many while the reference runs out of memory.
-    """
-
-    def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
-        on_cpu = meter.module is None
-        self.sizes, self.inputs, self.meter = case.sizes, first, meter
-        rows = max([size for name, size in zip(case.op.tunables[0].dims, case.sizes) if name in ROW_DIMS] or case.sizes)
-        if on_cpu and case.op.name in PRODUCTS:
-            rows = min(rows, 16)
-            self._shrink(case, meter, rows)
-        while rows > 16 and not self._fits(case, on_cpu):
-            rows //= 2
-            self._shrink(case, meter, rows)
-        while not self._reference(case):
-            if rows < 2:
-                raise RuntimeError("the reference in fp64 does not fit into the device's memory")
-            meter.forget()
-            rows //= 2
-            self._shrink(case, meter, rows)
-
-    def _fits(self, case: Case, on_cpu: bool) -> bool:
-        if case.op.name in PRODUCTS and not on_cpu:
-            m, n, *_ = PRODUCTS[case.op.name](*self.sizes)[0][0]
-            return m * n <= 1 << 30
-        return max(tensor.numel() for tensor in self.inputs.given) <= 1 << (20 if on_cpu else 26)
-
-    def _shrink(self, case: Case, meter: Meter, rows: int) -> None:
-        sizes = with_few_rows(case, rows)
-        if sizes != self.sizes:
-            self.sizes, self.inputs = sizes, make_inputs(case, sizes, meter.device, 0)
-
-    def _reference(self, case: Case) -> bool:
-        """Compute what is exact. False where it does not fit into the device's memory."""
-        try:
-            given = self.inputs.clone()
-            exact = given.clone(torch.float64)
-            with torch.enable_grad():
-                outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs))
-                outputs = [output for output in outputs if output.is_floating_point()]
-                flowing = [given.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
-                pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
-                grads = torch.autograd.grad(
-                    [o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True
-                )
-        except torch.OutOfMemoryError:
-            return False
-        self.inputs = given
-        self.flowing = [flow.clone() for flow in flowing]
-        self.outputs, self.grads = [output.detach() for output in outputs], grads
-        return True
-
-    def of(self, function: Callable[..., Any]) -> tuple[float | None, float | None]:
-        """(largest error of an output, largest error of a gradient) of an arm."""
-        mine = self.inputs.clone()
-        outputs = [o for o in tensors_in(function(*mine.args, **mine.kwargs)) if o.is_floating_point()]
-        wanted = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
-        values = [output.detach().clone() for output in outputs]  # a backward may overwrite them
-        flowing = [flow.to(output.dtype, copy=True) for output, flow in wanted]
-        grads = torch.autograd.grad([output for output, _ in wanted], mine.leaves, flowing, allow_unused=True)
-        return _worst(values, self.outputs), _worst(grads, self.grads)
-
-
-def _worst(found: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float | None:
-    errors = []
-    for one, other in zip(found, exact):
-        if one is None or other is None:
-            continue
-        scale = float(other.norm())
-        errors.append(float((one.double().reshape(other.shape) - other).norm()) / (scale or 1.0))
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error) if errors else None
-
-
-# -- floors ----------------------------------------------------------------------------------------------------------
-
-
-def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """sizes: tokens (or batch and length), hidden, vocab"""
-    *rows, hidden, vocab = sizes
-    logits = (math.prod(rows), vocab, hidden, "nt")
-    return [logits], [logits, (math.prod(rows), hidden, vocab, "nn"), (vocab, hidden, math.prod(rows), "tn")]
-
-
-def _head_twice(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """A head whose backward computes its logits once more."""
-    forward, both = _linear_head(*sizes)
-    return forward, [*forward, *both]
-
-
-def _two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """A head, and a teacher's or reference model's without gradient."""
-    forward, both = _linear_head(*sizes)
-    return 2 * forward, [*forward, *both]
-
-
-PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
-    "fused_linear_cross_entropy": _linear_head,
-    "fused_linear_kl_div": _linear_head,
-    "fused_linear_jsd": _two_heads,
-    "fused_linear_scaled_cross_entropy": _head_twice,
-    **{name: _two_heads if name in chunked.TWO_HEADS else _linear_head for name in chunked.OPS},
-}
-"""The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
-
-
-def _floors(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
-    """Milliseconds by mode that the measured copy or the measured products need, and which of the two it is."""
-    if case.op.name in PRODUCTS:
-        forward, both = (meter.products_ms(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
-        return {"fwd": forward, "full": both, "bwd": both - forward}, "gemm"
-    few = with_few_rows(case, 1)
-    one = make_inputs(case, few, meter.device, 0)
-    outputs = tensors_in(case.op.reference(*one.args, **one.kwargs))
-    scale = math.prod(case.sizes) // math.prod(few)
-    written = sum(out.numel() * out.element_size() for out in outputs if out.dim()) * scale
-    read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.given)
-    ms = 1e-6 / copy_rate
-    return {
-        "fwd": (read + written) * ms,
-        "full": inputs.moved * ms,
-        "bwd": (inputs.moved - read - written) * ms,
-    }, "copy"
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

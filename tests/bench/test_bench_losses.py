@@ -57,7 +57,7 @@ def test_the_list_of_losses_has_every_loss():
 
 def test_the_floor_of_a_head_is_timed_in_turn_with_the_arms(monkeypatch):
     (case,) = ops.cases(["fused_linear_cross_entropy"], ["4x8x16"], torch.float32)
-    monkeypatch.setattr(ops, "_floors", lambda *_: ({"full": 1e9, "fwd": 1e9, "bwd": 1e9}, "gemm"))
+    monkeypatch.setattr(ops, "floors_of", lambda *_: ({"full": 1e9, "fwd": 1e9, "bwd": 1e9}, "gemm"))
     rows = ops.bench([case], "cpu", against=(), modes=ops.MODES, repeats=1, copy_rate=10.0)
     floors = {row["mode"]: row["floor_ms"] for row in rows}
     assert 0 < floors["fwd"] < 1e3 and 0 < floors["full"] < 1e3

@@ -1,0 +1,60 @@
+"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like) has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Callable
+
+from . import chunked
+from .cases import Case, make_inputs, with_few_rows
+from .inputs import Inputs, tensors_in
+from .runners import Product
+from .timing import Meter
+
+
+def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
+    """sizes: tokens (or batch and length), hidden, vocab"""
+    *rows, hidden, vocab = sizes
+    logits = (math.prod(rows), vocab, hidden, "nt")
+    return [logits], [logits, (math.prod(rows), hidden, vocab, "nn"), (vocab, hidden, math.prod(rows), "tn")]
+
+
+def _head_twice(*sizes: int) -> tuple[list[Product], list[Product]]:
+    """A head whose backward computes its logits once more."""
+    forward, both = _linear_head(*sizes)
+    return forward, [*forward, *both]
+
+
+def _two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
+    """A head, and a teacher's or reference model's without gradient."""
+    forward, both = _linear_head(*sizes)
+    return 2 * forward, [*forward, *both]
+
+
+PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
+    "fused_linear_cross_entropy": _linear_head,
+    "fused_linear_kl_div": _linear_head,
+    "fused_linear_jsd": _two_heads,
+    "fused_linear_scaled_cross_entropy": _head_twice,
+    **{name: _two_heads if name in chunked.TWO_HEADS else _linear_head for name in chunked.OPS},
+}
+"""The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
+
+
+def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
+    """Milliseconds by mode that the measured copy or the measured products need, and which of the two it is."""
+    if case.op.name in PRODUCTS:
+        forward, both = (meter.products_ms(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
+        return {"fwd": forward, "full": both, "bwd": both - forward}, "gemm"
+    few = with_few_rows(case, 1)
+    one = make_inputs(case, few, meter.device, 0)
+    outputs = tensors_in(case.op.reference(*one.args, **one.kwargs))
+    scale = math.prod(case.sizes) // math.prod(few)
+    written = sum(out.numel() * out.element_size() for out in outputs if out.dim()) * scale
+    read = sum(tensor.numel() * tensor.element_size() for tensor in inputs.given)
+    ms = 1e-6 / copy_rate
+    return {
+        "fwd": (read + written) * ms,
+        "full": inputs.moved * ms,
+        "bwd": (inputs.moved - read - written) * ms,
+    }, "copy"
