@@ -31,18 +31,22 @@ PATH = Path(__file__).parent / "path"
 _TRANSFORMERS = "liger_hw.transformers"
 _LOSSES = "liger_hw.chunked_loss"
 _MODULES = "liger_hw.compat.modules"
+_FUNCTIONS = "liger_hw.compat.functions"
 
 PACKAGES = ("transformers", "transformers.experimental", "transformers.model", "ops", "ops.experimental", "chunked_loss")
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
     "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
-    "transformers.monkey_patch": (_TRANSFORMERS,),
+    "transformers.monkey_patch": (_TRANSFORMERS, "liger_hw.compat.monkey_patch"),
+    "transformers.mlp": (_MODULES,),
     "transformers.auto_model": (_TRANSFORMERS,),
     "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss",),
-    "transformers.experimental": (),
+    "transformers.experimental": ("liger_hw.kernels.embedding",),
     "transformers.model": (),
-    "ops": ("liger_hw.kernels",),
+    "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
+    "ops": ("liger_hw.kernels", _FUNCTIONS),
+    "ops.swiglu": ("liger_hw.kernels.swiglu", "liger_hw.kernels.fused_gate_up_swiglu"),
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES,),
     "chunked_loss": (_LOSSES,),
@@ -61,7 +65,7 @@ def homes(name: str) -> tuple[str, ...] | None:
     group, _, op = name.partition(".")
     if group in ("transformers", "ops") and op:
         home = f"liger_hw.kernels.{_RENAMED.get(op, op)}"
-        more = (_TRANSFORMERS, _MODULES) if group == "transformers" else ()
+        more = (_TRANSFORMERS, _MODULES) if group == "transformers" else (_FUNCTIONS,)
         return (home, *more) if not op.startswith("_") and importlib.util.find_spec(home) else None
     if group == "chunked_loss" and op:
         home = f"{_LOSSES}.{op}"
@@ -147,5 +151,12 @@ def take_the_name(module: ModuleType) -> None:
     refuse_to_shadow()
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder
+
+    def __getattr__(name: str) -> ModuleType:  # a module below that nobody has imported yet, as `functional`
+        if name in MODULES:
+            return importlib.import_module(f"{NAME}.{name}")
+        raise AttributeError(f"module {NAME!r} (liger_hw's shim) has no attribute {name!r}")
+
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

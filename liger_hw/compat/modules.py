@@ -110,7 +110,18 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         return self.down_proj(hidden) * self.down_multiplier  # after the projection, whose bias it multiplies too
 
 
+LigerMLP = LigerSwiGLUMLP
+LigerFalconH1MLP = LigerFalconH1SwiGLUMLP
+"""Both keep what backward needs as the layers they are here do; see liger_hw.activations for keeping less."""
+
+
+def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:
+    """`liger_rope` of whole heads with one cosine and sine a pair, as GPT-OSS has them."""
+    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
 __all__ = sorted(name for name in globals() if name.startswith("Liger")) + [
     "liger_rotary_pos_emb",
+    "liger_rotary_pos_emb_gpt_oss",
     "liger_rotary_pos_emb_vision",
 ]

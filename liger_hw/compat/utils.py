@@ -10,6 +10,11 @@ def is_peft_available() -> bool:
     return importlib.util.find_spec("peft") is not None
 
 
+def is_npu_available() -> bool:
+    """Whether torch has an Ascend NPU, which liger_hw has no backend for."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
 def infer_device() -> str:
     """torch's device type for this machine's accelerator: "cuda" (NVIDIA and AMD), "xpu", or "cpu"."""
     import torch

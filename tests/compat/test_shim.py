@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from liger_hw import compat
 from liger_hw.cli import main
 
 pytestmark = pytest.mark.cpu
+NAMES = Path(__file__).with_name("liger_names.json")
 
 
 def python(code: str, path: str = str(compat.PATH), **environment: str) -> subprocess.CompletedProcess:
@@ -153,3 +156,83 @@ assert len(plain) == 3 and all(abs(a - b) < 1e-4 for a, b in zip(plain, patched)
 """
     )
     assert said
+
+
+LEFT_OUT = {
+    r"transformers\.model\.(?!loss_utils).*": "copies of families' forwards and their outputs; liger_hw runs a family's own forward",
+    r".*(NeighborhoodAttention|neighborhood_attention).*": "no such op here",
+    r".*(AttnRes|attn_res|MHC|mhc|Mhc).*": "no such op here",
+    r".*(Tiled|tiled)MLP.*|.*apply_tiled_mlp|.*LigerTiled.*|.*LigerMLPFunction": "recomputing is a level here: liger_hw.activations",
+    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel.*|ops\.configure\..*)|transformers\.moe\..*": "no fused mixture of experts here",
+    r".*MuseGlimmer.*": "patched where transformers has it, not by layers of its own",
+    r"chunked_loss\.fused_linear_.*Base": "bases to write losses with; liger_hw's are functions (docs/losses.md)",
+    r"ops\.grpo_loss\.GrpoLossFunction|ops\.GrpoLossFunction": "triton_grpo_loss is there",
+    r"transformers\.trainer\..*": "TRL's own ORPO trainer with LigerFusedLinearORPOLoss",
+    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "apply_liger_kernel_to_llama4 does it",
+}
+"""Names of Liger 0.8.5 that the shim does not answer: pattern -> why."""
+
+
+def test_liger_s_public_names_resolve():
+    """All classes and functions of Liger 0.8.5's modules (liger_names.json, read from its wheel; of `ops` the classes)."""
+    said = passes(f"""
+import importlib, json
+for module, names in json.load(open({str(NAMES)!r})).items():
+    try:
+        found = importlib.import_module("liger_kernel." + module)
+    except ModuleNotFoundError:
+        found = None
+    for name in names:
+        if not hasattr(found, name):
+            print(f"{{module}}.{{name}}")
+""")
+    missing = said.split()
+    unknown = [name for name in missing if not any(re.fullmatch(pattern, name) for pattern in LEFT_OUT)]
+    assert not unknown, unknown
+    idle = [pattern for pattern in LEFT_OUT if not any(re.fullmatch(pattern, name) for name in missing)]
+    assert not idle, f"nothing is left out any more for {idle}"
+
+
+def test_functions_that_liger_has_as_classes():
+    passes("""
+import torch, liger_kernel
+from liger_kernel.ops import (LigerFusedLinearJSDFunction, LigerFusedLinearKLDivFunction, LigerJSDFunction,
+                              LigerKLDivLossFunction, LigerTVDLossFunction)
+from liger_hw.transformers import functional as F
+p, q = (torch.randn(6, 11, generator=torch.Generator().manual_seed(i)).log_softmax(-1) for i in (0, 1))
+x, w = torch.randn(6, 8), torch.randn(11, 8)
+labels = torch.tensor([1, -100, 3, 4, 5, 6])
+same = torch.testing.assert_close
+same(LigerJSDFunction.apply(p, q, labels, 0.3, -100), F.liger_jsd(p, q, labels, 0.3))
+same(LigerKLDivLossFunction.apply(p, q.exp()), torch.nn.functional.kl_div(p, q.exp(), reduction="batchmean"))
+same(LigerTVDLossFunction.apply(p.exp(), q.exp()), (p.exp() - q.exp()).abs().sum() / 2 / 6)
+same(LigerFusedLinearJSDFunction.apply(x, w, x, 2 * w, labels), F.liger_fused_linear_jsd(x, w, x, 2 * w, labels))
+same(LigerFusedLinearKLDivFunction.apply(x, w, q.exp()), F.liger_fused_linear_kl_div(x, w, q.exp()))
+assert liger_kernel.functional.rms_norm is F.liger_rms_norm
+""")
+
+
+def test_the_loss_for_forwards_of_one_s_own():
+    passes("""
+import torch, torch.nn.functional as F
+from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+x, w, labels = torch.randn(2, 5, 8), torch.randn(11, 8), torch.randint(11, (2, 5))
+labels[0, 3] = -100
+x.requires_grad_()
+logits = (x @ w.t()).float()
+shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+rows = logits.flatten(0, 1), shifted.flatten()
+expected, grad = F.cross_entropy(*rows), None
+same = torch.testing.assert_close
+mine = LigerForCausalLMLoss(x, w, labels, 8, unknown=1)
+same(mine, expected)
+same(torch.autograd.grad(mine, x), torch.autograd.grad(expected, x, retain_graph=True))
+same(LigerForCausalLMLoss(x, w, None, 8, shift_labels=shifted), expected)
+same(LigerForCausalLMLoss(x, w, labels, 8, num_items_in_batch=3), F.cross_entropy(*rows, reduction="sum") / 3)
+found = LigerForCausalLMLoss(x, w, labels, 8, num_items_in_batch=torch.tensor(3), return_token_accuracy=True)
+counts = rows[1] != -100
+same(found.token_accuracy, (rows[0].argmax(-1) == rows[1])[counts].float().mean())
+same(found.loss, F.cross_entropy(*rows, reduction="sum") / 3)
+capped = LigerForCausalLMLoss(x, w, labels, 8, final_logit_softcapping=5.0)
+same(capped, F.cross_entropy(5 * torch.tanh(rows[0] / 5), rows[1]))
+""")

@@ -1,0 +1,66 @@
+"""Behind `liger_kernel.ops`: autograd functions that Liger Kernel names and that are ordinary functions here.
+
+Each has the one thing that code written for Liger does with it, `apply`, with Liger's arguments in Liger's order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels._scaled_cross_entropy_tp import (
+    LigerFusedLinearScaledCrossEntropyTPFunction as LigerFusedLinearScaledCrossEntropyTPFunction,
+)
+from ..kernels.fused_linear_jsd import liger_fused_linear_jsd
+from ..kernels.fused_linear_kl_div import liger_fused_linear_kl_div
+from ..kernels.jsd import liger_jsd
+from ..kernels.kl_div import liger_kl_div
+from ..kernels.tvd import liger_tvd
+
+
+class LigerJSDFunction:
+    """`liger_jsd`"""
+
+    apply = staticmethod(liger_jsd)
+
+
+class LigerFusedLinearJSDFunction:
+    """`liger_fused_linear_jsd`"""
+
+    apply = staticmethod(liger_fused_linear_jsd)
+
+
+class LigerFusedLinearKLDivFunction:
+    """`liger_fused_linear_kl_div`"""
+
+    apply = staticmethod(liger_fused_linear_kl_div)
+
+
+class LigerKLDivLossFunction:
+    """`liger_kl_div`, of which the batch's mean is the default."""
+
+    @staticmethod
+    def apply(
+        y_pred: torch.Tensor,
+        y_true: torch.Tensor,
+        reduction: str = "batchmean",
+        log_target: bool = False,
+        eps: float = 1e-10,
+    ) -> torch.Tensor:
+        return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
+
+
+class LigerTVDLossFunction:
+    """`liger_tvd`, of which the batch's mean is the default."""
+
+    @staticmethod
+    def apply(
+        p: torch.Tensor,
+        q: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+    ) -> torch.Tensor:
+        return liger_tvd(p, q, shift_labels, reduction, ignore_index)
+
+
+__all__ = sorted(name for name in globals() if name.startswith("Liger"))
