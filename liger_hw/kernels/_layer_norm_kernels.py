@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from ._rms_backward import _at, _scale_of, _store_sums
-from ._row_pieces import PIECES, _columns_of, _first_piece, _tail_piece
+from ._rms_backward import _scale_of, _store_sums, _values_of
+from ._row_pieces import (
+    PIECES,
+    _at,
+    _below,
+    _both,
+    _columns_of,
+    _first_piece,
+    _load_tile,
+    _one_a_row,
+    _row_sums,
+    _second_piece,
+    _squares,
+    _to_columns,
+    _wide,
+)
 from ._row_tiles import _after
 from ._triton import tl, triton
+
+
+@triton.jit
+def _centred(x, mean, mask):
+    """x - mean in fp32, 0 where there is no column; None for a piece that is None."""
+    centred = None
+    if x is not None:
+        centred = tl.where(mask, x.to(tl.float32) - _to_columns(mean), 0.0)
+    return centred
 
 
 @triton.jit
@@ -39,42 +62,34 @@ def _layer_norm_fwd_kernel(
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = (rows < n_rows)[:, None]
-    x_rows = X_ptr + rows[:, None] * X_row_stride
-    y_rows = Y_ptr + rows[:, None] * n_cols
+    row_mask = rows < n_rows
     if WHOLE_ROW:
         cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
-        mask = row_mask & exist[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        tail = _second_piece(BLOCK_SIZE, TAIL)
+        tail_exist = _below(tail, n_cols)
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
             b = _columns_of(B_ptr, cols, exist)
-        total = tl.sum(x.to(tl.float32), axis=1)
-        if TAIL:
-            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-            tail_mask = row_mask & tail_exist[None, :]
-            x_tail = tl.load(
-                x_rows + tail[None, :], mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
-            )
-            w_tail = _columns_of(W_ptr, tail, tail_exist)
-            b_tail = _columns_of(B_ptr, tail, tail_exist)
-            total += tl.sum(x_tail.to(tl.float32), axis=1)
-        mean = total / n_cols
+        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        w_tail = _columns_of(W_ptr, tail, tail_exist)
+        b_tail = _columns_of(B_ptr, tail, tail_exist)
+        mean = _row_sums(x, x_tail) / n_cols
         if BLOCK_SIZE > 4096:
-            x = _after(x, mean[:, None])
-        centred = tl.where(mask, x.to(tl.float32) - mean[:, None], 0.0)
-        squares = tl.sum(centred * centred, axis=1)
-        if TAIL:
-            centred_tail = tl.where(tail_mask, x_tail.to(tl.float32) - mean[:, None], 0.0)
-            squares += tl.sum(centred_tail * centred_tail, axis=1)
-        rstd = tl.rsqrt(squares / n_cols + eps)
+            x = _after(x, _to_columns(mean))
+        centred = _centred(x, mean, mask)
+        centred_tail = _centred(x_tail, mean, tail_mask)
+        rstd = tl.rsqrt(_row_sums(_squares(centred), _squares(centred_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
             w = _columns_of(W_ptr, cols, exist)
             b = _columns_of(B_ptr, cols, exist)
-            centred = _after(x, rstd[:, None]).to(tl.float32) - mean[:, None]
-        _scale_shift_and_store(centred * rstd[:, None], w, b, y_rows + cols[None, :], mask)
+            centred = _after(x, _to_columns(rstd)).to(tl.float32) - _to_columns(mean)
+        _scale_shift_and_store(centred * _to_columns(rstd), w, b, _at(Y_ptr, rows, n_cols, cols), mask)
         if TAIL:
-            _scale_shift_and_store(centred_tail * rstd[:, None], w_tail, b_tail, y_rows + tail[None, :], tail_mask)
+            y_ptrs = _at(Y_ptr, rows, n_cols, tail)
+            _scale_shift_and_store(centred_tail * _to_columns(rstd), w_tail, b_tail, y_ptrs, tail_mask)
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -82,26 +97,26 @@ def _layer_norm_fwd_kernel(
         lane_m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for tile in range(tiles):
             cols = tile * BLOCK_SIZE + lanes
-            mask = row_mask & (cols < n_cols)[None, :]
-            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
             step = tl.where(mask, x - lane_mean, 0.0)
             lane_mean += step * (1.0 / (tile + 1.0))
             lane_m2 += step * (x - lane_mean)
         seen = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
-        mean = tl.sum(lane_mean * seen, axis=1) / n_cols
-        apart = lane_mean - mean[:, None]
-        rstd = tl.rsqrt(tl.sum(lane_m2 + seen * apart * apart, axis=1) / n_cols + eps)
+        mean = _row_sums(lane_mean * seen, None) / n_cols
+        apart = lane_mean - _to_columns(mean)
+        rstd = tl.rsqrt(_row_sums(lane_m2 + seen * apart * apart, None) / n_cols + eps)
         for tile in range(tiles):
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes  # backwards: what was read last is nearest
             exist = cols < n_cols
-            mask = row_mask & exist[None, :]
-            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            h = (x - mean[:, None]) * rstd[:, None]
+            mask = row_mask[:, None] & exist[None, :]
+            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
+            h = (x - _to_columns(mean)) * _to_columns(rstd)
             w = _columns_of(W_ptr, cols, exist)
             b = _columns_of(B_ptr, cols, exist)
-            _scale_shift_and_store(h, w, b, y_rows + cols[None, :], mask)
-    tl.store(STATS_ptr + rows, mean, mask=rows < n_rows)
-    tl.store(STATS_ptr + n_rows + rows, rstd, mask=rows < n_rows)
+            _scale_shift_and_store(h, w, b, _at(Y_ptr, rows, n_cols, cols), mask)
+    tl.store(STATS_ptr + rows, mean, mask=row_mask)
+    tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -145,6 +160,13 @@ def _centred_and_m(x, dy, mean, rstd, w):
     return h, m
 
 
+@triton.jit
+def _two_row_sums(a, b):
+    """The sums of each row of a and of b, in one exchange between the warps."""
+    sum_a, sum_b = tl.split(tl.sum(tl.join(a, b), axis=1))
+    return _one_a_row(sum_a), _one_a_row(sum_b)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _layer_norm_bwd_kernel(
     DY_ptr,
@@ -175,34 +197,27 @@ def _layer_norm_bwd_kernel(
     """
     pid = tl.program_id(0)
     cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    tail = _second_piece(BLOCK_SIZE, TAIL)
+    tail_exist = _below(tail, n_cols)
     w = _scale_of(W_ptr, cols, exist, 0.0)
+    w_tail = _scale_of(W_ptr, tail, tail_exist, 0.0)
     if Partial_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-    if TAIL:
-        tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-        w_tail = _scale_of(W_ptr, tail, tail_exist, 0.0)
-        if Partial_ptr is not None:
+        if TAIL:
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
-        mask = row_mask[:, None] & exist[None, :]
-        x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
-        dy_ptrs = _at(DY_ptr, rows, DY_row_stride, cols)
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = dy.to(tl.float32)
-        if TAIL:
-            tail_mask = row_mask[:, None] & tail_exist[None, :]
-            x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
-            dy_ptrs = _at(DY_ptr, rows, DY_row_stride, tail)
-            x_tail = tl.load(x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = tl.load(dy_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = dy_tail.to(tl.float32)
-        mean = tl.load(STATS_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        rstd = tl.load(STATS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
+        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        mean = _values_of(STATS_ptr, rows, row_mask)
+        rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
         h, m = _centred_and_m(x, dy, mean, rstd, w)
         if Partial_ptr is not None:
             dw += dy * h
@@ -215,16 +230,16 @@ def _layer_norm_bwd_kernel(
                 if HAS_BIAS:
                     db_tail += dy_tail
         if MEANS_ptr is None:
-            shift = tl.sum(m, axis=1)
-            dot = tl.sum(m * h, axis=1)
+            shift, dot = _two_row_sums(m, m * h)
             if TAIL:
-                shift += tl.sum(m_tail, axis=1)
-                dot += tl.sum(m_tail * h_tail, axis=1)
-            shift = (shift / n_cols)[:, None]
-            dot = (dot / n_cols)[:, None]
+                shift_tail, dot_tail = _two_row_sums(m_tail, m_tail * h_tail)
+                shift += shift_tail
+                dot += dot_tail
+            shift = _to_columns(shift / n_cols)
+            dot = _to_columns(dot / n_cols)
         else:
-            shift = tl.load(MEANS_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            dot = tl.load(MEANS_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
+            shift = _values_of(MEANS_ptr, rows, row_mask)
+            dot = _values_of(MEANS_ptr + n_rows, rows, row_mask)
         dx = rstd * (m - shift - h * dot)
         tl.store(_at(DX_ptr, rows, n_cols, cols), dx.to(DX_ptr.dtype.element_ty), mask=mask)
         if TAIL:
@@ -237,6 +252,14 @@ def _layer_norm_bwd_kernel(
             _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail, tail_exist, HAS_BIAS)
 
 
-FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _after, *PIECES)
-BWD_KERNELS = (_layer_norm_bwd_kernel, _centred_and_m, _store_sums, _scale_of, _at, *PIECES)
+FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _centred, _after, *PIECES)
+BWD_KERNELS = (
+    _layer_norm_bwd_kernel,
+    _centred_and_m,
+    _two_row_sums,
+    _store_sums,
+    _scale_of,
+    _values_of,
+    *PIECES,
+)
 """The kernel first, then all that it calls: what a tuned entry is valid for."""

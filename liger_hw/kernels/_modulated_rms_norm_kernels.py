@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from ._rms_backward import _at, _h_and_m, _scale_of, _store_sums
-from ._row_pieces import PIECES, _first_piece, _tail_piece
+from ._rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums, _values_of
+from ._row_pieces import (
+    PIECES,
+    _at,
+    _below,
+    _both,
+    _columns_of,
+    _first_piece,
+    _load_tile,
+    _row_sums,
+    _second_piece,
+    _squares,
+    _to_columns,
+    _wide,
+)
 from ._triton import tl, triton
-from .rms_norm import _sum_of_squares
 
 
 @triton.jit
-def _gain_of(W_ptr, scale_ptrs, cols, exist, mask, offset):
-    """(offset + W) * (1 + scale) in fp32, where scale_ptrs lie [rows or 1, columns]."""
-    gain = 1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if W_ptr is not None:
-        gain = gain * (tl.load(W_ptr + cols, mask=exist, other=0.0).to(tl.float32) + offset)[None, :]
+def _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
+    """One piece's (offset + W) * (1 + scale) in fp32, [mods, columns]; None for a piece that is None."""
+    gain = _wide(_load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
+    if gain is not None:
+        gain = 1.0 + gain
+        w = _scale_of(W_ptr, cols, exist, offset)
+        if w is not None:
+            gain = gain * w[None, :]
     return gain
 
 
 @triton.jit
-def _shift_of(shift_ptrs, mask):
+def _shift_of(Shift_ptr, mods, Shift_row_stride, cols, mask):
+    """One piece's shift in fp32, [mods, columns]; None without a shift and for a piece that is None."""
     shift = None
-    if shift_ptrs is not None:
-        shift = tl.load(shift_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if Shift_ptr is not None:
+        shift = _wide(_load_tile(Shift_ptr, mods, Shift_row_stride, cols, mask, "", ""))
     return shift
 
 
 @triton.jit
 def _modulate_and_store(x, rstd, gain, shift, Y_ptrs, mask, CASTING: tl.constexpr):
-    y = x.to(tl.float32) * rstd[:, None]
+    y = x.to(tl.float32) * _to_columns(rstd)
     if CASTING == 0:
         y = y.to(x.dtype).to(tl.float32)
     y = y * gain
@@ -73,67 +89,51 @@ def _modulated_rms_norm_fwd_kernel(
     group = (pid // chunks).to(tl.int64)
     if WHOLE_ROW:
         cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
-        if TAIL:
-            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
+        tail = _second_piece(BLOCK_SIZE, TAIL)
+        tail_exist = _below(tail, n_cols)
     if KEEP:
         mods = group + tl.zeros([1], dtype=tl.int64)
-        gain = _gain_of(W_ptr, _at(Scale_ptr, mods, Scale_row_stride, cols), cols, exist, exist[None, :], offset)
-        shift = _shift_of(_at(Shift_ptr, mods, Shift_row_stride, cols), exist[None, :])
-        if TAIL:
-            scale_ptrs = _at(Scale_ptr, mods, Scale_row_stride, tail)
-            gain_tail = _gain_of(W_ptr, scale_ptrs, tail, tail_exist, tail_exist[None, :], offset)
-            shift_tail = _shift_of(_at(Shift_ptr, mods, Shift_row_stride, tail), tail_exist[None, :])
+        gain = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
+        shift = _shift_of(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :])
+        there = _both(tl.full([1], 1, tl.int1), tail_exist)
+        gain_tail = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, there, offset)
+        shift_tail = _shift_of(Shift_ptr, mods, Shift_row_stride, tail, there)
     for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
+        own = rows // rows_per_mod
         if WHOLE_ROW:
-            mask = row_mask[:, None] & exist[None, :]
-            x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
-            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            squares = _sum_of_squares(x)
+            mask = _both(row_mask, exist)
+            tail_mask = _both(row_mask, tail_exist)
+            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
+            if not KEEP:
+                gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
+                shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
+            _modulate_and_store(x, rstd, gain, shift, _at(Y_ptr, rows, n_cols, cols), mask, CASTING)
             if TAIL:
-                tail_mask = row_mask[:, None] & tail_exist[None, :]
-                x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
-                x_tail = tl.load(
-                    x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
-                )
-                squares += _sum_of_squares(x_tail)
-            rstd = tl.rsqrt(squares / n_cols + eps)
-            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
-            if KEEP:
-                _modulate_and_store(x, rstd, gain, shift, y_ptrs, mask, CASTING)
-                if TAIL:
-                    y_ptrs = _at(Y_ptr, rows, n_cols, tail)
-                    _modulate_and_store(x_tail, rstd, gain_tail, shift_tail, y_ptrs, tail_mask, CASTING)
-            else:
-                own = rows // rows_per_mod
-                scales = _gain_of(W_ptr, _at(Scale_ptr, own, Scale_row_stride, cols), cols, exist, mask, offset)
-                shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, cols), mask)
-                _modulate_and_store(x, rstd, scales, shifts, y_ptrs, mask, CASTING)
-                if TAIL:
-                    scale_ptrs = _at(Scale_ptr, own, Scale_row_stride, tail)
-                    scales = _gain_of(W_ptr, scale_ptrs, tail, tail_exist, tail_mask, offset)
-                    shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, tail), tail_mask)
-                    y_ptrs = _at(Y_ptr, rows, n_cols, tail)
-                    _modulate_and_store(x_tail, rstd, scales, shifts, y_ptrs, tail_mask, CASTING)
+                if not KEEP:
+                    gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
+                    shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
+                y_ptrs = _at(Y_ptr, rows, n_cols, tail)
+                _modulate_and_store(x_tail, rstd, gain_tail, shift_tail, y_ptrs, tail_mask, CASTING)
         else:
-            own = rows // rows_per_mod
             lanes = tl.arange(0, BLOCK_SIZE)
-            of_lanes = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
-                x = tl.load(_at(X_ptr, rows, X_row_stride, start + lanes), mask=mask, other=0.0).to(tl.float32)
-                of_lanes += x * x
-            rstd = tl.rsqrt(tl.sum(of_lanes, axis=1) / n_cols + eps)
+                squares += _squares(_load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
+            rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
                 at = (tiles - 1 - back) * BLOCK_SIZE + lanes
                 mask = row_mask[:, None] & (at < n_cols)[None, :]
-                x_raw = tl.load(_at(X_ptr, rows, X_row_stride, at), mask=mask, other=0.0)
-                scales = _gain_of(W_ptr, _at(Scale_ptr, own, Scale_row_stride, at), at, at < n_cols, mask, offset)
-                shifts = _shift_of(_at(Shift_ptr, own, Shift_row_stride, at), mask)
-                _modulate_and_store(x_raw, rstd, scales, shifts, _at(Y_ptr, rows, n_cols, at), mask, CASTING)
+                x_raw = _load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
+                gains = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
+                shifts = _shift_of(Shift_ptr, own, Shift_row_stride, at, mask)
+                _modulate_and_store(x_raw, rstd, gains, shifts, _at(Y_ptr, rows, n_cols, at), mask, CASTING)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
@@ -171,11 +171,12 @@ def _modulated_rms_norm_bwd_dot_kernel(
 
 @triton.jit
 def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
-    """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
+    """One piece's (offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
     w = _scale_of(W_ptr, cols, exist, offset)
-    if mod_ptr is not None:
-        scale = 1.0 + tl.load(mod_ptr + cols, mask=exist, other=0.0).to(tl.float32)
-        if W_ptr is not None:
+    scale = _columns_of(mod_ptr, cols, exist)
+    if scale is not None:
+        scale = 1.0 + scale.to(tl.float32)
+        if w is not None:
             scale = w * scale
         w = scale
     return w
@@ -185,6 +186,16 @@ def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
 def _store_if(ptrs, value, mask):
     if ptrs is not None:
         tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _own_modulation(scale, share, seen, dy, m, DScale_ptrs, DShift_ptrs, mask):
+    """Where every row has a modulation of its own: stores one piece's gradients by it (None: nobody wants them), and
+    gives (share, m) times 1 + scale."""
+    scale = 1.0 + scale.to(tl.float32)
+    _store_if(DScale_ptrs, m * seen, mask)
+    _store_if(DShift_ptrs, dy, mask)
+    return share * scale, m * scale
 
 
 @triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
@@ -227,47 +238,38 @@ def _modulated_rms_norm_bwd_kernel(
     pid = tl.program_id(0)
     group = (pid // chunks).to(tl.int64)
     cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    tail = _second_piece(BLOCK_SIZE, TAIL)
+    tail_exist = _below(tail, n_cols)
     mod_ptr = None
     if not PER_ROW:
         mod_ptr = Scale_ptr + group * Scale_row_stride
     w = _factor_of(W_ptr, mod_ptr, cols, exist, offset)
+    w_tail = _factor_of(W_ptr, mod_ptr, tail, tail_exist, offset)
     if Partial_ptr is not None:
         first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-    if TAIL:
-        tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-        w_tail = _factor_of(W_ptr, mod_ptr, tail, tail_exist, offset)
-        if Partial_ptr is not None:
+        if TAIL:
             first_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             second_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        mask = row_mask[:, None] & exist[None, :]
-        x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
-        dy_ptrs = _at(DY_ptr, rows, DY_row_stride, cols)
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = dy.to(tl.float32)
-        if TAIL:
-            tail_mask = row_mask[:, None] & tail_exist[None, :]
-            x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
-            dy_ptrs = _at(DY_ptr, rows, DY_row_stride, tail)
-            x_tail = tl.load(x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = tl.load(dy_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = dy_tail.to(tl.float32)
-        rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
+        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        rstd = _values_of(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
+        mh_tail = None
         share = dy * seen
         if PER_ROW:
-            scale_ptrs = _at(Scale_ptr, rows, Scale_row_stride, cols)
-            scale = tl.load(scale_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            scale = 1.0 + scale.to(tl.float32)
-            _store_if(_at(DScale_ptr, rows, n_cols, cols), m * seen, mask)
-            _store_if(_at(DShift_ptr, rows, n_cols, cols), dy, mask)
-            share = share * scale
-            m = m * scale
+            scale = _load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            ds_ptrs = _at(DScale_ptr, rows, n_cols, cols)
+            dh_ptrs = _at(DShift_ptr, rows, n_cols, cols)
+            share, m = _own_modulation(scale, share, seen, dy, m, ds_ptrs, dh_ptrs, mask)
         if Partial_ptr is not None:
             first += share
             if HAS_SHIFT:
@@ -276,31 +278,23 @@ def _modulated_rms_norm_bwd_kernel(
             h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
             share = dy_tail * seen
             if PER_ROW:
-                scale_ptrs = _at(Scale_ptr, rows, Scale_row_stride, tail)
-                scale = tl.load(
-                    scale_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
-                )
-                scale = 1.0 + scale.to(tl.float32)
-                _store_if(_at(DScale_ptr, rows, n_cols, tail), m_tail * seen, tail_mask)
-                _store_if(_at(DShift_ptr, rows, n_cols, tail), dy_tail, tail_mask)
-                share = share * scale
-                m_tail = m_tail * scale
+                scale = _load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+                ds_ptrs = _at(DScale_ptr, rows, n_cols, tail)
+                dh_ptrs = _at(DShift_ptr, rows, n_cols, tail)
+                share, m_tail = _own_modulation(scale, share, seen, dy_tail, m_tail, ds_ptrs, dh_ptrs, tail_mask)
+            mh_tail = m_tail * h_tail
             if Partial_ptr is not None:
                 first_tail += share
                 if HAS_SHIFT:
                     second_tail += dy_tail
         if DOT_ptr is None:
-            dot = tl.sum(m * h, axis=1)
-            if TAIL:
-                dot += tl.sum(m_tail * h_tail, axis=1)
-            dot = (dot / n_cols)[:, None]
+            dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
         else:
-            dot = tl.load(DOT_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        dx = rstd * (m - h * dot)
-        tl.store(_at(DX_ptr, rows, n_cols, cols), dx.to(DX_ptr.dtype.element_ty), mask=mask)
+            dot = _values_of(DOT_ptr, rows, row_mask)
+        _store_dx(_at(DX_ptr, rows, n_cols, cols), None, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
-            dx = rstd * (m_tail - h_tail * dot)
-            tl.store(_at(DX_ptr, rows, n_cols, tail), dx.to(DX_ptr.dtype.element_ty), mask=tail_mask)
+            dx_ptrs = _at(DX_ptr, rows, n_cols, tail)
+            _store_dx(dx_ptrs, None, rstd, h_tail, m_tail, dot, tail_mask, LOAD_CACHE, LOAD_EVICT)
     if Partial_ptr is not None:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
         _store_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
@@ -351,6 +345,16 @@ def _modulated_rms_norm_bwd_sums_kernel(
         tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
 
 
-FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _modulate_and_store, _sum_of_squares, _at, *PIECES)
-BWD_KERNELS = (_modulated_rms_norm_bwd_kernel, _factor_of, _scale_of, _h_and_m, _store_if, _store_sums, _at, *PIECES)
+FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _scale_of, _modulate_and_store, *PIECES)
+_OWN = (_factor_of, _own_modulation, _store_if)
+BWD_KERNELS = (
+    _modulated_rms_norm_bwd_kernel,
+    *_OWN,
+    _scale_of,
+    _h_and_m,
+    _values_of,
+    _store_dx,
+    _store_sums,
+    *PIECES,
+)
 """The kernel first, then all that it calls: what a tuned entry is valid for."""

@@ -14,7 +14,23 @@ import torch
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
-from ._row_pieces import PIECES, _first_piece, _tail_piece, pieces_key, row_pieces, widest
+from ._row_pieces import (
+    PIECES,
+    _at,
+    _below,
+    _both,
+    _columns_of,
+    _first_piece,
+    _load_tile,
+    _one_a_row,
+    _row_sums,
+    _second_piece,
+    _to_columns,
+    _wide,
+    pieces_key,
+    row_pieces,
+    widest,
+)
 from ._triton import tl, triton
 
 
@@ -47,7 +63,7 @@ def _rms_norm_bwd_dot_kernel(
 
 @triton.jit
 def _h_and_m(x_raw, dy, rstd, w, CASTING: tl.constexpr):
-    """(h, h as the forward multiplied it, m) of one piece; w: its offset + W, or None."""
+    """(h, h as the forward multiplied it, m) of one piece; w: its offset + W, or None; rstd from `_values_of`."""
     h = x_raw.to(tl.float32) * rstd
     seen = h
     if CASTING == 0:
@@ -69,20 +85,17 @@ def _store_dx(DX_ptrs, DS_ptrs, rstd, h, m, dot, mask, LOAD_CACHE: tl.constexpr,
 
 @triton.jit
 def _scale_of(W_ptr, cols, exist, offset):
-    """offset + W in fp32, or None without a W."""
-    w = None
-    if W_ptr is not None:
-        w = tl.load(W_ptr + cols, mask=exist, other=0.0).to(tl.float32) + offset
+    """offset + W in fp32, or None where there is no W or no such piece."""
+    w = _columns_of(W_ptr, cols, exist)
+    if w is not None:
+        w = w.to(tl.float32) + offset
     return w
 
 
 @triton.jit
-def _at(Ptr, rows, stride, cols):
-    """Pointers [rows, cols] into a tensor, or None for None."""
-    ptrs = None
-    if Ptr is not None:
-        ptrs = Ptr + rows[:, None] * stride + cols[None, :]
-    return ptrs
+def _values_of(Ptr, rows, row_mask):
+    """A saved statistic of these rows, to be used with tiles."""
+    return _to_columns(_one_a_row(tl.load(Ptr + rows, mask=row_mask, other=0.0)))
 
 
 @triton.jit
@@ -126,45 +139,37 @@ def _rms_norm_bwd_kernel(
     """
     pid = tl.program_id(0)
     cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    tail = _second_piece(BLOCK_SIZE, TAIL)
+    tail_exist = _below(tail, n_cols)
     w = _scale_of(W_ptr, cols, exist, offset)
+    w_tail = _scale_of(W_ptr, tail, tail_exist, offset)
     if DW_partial_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
-    if TAIL:
-        tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-        w_tail = _scale_of(W_ptr, tail, tail_exist, offset)
-        if DW_partial_ptr is not None:
+        if TAIL:
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = rows < n_rows
-        mask = row_mask[:, None] & exist[None, :]
-        x_ptrs = _at(X_ptr, rows, X_row_stride, cols)
-        dy_ptrs = _at(DY_ptr, rows, DY_row_stride, cols)
-        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        dy = dy.to(tl.float32)
-        if TAIL:
-            tail_mask = row_mask[:, None] & tail_exist[None, :]
-            x_ptrs = _at(X_ptr, rows, X_row_stride, tail)
-            dy_ptrs = _at(DY_ptr, rows, DY_row_stride, tail)
-            x_tail = tl.load(x_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = tl.load(dy_ptrs, mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy_tail = dy_tail.to(tl.float32)
-        rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
+        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        rstd = _values_of(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
+        mh_tail = None
         if DW_partial_ptr is not None:
             dw += dy * seen
         if TAIL:
             h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
+            mh_tail = m_tail * h_tail
             if DW_partial_ptr is not None:
                 dw_tail += dy_tail * seen
         if DOT_ptr is None:
-            dot = tl.sum(m * h, axis=1)
-            if TAIL:
-                dot += tl.sum(m_tail * h_tail, axis=1)
-            dot = (dot / n_cols)[:, None]
+            dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
         else:
-            dot = tl.load(DOT_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            dot = _values_of(DOT_ptr, rows, row_mask)
         dx_ptrs = _at(DX_ptr, rows, n_cols, cols)
         ds_ptrs = _at(DS_ptr, rows, DS_row_stride, cols)
         _store_dx(dx_ptrs, ds_ptrs, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
@@ -179,6 +184,7 @@ def _rms_norm_bwd_kernel(
             tl.store(dw_ptr + tail, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
 
 
+RMS_BACKWARD = (_rms_norm_bwd_kernel, _h_and_m, _store_dx, _scale_of, _values_of, *PIECES)
 WIDEST_TILE = 16384
 """Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
 DIMS = ("n_rows", "n_cols")
@@ -205,21 +211,27 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
     grads: rows of parameter gradients in a program's registers, for an op that takes rows in two pieces.
 
-    On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20). With rows in two pieces, many
-    rows of 2048 columns are best taken singly with three more in flight, and those of 4096 two at a time by one program
-    a multiprocessor, as long as there is one gradient to keep: 100 us instead of 108 at 16384 x 4096 (2026-11-21).
+    On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20). With rows in two pieces those of
+    2048 columns are best taken singly with three more in flight, as are those of 4096 where there are two gradients to
+    keep, by one program a multiprocessor: layer_norm at 8192 x 6144 takes 78 us instead of 96, at 1500 x 5120 20 instead
+    of 26. With one gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-21).
     """
     block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
     rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
     ctas = max(1, min(4, 8192 // (block * rows)))
     deepest = 3
-    if grads and 1 << key[1] > 32 * target.multiprocessors:
-        if block == 2048:
-            rows, ctas, deepest = 1, 2, 4
-        elif block == 1024 and grads > 1 and streams > 2:  # modulated_rms_norm: four rows' gradients and scales spill
-            rows, ctas, deepest = 1, 6, 4
-        elif block == 4096 and grads == 1 and 4 * streams * widest(block) * key[2] <= target.shared_memory:
-            rows, ctas = 2, 1
+    many = 1 << key[1] > 32 * target.multiprocessors
+    piece_bytes = streams * widest(block) * key[2]
+    if grads and block == 2048:
+        rows, ctas, deepest = 1, 2, 4
+    elif (
+        block == 1024 and many and grads > 1 and streams > 2
+    ):  # modulated_rms_norm: four rows' gradients and scales spill
+        rows, ctas, deepest = 1, 4, 4
+    elif block == 4096 and grads > 1 and streams == 2 and 3 * piece_bytes <= target.shared_memory:
+        rows, ctas, deepest = 1, 1, 4
+    elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
+        rows, ctas = 2, 1
     tile, held = block * rows, (widest(block) if grads else block) * rows
     room = 1 + target.shared_memory // (streams * held * key[2])
     if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and held == tile:
@@ -283,7 +295,7 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
     bwd = Tunable(
         op,
         "bwd",
-        kernels=(_rms_norm_bwd_kernel, _h_and_m, _store_dx, _scale_of, _at, *PIECES),
+        kernels=RMS_BACKWARD,
         key=pieces_key,
         dims=DIMS,
         heuristic=lambda target, key: bwd_heuristic(target, key, streams, grads=1),

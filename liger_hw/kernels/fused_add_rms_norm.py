@@ -21,7 +21,20 @@ from ..registry import Op, Sample
 from . import rms_norm
 from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._rms_backward import backward_tunables, rms_backward
-from ._row_pieces import _columns_of, _first_piece, _tail_piece, pieces_key, row_pieces
+from ._row_pieces import (
+    _at,
+    _below,
+    _both,
+    _columns_of,
+    _first_piece,
+    _load_tile,
+    _row_sums,
+    _second_piece,
+    _squares,
+    _to_columns,
+    pieces_key,
+    row_pieces,
+)
 from ._row_tiles import _after
 from ._triton import tl, triton
 from .rms_norm import (
@@ -29,7 +42,6 @@ from .rms_norm import (
     NORMALISE,
     LigerRMSNorm,
     _normalise_and_store,
-    _sum_of_squares,
     forward_tunable,
     rms_norm_reference,
 )
@@ -55,11 +67,24 @@ def fused_add_rms_norm_reference(
 
 
 @triton.jit
-def _sum_tile(x_ptrs, r_ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
-    """x + r of one tile, rounded to x's dtype."""
-    x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    r = tl.load(r_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    return (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+def _sum_tile(
+    X_ptr,
+    R_ptr,
+    rows,
+    X_row_stride,
+    R_row_stride,
+    cols,
+    mask,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """x + r of one piece, rounded to x's dtype; None for a piece that is None."""
+    s = None
+    if cols is not None:
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        r = _load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        s = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+    return s
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -87,53 +112,47 @@ def _fused_add_rms_norm_fwd_kernel(
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
     time from cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = (rows < n_rows)[:, None]
-    x_rows = X_ptr + rows[:, None] * X_row_stride
-    r_rows = R_ptr + rows[:, None] * R_row_stride
-    y_rows = Y_ptr + rows[:, None] * n_cols
-    s_rows = S_ptr + rows[:, None] * n_cols
+    row_mask = rows < n_rows
     if WHOLE_ROW:
         cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
-        mask = row_mask & exist[None, :]
-        s = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, LOAD_CACHE, LOAD_EVICT)
+        tail = _second_piece(BLOCK_SIZE, TAIL)
+        tail_exist = _below(tail, n_cols)
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
+        s_tail = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        w_tail = _columns_of(W_ptr, tail, tail_exist)
+        tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
         if TAIL:
-            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-            tail_mask = row_mask & tail_exist[None, :]
-            s_tail = _sum_tile(x_rows + tail[None, :], r_rows + tail[None, :], tail_mask, LOAD_CACHE, LOAD_EVICT)
-            w_tail = _columns_of(W_ptr, tail, tail_exist)
-        tl.store(s_rows + cols[None, :], s, mask=mask)
-        squares = _sum_of_squares(s)
-        if TAIL:
-            tl.store(s_rows + tail[None, :], s_tail, mask=tail_mask)
-            squares += _sum_of_squares(s_tail)
-        rstd = tl.rsqrt(squares / n_cols + eps)
+            tl.store(_at(S_ptr, rows, n_cols, tail), s_tail, mask=tail_mask)
+        rstd = tl.rsqrt(_row_sums(_squares(s), _squares(s_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
             w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            s = _after(s, rstd[:, None])
-        _normalise_and_store(s, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
+            s = _after(s, _to_columns(rstd))
+        _normalise_and_store(s, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
         if TAIL:
-            _normalise_and_store(s_tail, rstd, w_tail, y_rows + tail[None, :], tail_mask, offset, CASTING)
+            _normalise_and_store(s_tail, rstd, w_tail, _at(Y_ptr, rows, n_cols, tail), tail_mask, offset, CASTING)
     else:
+        lanes = tl.arange(0, BLOCK_SIZE)
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
-            cols = start + tl.arange(0, BLOCK_SIZE)
-            mask = row_mask & (cols < n_cols)[None, :]
-            s_raw = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, "", "")
-            tl.store(s_rows + cols[None, :], s_raw, mask=mask)
-            s = s_raw.to(tl.float32)
-            squares += s * s
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
+            cols = start + lanes
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "", "")
+            tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
+            squares += _squares(s)
+        rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            mask = row_mask & (cols < n_cols)[None, :]
-            s = _sum_tile(x_rows + cols[None, :], r_rows + cols[None, :], mask, "", "")
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "", "")
             w = _columns_of(W_ptr, cols, cols < n_cols)
-            _normalise_and_store(s, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
-    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+            _normalise_and_store(s, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+    tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

@@ -35,7 +35,21 @@ from ._op import (
     rows_of,
 )
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, few_rows, rms_backward, row_warps, safe, tiles_rows
-from ._row_pieces import PIECES, _columns_of, _first_piece, _tail_piece, pieces_key, row_pieces
+from ._row_pieces import (
+    PIECES,
+    _at,
+    _below,
+    _both,
+    _columns_of,
+    _first_piece,
+    _load_tile,
+    _row_sums,
+    _second_piece,
+    _squares,
+    _to_columns,
+    pieces_key,
+    row_pieces,
+)
 from ._row_tiles import _after
 from ._triton import tl, triton
 
@@ -70,18 +84,12 @@ def rms_norm_reference(
 
 @triton.jit
 def _normalise_and_store(x_raw, rstd, w, Y_ptrs, mask, offset, CASTING: tl.constexpr):
-    y = x_raw.to(tl.float32) * rstd[:, None]
+    y = x_raw.to(tl.float32) * _to_columns(rstd)
     if CASTING == 0:
         y = y.to(x_raw.dtype).to(tl.float32)
     if w is not None:
         y = y * (w.to(tl.float32) + offset)[None, :]
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _sum_of_squares(x_raw):
-    x = x_raw.to(tl.float32)
-    return tl.sum(x * x, axis=1)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -106,48 +114,41 @@ def _rms_norm_fwd_kernel(
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = (rows < n_rows)[:, None]
-    x_rows = X_ptr + rows[:, None] * X_row_stride
-    y_rows = Y_ptr + rows[:, None] * n_cols
+    row_mask = rows < n_rows
     if WHOLE_ROW:
         cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
-        mask = row_mask & exist[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        tail = _second_piece(BLOCK_SIZE, TAIL)
+        tail_exist = _below(tail, n_cols)
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
-        if TAIL:
-            tail, tail_exist = _tail_piece(n_cols, BLOCK_SIZE, TAIL)
-            tail_mask = row_mask & tail_exist[None, :]
-            x_tail = tl.load(
-                x_rows + tail[None, :], mask=tail_mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
-            )
-            w_tail = _columns_of(W_ptr, tail, tail_exist)
-        squares = _sum_of_squares(x)
-        if TAIL:
-            squares += _sum_of_squares(x_tail)
-        rstd = tl.rsqrt(squares / n_cols + eps)
+        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        w_tail = _columns_of(W_ptr, tail, tail_exist)
+        rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
             w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            x = _after(x, rstd[:, None])
-        _normalise_and_store(x, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
+            x = _after(x, _to_columns(rstd))
+        _normalise_and_store(x, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
         if TAIL:
-            _normalise_and_store(x_tail, rstd, w_tail, y_rows + tail[None, :], tail_mask, offset, CASTING)
+            _normalise_and_store(x_tail, rstd, w_tail, _at(Y_ptr, rows, n_cols, tail), tail_mask, offset, CASTING)
     else:
+        lanes = tl.arange(0, BLOCK_SIZE)
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
-            cols = start + tl.arange(0, BLOCK_SIZE)
-            x = tl.load(x_rows + cols[None, :], mask=row_mask & (cols < n_cols)[None, :], other=0.0).to(tl.float32)
-            squares += x * x
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
+            mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
+            squares += _squares(_load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
+        rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-            mask = row_mask & (cols < n_cols)[None, :]
-            x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0)
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
             w = _columns_of(W_ptr, cols, cols < n_cols)
-            _normalise_and_store(x, rstd, w, y_rows + cols[None, :], mask, offset, CASTING)
-    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+            _normalise_and_store(x, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+    tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -177,7 +178,13 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE, key: Callable[..., Key] = row_key) -> Tunable:
+def forward_tunable(
+    op: str,
+    *kernels: Any,
+    widest: int = WIDEST_TILE,
+    key: Callable[..., Key] = row_key,
+    heuristic: Callable[[Target, Key, int], LaunchConfig] = fwd_heuristic,
+) -> Tunable:
     """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`, and
     `key` is `pieces_key` where its kernel takes rows in two pieces."""
     return Tunable(
@@ -186,14 +193,14 @@ def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE, key: Call
         kernels=kernels,
         key=key,
         dims=DIMS,
-        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
+        heuristic=lambda target, key: heuristic(target, key, widest),
         safe=safe,
         space=fwd_space,
         valid=tiles_rows,
     )
 
 
-NORMALISE = (_normalise_and_store, _sum_of_squares, _after, *PIECES)
+NORMALISE = (_normalise_and_store, _after, *PIECES)
 FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=pieces_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
