@@ -34,6 +34,7 @@ from ..kernels._linear_head import (
     HeadGradients,
     at_most,
     head_gradients,
+    larger_or_wide,
     plan_chunks,
     sweep,
 )
@@ -103,8 +104,8 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
     n_units, together, wide = n_rows // unit if unit else 0, max(1, limit // max(unit, 1)), False
     if counts and cdiv(n_units, together) > MOST_APART:
         more = cdiv(n_units, MOST_APART)
-        wide = (more - together) * unit * row > 4 * vocab * hidden
-        together = together if wide else more
+        height, wide = larger_or_wide(together * unit, more * unit, row, vocab * hidden)
+        together = height // unit
     step = cdiv(n_units, cdiv(n_units, together)) * unit if n_units else 1
     return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 

@@ -112,9 +112,16 @@ def at_most(most: int, n_rows: int, rows: int, row: int, weight: int, wide: bool
     if len(divide(n_rows, rows)) > most:
         fewer = cdiv(cdiv(n_rows, STEP), most)
         fewer = STEP * (fewer + (fewer > 6 and fewer % 2))
-        wide = (fewer - rows) * row > 4 * weight
-        rows = max(rows, 2 * SMALLEST) if wide else fewer
+        rows, wide = larger_or_wide(rows, fewer, row, weight)
+        rows = max(rows, 2 * SMALLEST) if wide else rows
     return Chunks(divide(n_rows, rows), wide)
+
+
+def larger_or_wide(rows: int, larger: int, row: int, weight: int) -> tuple[int, bool]:
+    """(height, wide) where chunks of `rows` rows would be too many: `larger` ones, or these with a wide gradient of `weight`
+    elements, whichever takes less memory; `row`: bytes a row takes."""
+    wide = (larger - rows) * row > 4 * weight
+    return (rows if wide else larger), wide
 
 
 def divide(n_rows: int, rows: int) -> tuple[tuple[int, int], ...]:
