@@ -212,9 +212,10 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     grads: rows of parameter gradients in a program's registers, for an op that takes rows in two pieces.
 
     On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20). With rows in two pieces those of
-    2048 columns are best taken singly with three more in flight, as are those of 4096 where there are two gradients to
-    keep, by one program a multiprocessor: layer_norm at 8192 x 6144 takes 78 us instead of 96, at 1500 x 5120 20 instead
-    of 26. With one gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-21).
+    2048 columns are best taken singly with three more in flight. So are those of 4096 where there are two gradients to
+    keep: few rows by one program a multiprocessor (layer_norm at 1500 x 5120 takes 20 us instead of 26), many by two,
+    which 8192 x 6144 wants one of (78 us instead of 86) but whole rows of 4096, of the same key, as many as fit. With one
+    gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-21).
     """
     block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
     rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
@@ -224,12 +225,10 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     piece_bytes = streams * widest(block) * key[2]
     if grads and block == 2048:
         rows, ctas, deepest = 1, 2, 4
-    elif (
-        block == 1024 and many and grads > 1 and streams > 2
-    ):  # modulated_rms_norm: four rows' gradients and scales spill
-        rows, ctas, deepest = 1, 4, 4
-    elif block == 4096 and grads > 1 and streams == 2 and 3 * piece_bytes <= target.shared_memory:
-        rows, ctas, deepest = 1, 1, 4
+    elif block == 1024 and many and grads > 1 and streams > 2:
+        rows, ctas, deepest = 1, 4, 4  # modulated_rms_norm: four rows' gradients and scales spill
+    elif block == 4096 and grads > 1 and streams == 2 and (1 + many) * 3 * piece_bytes <= target.shared_memory:
+        rows, ctas, deepest = 1, 1 + many, 4
     elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
         rows, ctas = 2, 1
     tile, held = block * rows, (widest(block) if grads else block) * rows
