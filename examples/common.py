@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 BYTES = 256
 
@@ -50,7 +50,7 @@ def tiny_llama(options: argparse.Namespace, seed: int = 0) -> LlamaForCausalLM:
     )
     dtype = torch.float32 if options.device.type == "cpu" else torch.bfloat16
     with options.device:
-        return LlamaForCausalLM(config).to(dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # the rotary frequencies stay fp32
 
 
 def text() -> bytes:
