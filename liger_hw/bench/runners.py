@@ -6,7 +6,7 @@ Replay  a captured graph        Calls  single calls, where no graph can hold the
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import torch
 
@@ -19,6 +19,29 @@ Product = tuple[int, int, int, str]
 """A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
 
 
+def each(meter: Meter, times: int, call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Milliseconds of each of so many calls, between events, on the CPU by the wall clock; `before` each, untimed."""
+    if meter.module is None:
+        samples = []
+        for _ in range(times):
+            before()
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e3)
+        return samples
+    meter.busy()
+    marks = []
+    for _ in range(times):
+        before()
+        start, end = meter.event(), meter.event()
+        start.record()
+        call()
+        end.record()
+        marks.append((start, end))
+    meter.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
 class Replay:
     """A captured graph; `burst(n)` replays it n times and returns milliseconds a call."""
 
@@ -29,25 +52,14 @@ class Replay:
         self.calls = rounds * len(work.sets)
 
     def burst(self, times: int) -> list[float]:
-        meter = self.meter
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            self.work.restore()
-            start, end = meter.event(), meter.event()
-            start.record()
-            self.graph.replay()
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) / self.calls for start, end in marks]
+        return [ms / self.calls for ms in each(self.meter, times, self.graph.replay, self.work.restore)]
 
     def cost_ms(self) -> float:
         return self.burst(2)[-1] * self.calls
 
 
 class Calls:
-    """Single calls between events, or on the CPU by the wall clock, for what no graph can hold."""
+    """Single calls, for what no graph can hold."""
 
     def __init__(self, meter: Meter, work: Work, why: str) -> None:
         self.meter, self.work, self.why = meter, work, why
@@ -55,26 +67,7 @@ class Calls:
         self.rounds, self.calls, self.turn = 1, 1, 0
 
     def burst(self, times: int) -> list[float]:
-        meter, work = self.meter, self.work
-        if meter.module is None:
-            samples = []
-            for _ in range(times):
-                work.restore()
-                start = time.perf_counter()
-                work.call(self._next())
-                samples.append((time.perf_counter() - start) * 1e3)
-            return samples
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            work.restore()
-            start, end = meter.event(), meter.event()
-            start.record()
-            work.call(self._next())
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
+        return each(self.meter, times, lambda: self.work.call(self._next()), self.work.restore)
 
     def _next(self) -> int:
         self.turn = (self.turn + 1) % len(self.work.sets)
@@ -85,7 +78,7 @@ class Calls:
 
 
 class Chain:
-    """Matrix products one after the other, between events, on random matrices; a shape's operand is drawn once."""
+    """Matrix products one after the other, on random matrices; a shape's operand is drawn once."""
 
     def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
         drawn: dict[tuple[int, int], torch.Tensor] = {}
@@ -106,24 +99,7 @@ class Chain:
             torch.mm(a, b, out=out)
 
     def burst(self, times: int) -> list[float]:
-        meter = self.meter
-        if meter.module is None:
-            samples = []
-            for _ in range(times):
-                start = time.perf_counter()
-                self._run()
-                samples.append((time.perf_counter() - start) * 1e3)
-            return samples
-        meter.busy()
-        marks = []
-        for _ in range(times):
-            start, end = meter.event(), meter.event()
-            start.record()
-            self._run()
-            end.record()
-            marks.append((start, end))
-        meter.synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
+        return each(self.meter, times, self._run)
 
     def cost_ms(self) -> float:
         return self.burst(2)[-1]

@@ -34,6 +34,7 @@ def _rotate_half(x):
 
 
 def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    only({}, position_ids=position_ids)
     width = rotary_dim or cos.shape[-1]
     cos, sin = cos[..., :width].unsqueeze(unsqueeze_dim), sin[..., :width].unsqueeze(unsqueeze_dim)
     if width == q.shape[-1]:
@@ -123,6 +124,7 @@ def _vision_rope(q, k, cos, sin):
 def _interleaved_rope(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
 ):
+    only({"to_halves": False}, position_ids=position_ids, rotary_dim=rotary_dim, to_halves=to_halves)
     half = cos.shape[-1] // 2 if shared_halves else cos.shape[-1]
     cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
     if shared_halves:
@@ -145,12 +147,9 @@ def _qk_norm_rope(
     rotary_dim=None,
     shared_halves=False,
 ):
-    def normed(x, w):
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-        return (h * (offset + w.float())).to(x.dtype) if casting_mode == "gemma" else (w + offset) * h.to(x.dtype)
-
-    return _turn(normed(q, q_weight), normed(k, k_weight), cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    only({}, position_ids=position_ids, rotary_dim=rotary_dim)
+    q, k = (_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
+    return _turn(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
 def _embedding(weight, indices, padding_idx=None):

@@ -76,8 +76,9 @@ def _vision(q, k, cos, sin):
     return importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb_vision(q, k, cos, sin)
 
 
-def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **how):
+def _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", **more):
     """Its norm and its rope, one after the other, as its patch does."""
+    only({"shared_halves": True}, **{name: value for name, value in more.items() if value})
     module = importlib.import_module("liger_kernel.transformers.functional")
     q, k = (module.liger_rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
     return module.liger_rope(q, k, cos, sin)
