@@ -76,22 +76,22 @@ RESULTS = {
 def test_the_tables_of_the_losses_say_what_the_files_hold(readme, tmp_path, monkeypatch):
     for name, document in RESULTS.items():
         (tmp_path / f"{name}-h200.json").write_text(json.dumps(document))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     place, mib = "grpo | 8x1024x4096x131072 | 36", "2124 / 2124 / 2124"
     errors = "2e-5 / 2e-5 / - | 3e-3 / 3e-3 / -"
-    assert readme.losses_table().splitlines()[2:] == [
+    assert readme.losses_page.losses_table().splitlines()[2:] == [
         f"| {place} | **40** (90%) | 470* | 39 | - | - | - | - | {mib} | {errors} |"
     ]
-    text = readme.sweep_text()
+    text = readme.losses_page.sweep_text()
     assert "least share 60%, 1025 tokens x 1000 words" in text and "from 1024 tokens 60%" in text
     assert "80% to 60%, from 1024 to 1025 x 1000" in text and "Not reached in the time: 65536 x 1000." in text
-    assert readme.largest_table().splitlines()[2:] == [
+    assert readme.losses_page.largest_table().splitlines()[2:] == [
         "| liger_hw | at least 1,048,576, 18.2 GiB, 5.20 s |",
         "| torch | 81,920, 133.0 GiB, 0.40 s; then RuntimeError: no |",
         "| CCE 25.1.1 | - |",
     ]
-    assert readme.first_call_table().splitlines()[2:] == ["| grpo | 2x8 | 0.91 s, 4.2 ms | - |"]
-    assert readme.options_table() == "Not measured yet: `benchmarks/head_options.py`."
+    assert readme.losses_page.first_call_table().splitlines()[2:] == ["| grpo | 2x8 | 0.91 s, 4.2 ms | - |"]
+    assert readme.losses_page.options_table() == "Not measured yet: `benchmarks/head_options.py`."
 
 
 def many(op, sizes, **ms):
@@ -101,8 +101,8 @@ def many(op, sizes, **ms):
 
 def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
     rows = many("dyt", [8, 16], liger_hw=1.0, liger=2.0, compile=1.5) + many("dyt", [1, 16], liger_hw=1.0, compile=0.9)
-    readme.report.save(tmp_path / readme.MANY, {"rows": rows})
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    readme.report.save(tmp_path / readme.published.MANY, {"rows": rows})
+    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     assert "| dyt | 2 | 0.90 | 0.90 | 1.20 | 1 | 1 | 50% |" in readme.shapes_table()
     assert "In all: 2 shapes, 1 behind a peer by more than 1%." in readme.shapes_table()
     assert readme.behind_table().splitlines()[2:] == ["| dyt | 1x16 | 1000.0 | 900.0 | compile | 0.90 |"]
@@ -111,21 +111,30 @@ def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
 def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
     full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
     old = [one | full for one in many("dyt", [8, 16], liger_hw=1.5, liger=2.0)]
-    readme.report.save(tmp_path / readme.FILES[0], {"rows": old})
-    readme.report.save(tmp_path / readme.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    readme.report.save(tmp_path / readme.published.FILES[0], {"rows": old})
+    readme.report.save(tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
+    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     monkeypatch.setattr(readme, "SHOWN", {"dyt": ("8x16",)})
     assert readme.ops_table().splitlines()[2] == "| dyt | 8x16 | 0.5 | **1** (50%) | 2† | - | - | 2e-3 / 2e-3 | 4 / 4 |"
 
 
 def test_kernels_stand_beside_the_aim_of_their_op(readme, tmp_path, monkeypatch):
     full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
-    readme.report.save(tmp_path / readme.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
+    readme.report.save(tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
     config = {"blocks": {"BLOCK_SIZE": 64}, "num_warps": 4, "ctas_per_mp": 2}
     kernel = {"variant": "bwd", "us": 7.25, "share": 0.9, "registers": 40, "spills": 0, "warps_held": 48, "config": config}
     rows = [{"op": "dyt", "sizes": [8, 16], "aim": 0.85, "kernels": [kernel, kernel | {"variant": "dw"}]}]
     readme.report.save(tmp_path / "limits-h200.json", {"rows": rows})
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     first, second = readme.limits_table().splitlines()[2:]
     assert first.startswith("| dyt | 8x16 | 85% | **50%** | bwd | 7.2 | 90% | 40 | 0 | 48 | BLOCK_SIZE 64; 4 warps, 2 a ")
     assert second.startswith("|  |  |  |  | dw | 7.2 |")
+
+
+def test_a_plot_is_shown_where_it_was_drawn(readme, tmp_path, monkeypatch):
+    monkeypatch.setattr(readme.published, "ROOT", tmp_path)
+    assert readme.published.drawn("speed", "ops.png") == []
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "ops.png").touch()
+    assert readme.published.drawn("speed", "ops.png") == ["", "![speed](ops.png)"]
+    assert readme.published.drawn("speed", "ops.png", seen_from="") == ["", "![speed](docs/ops.png)"]

@@ -1,0 +1,73 @@
+"""What readme.py and losses_page.py write pages from: rows and files of results/, cells of tables, plots of docs/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from liger_hw.bench import report
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
+RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation")
+FILES = (
+    *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
+    *(f"ops-{run}-h200.json" for run in RUNS),
+    ALL_LOSSES,
+)
+"""Runs of single ops, oldest first."""
+
+DTYPES = {"bfloat16": "", "float32": " fp32"}
+
+
+def measured(last: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(op, sizes, arm) -> the newest row of it, of the file `last` where it has one; `older` says that it has not."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in (*(name for name in (*FILES, TABLE) if name != last), last):
+        if not (RESULTS / name).exists():
+            continue
+        for row in report.load(RESULTS / name)["rows"]:
+            if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
+                place = row["op"], size(row), row["arm"]
+                rows[place] = {**rows.get(place, {}), **row, "older": name != last}
+    return rows
+
+
+def size(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["sizes"])) + DTYPES[row["dtype"]]
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    if not row:
+        return "-"
+    return f"{row['ms']['median']:.3g}" + "*" * (row["method"] == "events")
+
+
+def memory(row: dict[str, Any] | None) -> str:
+    return f"{row['peak_mib']:.0f}" if row and row.get("peak_mib") is not None else "-"
+
+
+def worse_error(row: dict[str, Any] | None) -> str:
+    """Of the outputs and of the gradients, the larger."""
+    found = [row[name] for name in ("error_out", "error_grad") if row.get(name) is not None] if row else []
+    return f"{max(found):.0e}".replace("e-0", "e-") if found else "-"
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}-h200.json").read_text())
+
+
+def found(name: str) -> dict[str, Any] | None:
+    return read(name) if (RESULTS / f"{name}-h200.json").exists() else None
+
+
+def not_yet(script: str) -> str:
+    return f"Not measured yet: `benchmarks/{script}`."
+
+
+def drawn(words: str, plot: str, seen_from: str = "docs") -> list[str]:
+    """Lines that show a plot of docs/ on a page in the folder `seen_from`; none where it has not been drawn."""
+    place = ROOT / "docs" / plot
+    return ["", f"![{words}]({place.relative_to(ROOT / seen_from)})"] if place.exists() else []
