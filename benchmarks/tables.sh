@@ -6,7 +6,8 @@
 # many processes a GPU fill the compilers' caches, then one a GPU times, with nothing else running. Run again with the same
 # folder of work, W, it goes on with the cases that are left: remove it after a change. liger_hw and the peers must be
 # importable.
-#   PY=python3  GPUS=count  EACH=13 compiling processes a GPU  WARM=most seconds of that  W=/tmp/tables  LIGER_COMMIT=hash to record
+#   PY=python3  GPUS=count  EACH=13 compiling processes a GPU  WARM=most seconds of that (75 table, 120 many)  W=/tmp/tables
+#   TABLES_TRITON=/tmp/tables-triton, Triton's cache  LIGER_COMMIT=hash to record
 OUT=$1 TOTAL=${2:-300} WHAT=${3:-both} PY=${PY:-python3}
 GPUS=${GPUS:-$($PY -c "import torch; print(torch.accelerator.device_count())")} EACH=${EACH:-13}
 W=${W:-/tmp/tables}; mkdir -p $OUT $W
@@ -14,12 +15,12 @@ export TRITON_CACHE_DIR=${TABLES_TRITON:-/tmp/tables-triton} TORCHINDUCTOR_CACHE
 t0=$SECONDS; say() { echo "$((SECONDS-t0)) s  $*"; }
 join() { # NAME DIR: the rows so far as one file
   $PY - "$1" "$2" <<'P'
-import json, sys
+import sys
 from pathlib import Path
-from liger_hw.bench import report
-rows = [r for p in sorted(Path(sys.argv[2]).glob("[0-9]*.json")) for r in json.loads(p.read_text())["rows"]]
-taken, n = len(list(Path(sys.argv[2]).glob("*.timed"))), len(list(Path(sys.argv[2]).glob("[0-9]*.json")))
-rows = [r for r in rows if not (r["status"] == "absent" and " has no " in r["note"])]
+from liger_hw.bench import report, share
+folder = Path(sys.argv[2])
+taken, n = (len(list(folder.glob(f"[0-9]*.{what}"))) for what in ("timed", "json"))
+rows = [r for r in share.rows_in(folder) if not (r["status"] == "absent" and " has no " in r["note"])]
 keep = ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")
 if rows:
     said = ("driver", "torch", "triton", "liger_hw", "date")  # once, under machine
@@ -35,7 +36,7 @@ for r in bad[:8]: print("  OURS FAILED", r["op"], r["sizes"], r["note"][:120])
 for a in ("quack", "compile", "liger", "cce"): print(a, "errors:", sorted({f'{r["op"]}: {r["note"][:70]}' for r in rows if r["arm"] == a and r["status"] in ("error", "skipped")})[:6])
 P
 }
-phase() { # NAME WARM UNTIL FILE sizes... : warm for WARM seconds, then time until UNTIL (seconds of this call)
+phase() { # NAME WARM UNTIL FILE PEERS SIZES: warm for WARM seconds, then time until UNTIL (seconds of this call)
   local name=$1 warm=$2 until=$3 file=$4 against=$5 sizes=$6 dir=$W/$1
   local args="--sizes $sizes --against $against --repeats 3 --share $dir ${LIGER_COMMIT:+--commit $LIGER_COMMIT}"
   if [ $warm -gt 0 ]; then
@@ -62,6 +63,6 @@ many() { phase many $1 $2 $OUT/ops-many-h200.json.gz compile,liger many; }
 case $WHAT in
   table) table ${WARM:-75} $TOTAL ;;
   many) many ${WARM:-120} $TOTAL ;;
-  both) table 75 $((TOTAL*2/5)); many 120 $TOTAL ;;
+  both) table ${WARM:-75} $((TOTAL*2/5)); many ${WARM:-120} $TOTAL ;;
   try) phase try 15 $TOTAL $OUT/try.json.gz torch,liger 8x16@fp32,9x16@fp32 ;;  # on a machine without a GPU
 esac
