@@ -35,8 +35,14 @@ def _mebibytes(text: str) -> int:
 
 
 def _folder(text: str) -> str:
-    path = Path(text).expanduser()
-    if path.exists() and not path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_file = path.exists() and not path.is_dir()
+    except RuntimeError:
+        raise ValueError("there is no such user") from None
+    except OSError:  # who may not look at it is told at the first read or write, and goes on without a cache
+        is_file = False
+    if is_file:
         raise ValueError("expected a folder, this is a file")
     return text
 
@@ -102,6 +108,14 @@ def _parsed(variable: Variable) -> Any:
         return variable.default if text is None else variable.parse(text)
     except ValueError as error:
         raise SettingError(f"{variable.name}={text!r}: {error}. {variable.help}") from None
+
+
+def launcher_number(name: str, default: int) -> int:
+    """RANK, WORLD_SIZE and the like as torchrun sets them; the default where somebody else's variable has that name."""
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        return default
 
 
 def ignore(name: str) -> None:

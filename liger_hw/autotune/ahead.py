@@ -69,7 +69,7 @@ def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torc
 
 def _threads() -> int:
     """Compiling threads: half the cores that fall to this process, 8 at most."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    ranks = env.launcher_number("LOCAL_WORLD_SIZE", 1)
     return max(2, min(8, (os.cpu_count() or 2) // 2 // max(1, ranks)))
 
 

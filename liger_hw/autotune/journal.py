@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Iterator
 
+from ..backends import LaunchConfig
 from . import store
 
 FLUSH_SECONDS = 1.0
@@ -27,7 +28,10 @@ class Journal:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                size = os.fstat(self._file).st_size
+                if size and os.pread(self._file, 1, size - 1) != b"\n":  # a full disk tore the last line
+                    os.write(self._file, b"\n")
             except OSError as error:
                 store.warn_once("journal", f"cannot write {path}: {error}; this run cannot be resumed")
 
@@ -44,8 +48,11 @@ class Journal:
 
     def flush(self) -> None:
         if self._file is not None:
-            os.fsync(self._file)
             self._flushed = time.monotonic()
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                store.warn_once("journal flush", f"cannot flush {self.path}: {error}")
 
     def close(self) -> None:
         if self._file is not None:
@@ -61,7 +68,7 @@ class Journal:
                 for text in file:
                     try:
                         line = json.loads(text)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         continue
                     if isinstance(line, dict):
                         yield line
@@ -82,10 +89,12 @@ class Past:
             try:
                 place = (line["op"], line["variant"], tuple(line["key"]), line["kernel_hash"])
                 if line["stage"] == "done":
+                    if config := line["result"].get("config"):
+                        LaunchConfig.from_json(config)
                     self.finished[place] = line
                 elif line["stage"] == "failed":
                     self.failed.setdefault(place, {})[json.dumps(line["config"], sort_keys=True)] = str(line["reason"])
                 elif line["stage"] == "coarse":
                     self.coarse.setdefault(place, {})[json.dumps(line["config"], sort_keys=True)] = float(line["us"])
-            except (KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 continue

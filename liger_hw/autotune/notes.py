@@ -8,7 +8,7 @@ from typing import Iterator
 from ..backends import LaunchConfig, Target
 from ..registry import Key
 from . import store
-from .tables import Name
+from .tables import Name, to_key
 
 
 def save_quarantined(
@@ -45,7 +45,7 @@ def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, s
         try:
             if data.get("schema") == store.SCHEMA and store.minor(str(data.get("triton", ""))) == here:
                 config = LaunchConfig.from_json(data["config"])
-                yield str(data["tunable"]), tuple(data["key"]), config, str(data["reason"]), str(data["kernel_hash"])
+                yield str(data["tunable"]), to_key(data["key"]), config, str(data["reason"]), str(data["kernel_hash"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             problems.append(f"{path}: {error}")
     store.report(problems, target)
@@ -69,7 +69,7 @@ def read_misses(target: Target) -> list[Name]:
     found: set[Name] = set()
     for path, data in store.json_files(folder / "_misses", problems) if folder else ():
         try:
-            found.update((str(op), str(variant), tuple(map(int, key))) for op, variant, key in data["misses"])
+            found.update([(str(op), str(variant), to_key(key)) for op, variant, key in data["misses"]])
         except (ValueError, TypeError, KeyError) as error:
             problems.append(f"{path}: {error}")
     store.report(problems, target)

@@ -9,7 +9,7 @@ import atexit
 import os
 from typing import Any, Callable
 
-from .. import registry
+from .. import env, registry
 from ..backends import Target
 from ..registry import Key, Plan, Tunable
 from . import notes, store
@@ -91,7 +91,7 @@ def tune_now(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
         return False
     if _state["inline"] == "off":
         return False
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if env.launcher_number("WORLD_SIZE", 1) > 1:
         _state["inline"] = "off"
         store.warn_once(
             "inline ranks", "LIGER_HW_AUTOTUNE=1 is ignored with WORLD_SIZE > 1; run `liger-hw autotune` first"

@@ -48,11 +48,16 @@ class StaticTuner:
         self.target, self.workers, self.most, self.save = target, workers, candidates, save
         self._certified: dict[tuple, Certificate] = {}
 
-    def run(self, jobs: Iterable[Job], done: Callable[[Result], None] = lambda result: None) -> list[Result]:
+    def run(
+        self, jobs: Iterable[Job], done: Callable[[Result], None] = lambda result: None, budget: float = math.inf
+    ) -> list[Result]:
+        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no further job is begun."""
         results = []
+        deadline = time.monotonic() + budget
         for job in jobs:
             began = time.monotonic()
-            result = self.choose(job)
+            late = began >= deadline
+            result = Result(job, note="skipped: the budget is spent") if late else self.choose(job)
             result.seconds = round(time.monotonic() - began, 3)
             results.append(result)
             done(result)

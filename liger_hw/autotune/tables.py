@@ -40,15 +40,23 @@ def from_record(record: Any, source: str) -> tuple[Name, Entry]:
     op, variant, key, provenance = record["op"], record["variant"], record["key"], record["provenance"]
     if not (isinstance(op, str) and isinstance(variant, str)):
         raise ValueError("op and variant must be strings")
-    if not isinstance(key, list) or not all(type(part) is int for part in key):
-        raise ValueError(f"key must be a list of integers, got {key!r}")
+    if not (op.isidentifier() and variant.isidentifier()):  # an op names a folder of the user cache
+        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
+    key = to_key(key)
     if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
         raise ValueError("provenance must be an object with a `kind`")
     kernel_hash = provenance.get("kernel_hash")
     if kernel_hash is not None and not isinstance(kernel_hash, str):
         raise ValueError("provenance.kernel_hash must be a string")
     config = LaunchConfig.from_json(record["config"])
-    return (op, variant, tuple(key)), Entry(config, provenance, kernel_hash, source)
+    return (op, variant, key), Entry(config, provenance, kernel_hash, source)
+
+
+def to_key(data: Any) -> Key:
+    """A key from untrusted JSON data. Raises `ValueError`."""
+    if not isinstance(data, list) or not all(type(part) is int for part in data):
+        raise ValueError(f"key must be a list of integers, got {data!r}")
+    return tuple(data)
 
 
 def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tuple[Name, Entry]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -62,23 +63,27 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     def save(name: tuple, entry: Any) -> Any:
         return None if name in measured else store.save(target, name, entry)  # a guess must not answer before a measurement
 
+    interrupted = False
     count = arguments.workers or os.cpu_count() or 1
     with Workers(count, timeout=120.0) as workers:
         tuner = StaticTuner(target, workers, candidates=arguments.candidates, save=save)
         try:
-            tuner.run(jobs, done)
+            tuner.run(jobs, done, arguments.budget or math.inf)
         except KeyboardInterrupt:
-            screen.line("interrupted; what was compiled is kept by Triton, the same command goes on from there")
-            return 130
+            interrupted = True
     failed = [r for r in results if r.error]
-    screen.line(f"done after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed")
+    screen.line(f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed")
     if arguments.json:
         facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
-        print(json.dumps({"kind": "static", **facts, "results": [r.to_json() for r in results], "problems": problems}, indent=1))
+        rows = [r.to_json() for r in results]
+        print(json.dumps({"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1))
     else:
         print(_text(results))
         if any(r.stored for r in results):
             print(f"to share them: liger-hw cache export --device {target.arch} -o {target.arch}.json", file=sys.stderr)
+    if interrupted:
+        screen.line("what was compiled is kept by Triton, the same command goes on from there")
+        return 130
     return 1 if failed else 0
 
 
@@ -88,6 +93,9 @@ def _text(results: list[Any]) -> str:
         head = (r.job.name, "x".join(map(str, r.job.sizes)), str(r.job.key))
         if r.error:
             rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
+            continue
+        if not r.heuristic_us:
+            rows.append((*head, "", "", "", "", "", r.note))
             continue
         times = (f"{r.heuristic_us:.1f}", f"{r.winner_us:.1f}", f"{r.gain:.1%}" if r.gain else "")
         rows.append((*head, *times, str(r.tried), str(r.failed), r.note))

@@ -87,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if int(os.environ.get("RANK", "0") or 0) != 0:
+    from .. import env
+
+    if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
         return 0
     if arguments.dry_run:

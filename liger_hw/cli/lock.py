@@ -105,9 +105,10 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
 
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:
-    from .. import registry
+    from .. import env, registry
     from ..autotune import lock
 
+    env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with what this machine chooses by itself
     try:
         header, table = lock.read(Path(arguments.check))
     except ValueError as error:

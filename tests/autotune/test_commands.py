@@ -92,6 +92,8 @@ def test_only_rank_0_measures(clean_registry, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["autotune", "--device", "cuda"]) == 0
     assert "only rank 0" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "head")  # somebody else's variable
+    assert json.loads(run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--first", "--json"))["jobs"]
 
 
 # -- cache -----------------------------------------------------------------------------------------------------------
@@ -156,6 +158,14 @@ def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
     assert "not a table" in run(capsys, "cache", "import", str(path), "--device", "sm90", code=2)
 
 
+def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
+    path, outside = tmp_path / "t.json", tmp_path / "outside"
+    run(capsys, "cache", "export", "-o", str(path))
+    path.write_text(path.read_text().replace('"op": "rms_norm"', f'"op": "{outside}"'))
+    out = run(capsys, "cache", "import", str(path), "--device", "sm90")
+    assert "left out: entry 0: op and variant are names" in out and "0 of 1" in out and not outside.exists()
+
+
 def test_clear_takes_what_it_is_told(cache, capsys):
     notes.save_misses(H200, [NAME])
     notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
@@ -209,6 +219,17 @@ def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkey
         NAME: "user",
         ("rms_norm", "bwd", KEY): "heuristic",
     }
+
+
+def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):
+    """Also where LIGER_HW_LOCK_FILE names the file, as it does on the machine where somebody would check it."""
+    path = tmp_path / "l"
+    run(capsys, "lock", "--model", "llama-3-8b", "--ops", "rms_norm", "--seq", "8192", "--device", "sm90", "-o", str(path))
+    words = ("lock", "--check", str(path), "--device", "gfx942", "--json")
+    differ = json.loads(run(capsys, *words))["other"]
+    monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
+    registry.reload()
+    assert json.loads(run(capsys, *words))["other"] == differ > 0
 
 
 def test_lock_says_what_is_missing(clean_registry, capsys):

@@ -14,7 +14,7 @@ from liger_hw import registry
 from liger_hw.autotune import model, static
 from liger_hw.autotune.accesses import Access, accesses
 from liger_hw.autotune.compile import Certificate, Launch
-from liger_hw.autotune.jobs import Job
+from liger_hw.autotune.jobs import Job, Result
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.backends._text import instructions
 from liger_hw.backends.base import Resources
@@ -236,9 +236,36 @@ def test_without_a_heuristic_that_compiles_there_is_no_choice():
 
 
 @pytest.mark.aot
+def test_the_budget_ends_a_run(monkeypatch):
+    tuner = static.StaticTuner(H200, FakeWorkers(lambda config: {}), candidates=2)
+    clock = iter(range(0, 100, 10))
+    monkeypatch.setattr(static.time, "monotonic", lambda: next(clock))
+    results = tuner.run([JOB] * 3, budget=15)
+    assert [bool(r.heuristic_us) for r in results] == [True, False, False]
+    assert results[1].note == "skipped: the budget is spent" and not results[1].error
+
+
+@pytest.mark.aot
 def test_no_more_is_compiled_than_asked_for():
     result, _, workers = _choose(lambda config: {}, candidates=8)
     assert 6 <= result.tried <= 9 and len(workers.seen) <= 9
+
+
+@pytest.mark.aot
+def test_an_interrupted_command_shows_what_it_has(capsys, clean_registry, monkeypatch):
+    from liger_hw.cli import main
+
+    def run(tuner, jobs, done, budget):
+        done(Result(jobs[0], heuristic_us=2.0, winner_us=2.0, note="the heuristic stays"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(static.StaticTuner, "run", run)
+    words = ["autotune", "--device", "gfx942", "--ops", "relu_squared", "--shapes", "4096x4096"]
+    assert main([*words, "--json"]) == 130
+    data = json.loads(capsys.readouterr().out)
+    assert data["interrupted"] and len(data["results"]) == 1
+    assert main(words) == 130
+    assert "relu_squared.fwd  4096x4096" in capsys.readouterr().out
 
 
 @pytest.mark.aot

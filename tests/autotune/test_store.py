@@ -151,6 +151,7 @@ BROKEN = {
     "unknown field": lambda text: text.replace('"num_warps"', '"num_wraps"'),
     "warps a string": lambda text: text.replace('"num_warps": ', '"num_warps": "x", "a": '),
     "key of strings": lambda text: text.replace("[4096, 13, 2]", '["4096", "13", "2"]'),
+    "an op that is a path": lambda text: text.replace('"rms_norm"', '"../../rms_norm"'),
     "no provenance": lambda text: text.replace('"provenance"', '"province"'),
 }
 
@@ -165,6 +166,23 @@ def test_a_broken_entry_is_a_miss_with_one_warning(stored, caplog, damage):
     taken(key=(2048, 13, 2))
     said = warnings(caplog)
     assert len(said) == 1 and "cannot be read" in said[0] and "cache verify" in said[0]
+
+
+@pytest.mark.parametrize("key", [[[4096], 13, 2], [{"a": 1}], float("inf"), [float("inf")], "abc", None])
+def test_broken_notes_are_passed_over_with_one_warning(stored, caplog, key):
+    """A quarantine or a list of misses with a key that is none stops neither the launch nor what reads the others."""
+    fwd, config, _ = stored
+    notes.save_misses(H200, [NAME])
+    notes.save_quarantined(H200, "rms_norm.fwd", KEY, config, "out of memory", fwd.kernel_hash())
+    (quarantine,), (missed,) = (list((store.home(H200) / what).iterdir()) for what in ("_quarantine", "_misses"))
+    for path, name in ((quarantine, "key"), (missed, "misses")):
+        data = json.loads(path.read_text())
+        data[name] = key if name == "key" else [["rms_norm", "bwd", [1]], ["rms_norm", "fwd", key]]
+        (path.parent / "broken.json").write_text(json.dumps(data))
+    registry.reload()
+    assert taken().layer == "heuristic", "the good quarantine still counts"
+    assert notes.read_misses(H200) == [NAME]
+    assert len(warnings(caplog)) == 1 and "broken.json" in warnings(caplog)[0]
 
 
 def test_an_unreadable_entry_is_a_miss(stored, caplog):

@@ -260,6 +260,23 @@ def test_a_killed_run_resumes_where_it_was(tmp_path):
     assert kept["rms_norm", "bwd", KEY].provenance["gain"] > 0, "stored again: the journal may have outlived the cache"
 
 
+def test_a_broken_journal_costs_its_broken_lines_only(tmp_path):
+    """A line torn by a full disk does not take the next run's first line with it; lines of rubbish are passed over."""
+    path = tmp_path / "j.jsonl"
+    tune(journal=Journal(path))
+    whole = path.read_text()
+    (done,) = (json.loads(text) for text in whole.splitlines() if json.loads(text)["stage"] == "done")
+    bad = [{**done, "result": result} for result in (None, [], {"config": {"num_wraps": 4}})]
+    bad += [{**done, "stage": "coarse", "config": {}, "us": 10**400}]
+    path.write_text("[" * 100_000 + "\n" + "".join(json.dumps(line) + "\n" for line in bad) + '{"op": "torn')
+    journal = Journal(path)
+    journal.write({"first": 1})
+    assert list(journal.read())[-1] == {"first": 1}
+    assert not Past(journal, FACTS["triton"]).finished
+    path.write_text(whole)
+    assert Past(Journal(path), FACTS["triton"]).finished
+
+
 def test_the_past_of_another_kernel_or_triton_does_not_count(tmp_path):
     journal = Journal(tmp_path / "j.jsonl")
     tune(journal=journal)
