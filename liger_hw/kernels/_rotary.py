@@ -248,7 +248,7 @@ class Rotary:
     trig, section, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
     pairs_in and pairs_out are those of the forward; backward goes the other way.
     flat: heads whose width is no power of two go through `_rotary_flat`, which takes halves with HALVES or pairs, in and
-    out, with COMPLEX.
+    out, of an even width, with COMPLEX.
     """
 
     def __init__(self, op: str, flat: bool = False) -> None:
@@ -278,7 +278,7 @@ class Rotary:
         out_k = None if k is None else _dense(k, head_axis, k_inside)
         if geometry.tokens:
             key, tensors = (*geometry.key, q.itemsize), (q, k, cos, sin, out_q, out_k)
-            if self.flat:
+            if self.flat and not (trig == COMPLEX and q.shape[3] % 2):  # flat tiles hold no pairs at odd places
                 key = _rotary_flat.as_it_is(key, q.shape[3])
             plan = (self.bwd if back else self.fwd).plan(q.device, key)
             if self.flat and _rotary_flat.is_flat(key):

@@ -140,7 +140,7 @@ OP = registry.register(
         tunables=(_rotary.fwd, _rotary.bwd),
         workloads=WORKLOADS,
         sample=_sample,
-        small=SMALL,
+        small=(*SMALL, (1, 5, 3, 2, 7)),
         options=({}, {"per_batch": True, "partial": True}),
     )
 )
