@@ -5,6 +5,7 @@
 # unset, the pinned ones. TRITON: another version than the environment's, laid over it.
 # OUT (ci-out): where JSON goes, for the runner to upload. DRY_RUN=1 prints the steps instead of doing them.
 set -euo pipefail
+[ $# -eq 0 ] || { echo "$0: takes no words, only variables: see ci/common.sh" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
@@ -41,6 +42,8 @@ lanes() {
 # vendor NAME: everything a machine with that vendor's GPU is asked to show. BUDGET=0 leaves the tuning out; else its
 # seconds (900), after which OUT/table.json is the table made there and OUT/bench-tuned.json what it gives.
 vendor() {
+    local tuned=cuda:0  # torch's name for ROCm's devices too
+    [ "$1" != xpu ] || tuned=xpu:0
     install
     step "$BIN/liger-hw" info --require "$1"
     keep info.json "$BIN/liger-hw" info --json
@@ -50,6 +53,6 @@ vendor() {
     keep host.json "$BIN/liger-hw" bench host --json
     [ "${BUDGET:=900}" != 0 ] || return 0
     step "$BIN/liger-hw" autotune --device "$1" --budget "$BUDGET"
-    keep table.json "$BIN/liger-hw" cache export
+    keep table.json "$BIN/liger-hw" cache export --device "$tuned"  # not what else the machine's cache may hold
     keep bench-tuned.json "$BIN/liger-hw" bench --against torch,compile --json
 }

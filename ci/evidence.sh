@@ -12,6 +12,7 @@
 # TRITON_AT (.venv): the folder of the other releases' folders triton-VERSION. WORKERS: processes (default: cores).
 # shellcheck disable=SC2329  # the steps are called by name
 set -euo pipefail
+[ $# -eq 0 ] || { echo "$0: takes no words, only variables: see its head" >&2; exit 2; }
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}

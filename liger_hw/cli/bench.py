@@ -108,7 +108,7 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     if arguments.share:
         try:
             shared = share.Share(arguments.share, todo, budget, "warm" if arguments.warm else "timed")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise UsageError(f"bench: {error}") from None
     if arguments.warm:
         with contextlib.suppress(timing.OutOfBudget):

@@ -74,6 +74,8 @@ def test_another_list_is_refused(tmp_path, capsys):
     with pytest.raises(ValueError, match="another list of cases"):
         Share(tmp_path, todo(), Budget())
     assert main([*COMMAND, "--share", str(tmp_path)]) == 2 and "another list" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main([*COMMAND, "--share", str(tmp_path / "file")]) == 2 and "File exists" in capsys.readouterr().err
 
 
 def test_processes_measure_one_list_and_a_later_one_finds_it_done(tmp_path, capsys):

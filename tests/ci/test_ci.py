@@ -62,7 +62,7 @@ def test_a_vendor_is_required_tested_planned_and_timed(vendor):
         f"autotune --device {vendor} --dry-run",
         "--json > kept/bench.json",
         f"autotune --device {vendor} --budget 900",
-        "cache export > kept/table.json",
+        f"cache export --device {'xpu' if vendor == 'xpu' else 'cuda'}:0 > kept/table.json",
         "--json > kept/bench-tuned.json",
     )
     found = [next(i for i, command in enumerate(commands) if piece in command) for piece in wanted]
@@ -100,6 +100,14 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
     )
     assert done.returncode == 1 and "sees no xpu device" in done.stderr
     assert "ci/test.sh" not in done.stdout
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "evidence.sh"])
+def test_words_are_refused_before_anything_is_installed(script):
+    """Who asks for `--help` gets no environment built."""
+    words, env = ["bash", f"ci/{script}", "--help"], {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "STEPS": ""}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no words, only variables" in done.stderr and not done.stdout
 
 
 def test_evidence_refuses_a_step_it_does_not_know():
