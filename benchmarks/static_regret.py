@@ -118,8 +118,8 @@ def collect(arguments: argparse.Namespace) -> None:
     shipped = {name: entry.config for _, table in reversed(store.layers(target)) for name, entry in table.items()}
     chosen = [op for op in registry.ops().values() if not arguments.ops or op.name in arguments.ops.split(",")]
     jobs = jobs_of(chosen, target, shipped, arguments.candidates)
-    order = {id(job): (0 if job["sizes"] == tuple(next(iter(registry.get_op(job["op"]).workloads.values()))) else 1) for job in jobs}
-    jobs.sort(key=lambda job: order[id(job)])  # every op once before any op twice: the time may run out
+    first = {op.name: next(iter(op.workloads.values())) for op in chosen}
+    jobs.sort(key=lambda job: job["sizes"] != first[job["op"]])  # every op once before any op twice: the time may run out
     print(f"{len(jobs)} launches, {sum(len(j['configs']) for j in jobs)} candidates, {time.monotonic() - began:.0f} s", flush=True)
     context = multiprocessing.get_context("spawn")
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1))
@@ -186,7 +186,6 @@ def timed(stage: Any, configs: list[Any], refusal: type) -> tuple[dict[Any, list
 
 # -- report ----------------------------------------------------------------------------------------------------------
 
-FITTED = ("start", "chain", "barrier", "barrier_per_warp", "shuffle", "issue", "access", "spill", "ahead", "kept", "last")
 BOUNDS = {
     **{"start": (20, 500), "chain": (0.5, 7), "barrier": (10, 150), "barrier_per_warp": (0, 10), "shuffle": (0.5, 30)},
     **{"issue": (1, 2), "access": (0.5, 2), "spill": (2, 20), "ahead": (0, 1.5), "kept": (0.3, 1), "last": (0.3, 1)},

@@ -67,11 +67,10 @@ def measure(
         if meter.module is None:  # there the arithmetic is the host's too
             sizes = tuple(min(size, 64) for size in sizes)
         sets = [ops.make_inputs(case, sizes, meter.device, seed) for seed in range(BATCH)]
-        for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter):
-            rows.append({**row, "sizes": list(sizes)})
+        arms = {row["arm"]: row for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter)}
+        rows += [{**row, "sizes": list(sizes)} for row in arms.values()]
         try:
-            part = breakdown(op, sets[0], meter)
-            floor = next((row["full_us"] for row in rows if (row["op"], row["arm"]) == (op.name, FLOOR) and "full_us" in row), None)
+            part, floor = breakdown(op, sets[0], meter), arms[FLOOR].get("full_us")
             if None not in (floor, part["launch"], part["allocs_full"]):
                 part["least_full_us"] = floor + part["launches_full"] * part["launch"] + part["allocs_full"] * part["alloc"]
             parts.append({"op": op.name, **part})
