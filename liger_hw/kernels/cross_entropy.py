@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .. import registry
-from ..registry import Op, Sample, Tunable, row_key
+from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._cross_entropy_reference import (
     REDUCTIONS,
     CrossEntropyOutput,
@@ -93,13 +93,30 @@ def cross_entropy_reference(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
+
+def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """`row_key`, and a last 0 where rows do not all begin at 16 bytes: they are read an element at a time.
+
+    Measured on an H200 (2026-11-21), 6000 x 50257 in bf16: 859 us with the entry of 8192 x 64000, 585 with small blocks.
+    """
+    key = row_key(n_rows, n_cols, itemsize)
+    return key if n_cols * itemsize % 16 == 0 else (*key, 0)
+
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Small blocks where a thread loads single elements, so that several loads of a row are on their way."""
+    if len(key) == 3 or key[0] <= 8192:
+        return rows_heuristic(target, key)
+    return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 32, 16), 3, hint="keep")
+
+
 FWD = Tunable(
     "cross_entropy",
     "fwd",
     kernels=ROW_KERNELS,
-    key=row_key,
+    key=_key,
     dims=DIMS,
-    heuristic=rows_heuristic,
+    heuristic=_heuristic,
     safe=rows_safe,
     space=rows_space,
     valid=has_block_size,
@@ -116,7 +133,7 @@ def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, red
     rows = row_buffers(n_rows, options, dtype, x.device, (z, accuracy, top))
     dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad else None
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
+        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize))
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
     late = grad and divides_late(x.dtype, options)
     outputs = launch_sum(rows, stats, options, dtype)
