@@ -113,8 +113,14 @@ def write_atomic(path: Path, text: str) -> bool:
                 os.unlink(temporary)
             except OSError:
                 pass
-        warn_once(f"write {path.parent}", f"cannot write {path}: {error}; nothing is stored there")
+        warn_once(_place(path), f"cannot write {path}: {error}; nothing is stored there")
         return False
+
+
+def _place(path: Path) -> str:
+    """What one warning is enough for: the whole user cache, or else the file's folder."""
+    base = root()
+    return f"write {base if base in path.parents else path.parent}"
 
 
 def warn_once(topic: str, message: str) -> None:
@@ -182,7 +188,7 @@ def discard(target: Target, name: Name, entry: Entry) -> None:
         if path is not None:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warn_once(f"write {path.parent}", f"cannot remove {path}: {error}")
+        warn_once(_place(path), f"cannot remove {path}: {error}")
 
 
 def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:

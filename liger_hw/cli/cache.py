@@ -10,8 +10,9 @@ liger-hw cache clear [--misses|--quarantine|--entries|--journal]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -238,21 +239,40 @@ def _clear(arguments: argparse.Namespace) -> int:
     chosen = chosen or ["entries", "misses", "quarantine", "journal"]
     removed = 0
     for folder in _folders(arguments):
-        for path in sorted(folder.iterdir()):
+        try:
+            found = sorted(folder.iterdir())
+        except FileNotFoundError:  # another process cleared it
+            continue
+        for path in found:
             kind = {"_misses": "misses", "_quarantine": "quarantine", "_journal.jsonl": "journal"}.get(path.name)
             if kind is None and path.is_dir() and not path.name.startswith("_"):
                 kind = "entries"
             if kind not in chosen:
                 continue
-            removed += sum(1 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 1
             try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                removed += _remove(path)
             except OSError as error:
                 raise UsageError(f"cache clear: {error}") from None
-        if not any(folder.iterdir()):
+        with contextlib.suppress(OSError):  # something is left, or was written meanwhile
             folder.rmdir()
     print(f"removed {removed} files ({', '.join(chosen)}) from {store.root()}")
     return 0
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, or a folder with all in it; how many files went. Others may remove or write there meanwhile."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return 1
+    count = 0
+    for at, _, names in os.walk(path, topdown=False):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(at, name))
+                count += 1
+        with contextlib.suppress(OSError):  # no longer empty, or no longer there
+            os.rmdir(at)
+    return count
 
 
 _ACTIONS = {"list": _list, "verify": _verify, "export": _export, "import": _import, "clear": _clear}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,17 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
     names = {name for name, _ in store.read_user(target, [])} | set(notes.read_misses(target))
     wanted = set(arguments.ops or ops)
     tunables = registry._tunables
-    return [(tunables[f"{o}.{v}"], key) for o, v, key in sorted(names) if o in wanted and f"{o}.{v}" in tunables]
+    found = []
+    for op, variant, key in sorted(names):
+        if op not in wanted or (tunable := tunables.get(f"{op}.{variant}")) is None:
+            continue
+        try:
+            tunable.heuristic(target, key)
+        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+            print(f"liger-hw: lock: left out {tunable.name} {key}: no key of this version", file=sys.stderr)
+        else:
+            found.append((tunable, key))
+    return found
 
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -177,6 +178,21 @@ def test_clear_takes_what_it_is_told(cache, capsys):
     assert "nothing is stored" in run(capsys, "cache", "list")
 
 
+def test_clear_goes_on_where_others_write_or_clear(cache, capsys, monkeypatch):
+    """A file that another process removed is gone all the same; a folder that one wrote to again stays."""
+    unlink = os.unlink
+
+    def busy(path, *args, **kwargs):
+        unlink(path, *args, **kwargs)
+        if not (cache / "_misses").exists():
+            notes.save_misses(H200, [NAME])
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    assert "removed 0 files" in run(capsys, "cache", "clear", "--entries")
+    assert [path.name for path in cache.iterdir()] == ["_misses"]
+
+
 # -- lock ------------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +235,13 @@ def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkey
         NAME: "user",
         ("rms_norm", "bwd", KEY): "heuristic",
     }
+
+
+def test_lock_from_used_leaves_out_keys_of_another_version(cache, capsys, tmp_path, monkeypatch):
+    notes.save_misses(H200, [("rms_norm", "bwd", KEY[:1])])
+    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    assert main(["lock", "--from-used", "-o", str(tmp_path / "l")]) == 0
+    assert "left out rms_norm.bwd (4096,)" in capsys.readouterr().err and set(lock.read(tmp_path / "l")[1]) == {NAME}
 
 
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):

@@ -210,8 +210,9 @@ def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
-    for rows in range(3):
-        assert store.save(H200, ("rms_norm", "fwd", (4096, rows, 2)), entry(config, fwd)) is None
+    for op in ("rms_norm", "rope", "swiglu"):
+        assert store.save(H200, (op, "fwd", KEY), entry(config, fwd)) is None
+    notes.save_misses(H200, [NAME])
     assert len(warnings(caplog)) == 1 and "Read-only" in warnings(caplog)[0]
     assert taken().layer == "user", "reading still works"
 
