@@ -44,18 +44,20 @@ STATES = {
 def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
     """What `ci/certificates.py` or `liger-hw compile --json` left -> counts of distinct kernels by op and architecture.
 
-    An op of which kernels were left on an architecture has no count there.
+    An op of which kernels were left on an architecture has no count there, and one of which a run compiled only what other
+    ops launch of it has none at all.
     """
     if document.get("kind") != "certificates":
         raise ValueError("no certificates: neither of ci/certificates.py nor of `liger-hw compile --json`")
     left = {(op, target) for op, target, _ in document.get("left", ())}
+    asked = set(document.get("ops") or (one["op"] for one in document["certificates"]))
     counts: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     failures: dict[str, list[str]] = defaultdict(list)
     seen = set()
     for one in document["certificates"]:
         what = [one[k] for k in ("op", "target", "tunable", "kernel", "config", "resources", "error")]
         same = one.get("id") or json.dumps(what)
-        if same in seen or (one["op"], one["target"]) in left:
+        if same in seen or (one["op"], one["target"]) in left or one["op"] not in asked:
             continue
         seen.add(same)
         fresh = {"kernels": 0, "failed": 0, "spilling": 0, "worst": 0, "level": one.get("level", "binary")}

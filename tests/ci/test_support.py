@@ -63,6 +63,12 @@ def test_what_was_left_has_no_count(support):
     assert set(found["ops"]["rms_norm"]) == {"gfx942"}
 
 
+def test_what_other_ops_launch_of_an_op_is_not_the_op(support):
+    head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
+    some = [certificate("gfx942"), {**certificate("gfx942"), "op": "softmax"}]
+    assert set(support.condense_compiled({**head, "ops": ["softmax"], "certificates": some})["ops"]) == {"softmax"}
+
+
 def test_kernels_are_told_apart_by_their_id(support):
     """Two that differ in what Triton specialises on alone, not in anything else that is kept."""
     head = {"kind": "certificates", "date": "2026-01-01", "triton": "3.7.1", "depth": "full"}
