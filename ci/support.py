@@ -92,6 +92,8 @@ def merged_compiled(before: dict[str, Any], now: dict[str, Any]) -> dict[str, An
         deeper = was.get("source") == facts["source"] and DEPTHS.index(was["depth"]) > DEPTHS.index(facts["depth"])
         if deeper and "failures" not in facts and set(archs) <= set(ops[op]):
             continue
+        if was.get("source") == facts["source"] and was["depth"] != facts["depth"] and not set(ops[op]) <= set(archs):
+            continue  # of fewer architectures than are kept: they wait until the deeper run has them all
         if all(was.get(name) == facts[name] for name in ("depth", "source")):
             archs = dict(sorted({**ops[op], **archs}.items()))
             kept = [one for one in was.get("failures", ()) if one.split()[0] not in now["ops"][op]]

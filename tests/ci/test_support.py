@@ -100,6 +100,7 @@ def test_compiled_runs_are_merged(support):
     assert broken["about"]["dyt"]["failures"] == ["sm80 dyt.fwd: no"]
     mended = merged(_kept(failures=["sm80 dyt.fwd: no", "sm90 dyt.fwd: no"], sm80=1, sm90=1), _kept(sm80=1))
     assert mended["about"]["dyt"]["failures"] == ["sm90 dyt.fwd: no"], "of what was compiled again"
+    assert merged(_kept("quick", sm80=1, sm90=1), _kept("full", sm80=9)) == _kept("quick", sm80=1, sm90=1), "not all yet"
     other = {**_kept(sm80=1), "about": {"jsd": _kept()["about"]["dyt"]}, "ops": {"jsd": {"sm80": {"kernels": 1}}}}
     assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
 
