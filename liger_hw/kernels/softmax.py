@@ -48,6 +48,15 @@ def _log2_base(top):
     return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
 
+@triton.jit
+def _below_2_30(x, top):
+    """A 16-bit row and its maximum; times the power of two that brings them under 2^30 where the maximum's size is not. To
+    softmax that is the same row: numbers up there, and those they become, differ by 64 at least or not at all."""
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
+    return x * factor.to(x.dtype), top * factor
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _softmax_fwd_kernel(
     X_ptr,
@@ -72,12 +81,12 @@ def _softmax_fwd_kernel(
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
             x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             top = tl.max(x.to(tl.float32), axis=1)[:, None]
-            log2_base = _log2_base(top)
             if BLOCK_SIZE > 16384 and x.dtype != tl.float32:  # narrow across both sums; the exponentials are computed twice
-                scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, log2_base), axis=1)[:, None]
-                y = _exp_folded(_after(x, scale).to(tl.float32), top, log2_base) * scale
+                x, top = _below_2_30(x, top)
+                scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
+                y = _exp_folded(_after(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
             else:
-                e = _exp_folded(x.to(tl.float32), top, log2_base)
+                e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
                 y = e * (1.0 / tl.sum(e, axis=1))[:, None]
             tl.store(Y_ptr + rows * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -169,7 +178,7 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _after), (_softmax_bwd_kernel, _after))
+FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _below_2_30, _after), (_softmax_bwd_kernel, _after))
 softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
 
 

@@ -49,6 +49,20 @@ def test_softmax_of_hard_rows(lane, tiles):
         torch.testing.assert_close(op.function(x), torch.softmax(x, -1), equal_nan=True)
 
 
+@pytest.mark.lanes("gpu")
+def test_softmax_of_hard_rows_kept_narrow(lane):
+    """As above in bf16, at a width where the row stays in it; the interpreter multiplies bf16 as integers."""
+    most = torch.finfo(torch.bfloat16).max
+    x = torch.randn(6, 20011, device=lane.device).to(torch.bfloat16)
+    x[0] *= 2.0**30
+    x[1], x[1, 7] = -most, 1.5
+    x[2], x[3, 5], x[4, 0], x[5] = most, most, float("nan"), -float("inf")
+    with registry.override("softmax.fwd", LaunchConfig({"BLOCK_SIZE": 32768, "ROWS": 1}, 32)):
+        y = registry.get_op("softmax").function(x)
+    exact = torch.softmax(x.double(), -1)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize("dim", [2, -3, 1.0])
 @pytest.mark.cpu
 def test_sparsemax_refuses_what_is_no_dimension(dim):
