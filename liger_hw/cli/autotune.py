@@ -47,11 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
     )
-    what.add_argument("--batch", type=_numbers, default=[1], help="batch sizes for --model (default 1)")
+    what.add_argument("--batch", type=_numbers, help="batch sizes for --model (default 1)")
     what.add_argument(
         "--seq",
         type=_numbers,
-        default=[512, 1024, 2048, 4096, 8192, 16384],
         help="sequence lengths for --model (default 512 to 16384)",
     )
     what.add_argument(
@@ -171,6 +170,10 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
     from .. import registry
     from ..autotune import models, notes, plan
 
+    if (arguments.batch or arguments.seq) and not arguments.model:
+        raise UsageError("autotune: --batch and --seq go with --model")
+    if arguments.from_misses and (arguments.model or arguments.shapes or arguments.first):
+        raise UsageError("autotune: --from-misses says what to tune: --model, --shapes and --first do not go with it")
     try:
         ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
         chosen = [models.find(name) for name in arguments.model]
@@ -183,7 +186,8 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         if not found and not problems:
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
         return found, problems
-    wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, arguments.shapes)
+    batch, seq = arguments.batch or [1], arguments.seq or [512, 1024, 2048, 4096, 8192, 16384]
+    wanted = plan.shapes(ops, chosen, batch, seq, arguments.shapes)
     if arguments.first:
         wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
     if not wanted:

@@ -78,6 +78,8 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
         (("--shapes", "axb"), "is not a shape"),
         (("--budget", "-3"), "positive number of seconds"),
         (("--seq", "0"), "positive integers"),
+        (("--dry-run", "--device", "sm90", "--seq", "2048"), "--batch and --seq go with --model"),
+        (("--dry-run", "--device", "sm90", "--from-misses", "--first"), "--from-misses says what to tune"),
     ],
 )
 def test_what_cannot_be_done_is_said(clean_registry, capsys, monkeypatch, words, said):
