@@ -8,7 +8,7 @@
 # importable.
 #   PY=python3  GPUS=count  EACH=13 compiling processes a GPU  WARM=most seconds of that (75 table, 120 many)  W=/tmp/tables
 #   TABLES_TRITON=/tmp/tables-triton, Triton's cache  LIGER_COMMIT=hash to record
-OUT=$1 TOTAL=${2:-300} WHAT=${3:-both} PY=${PY:-python3}
+OUT=${1:?OUT, the folder for results} TOTAL=${2:-300} WHAT=${3:-both} PY=${PY:-python3}
 GPUS=${GPUS:-$($PY -c "import torch; print(torch.accelerator.device_count())")} EACH=${EACH:-13}
 W=${W:-/tmp/tables}; mkdir -p $OUT $W
 export TRITON_CACHE_DIR=${TABLES_TRITON:-/tmp/tables-triton} TORCHINDUCTOR_CACHE_DIR=/tmp/tables-inductor QUACK_CACHE_DIR=/tmp/tables-quack PYTHONUNBUFFERED=1
