@@ -9,7 +9,6 @@ import triton
 from liger_hw.autotune import compile as aot
 from liger_hw.backends import known_target
 
-
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
