@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ..backends import Target
 
 
+SEQS = [512, 1024, 2048, 4096, 8192, 16384]
+"""Sequence lengths of a model where none are given."""
+
+
 def _numbers(text: str) -> list[int]:
     try:
         values = [int(part) for part in text.split(",") if part]
@@ -186,8 +190,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         if not found and not problems:
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
         return found, problems
-    batch, seq = arguments.batch or [1], arguments.seq or [512, 1024, 2048, 4096, 8192, 16384]
-    wanted = plan.shapes(ops, chosen, batch, seq, arguments.shapes)
+    wanted = plan.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
     if arguments.first:
         wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
     if not wanted:

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import UsageError
 from ._values import A_MODEL, dtype_name, name_list
-from .autotune import _numbers
+from .autotune import SEQS, _numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=_numbers,
-        default=[512, 1024, 2048, 4096, 8192, 16384],
+        default=SEQS,
         help="sequence lengths (default 512 to 16384)",
     )
     parser.add_argument(
