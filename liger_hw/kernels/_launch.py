@@ -65,14 +65,18 @@ def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]
     count = _tensor_counts.get(name)
     if count is None:
         count = _count_tensors(kernel, args)
-    tensors, numbers = args[:count], args[count:]
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    together = 0
-    for p in pointers:
-        if p is not None:
-            together |= p
+    pointers, dtypes, together, numbers = [], [], 0, args[count:]
+    for tensor in args[:count]:  # one loop: each costs
+        if tensor is None:
+            pointers.append(None)
+            dtypes.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            together |= pointer
+            pointers.append(pointer)
+            dtypes.append(tensor.dtype)
     aligned = 0 if together & 15 == 0 else tuple([None if p is None else p & 15 for p in pointers])
-    key = (name, flags, numbers, aligned, *[None if t is None else t.dtype for t in tensors])
+    key = (name, flags, numbers, aligned, *dtypes)
     found = compiled.get(key)
     index = args[0].get_device()
     if found is None:

@@ -11,6 +11,9 @@ import functools
 from typing import Any, Callable
 
 import torch
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import unwrap_if_dead as _unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
@@ -21,6 +24,7 @@ from ._triton import INTERPRET
 
 __all__ = [
     *(
+        "Function",
         "define",
         "launch",
         "check",
@@ -34,6 +38,7 @@ __all__ = [
         "dense",
         "empty_like",
         "no_weight",
+        "remembered",
         "rows_of",
         "row_major",
     ),
@@ -61,6 +66,7 @@ def define(
     """
     name = schema.split("(", 1)[0].strip()
     on_gpu = _with_fallback(launcher)
+    is_compiling = torch.compiler.is_compiling
     launchers[name] = on_gpu
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CUDA", "XPU"):
@@ -70,10 +76,14 @@ def define(
     overload = getattr(torch.ops.liger_hw, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _unobserved(args):
+        if is_compiling() or not _unobserved(args):
             if forward_ad._current_level >= 0:
                 _refuse_tangents(name, args)
             return overload(*args)
+        try:
+            return launcher(*args)
+        except LaunchFailed as failure:
+            _set_aside(failure)
         return on_gpu(*args)
 
     call.__name__ = name
@@ -81,7 +91,8 @@ def define(
     return call
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype})
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
+_PLAIN = _NO_TENSORS | {torch.Tensor, torch.nn.Parameter}
 
 
 def _unobserved(args: tuple[Any, ...]) -> bool:
@@ -89,11 +100,11 @@ def _unobserved(args: tuple[Any, ...]) -> bool:
     transforms or differentiates it, and no argument is of a class (or a list) that asks to be handled."""
     return not (
         torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        or _profiler_enabled()
+        or _get_tracing_state() is not None
     ) and (_PLAIN.issuperset(map(type, args)) and args[0].get_device() >= 0)
 
 
@@ -115,10 +126,29 @@ def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return launcher(*args)
             except LaunchFailed as failure:
-                if not registry.quarantine(failure.plan, failure.cause):
-                    raise failure.cause from None
+                _set_aside(failure)
 
     return run
+
+
+def _set_aside(failure: LaunchFailed) -> None:
+    """Set a failed configuration aside; raises its cause where no other layer can answer."""
+    if not registry.quarantine(failure.plan, failure.cause):
+        raise failure.cause from None
+
+
+class Function(torch.autograd.Function):
+    """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own outside torch.func.
+
+    torch asks every argument whether it is a tensor, which for a number or a name takes long.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or _are_functorch_transforms_active():
+            return super().apply(*args, **kwargs)
+        args = [a if type(a) in _NO_TENSORS or not isinstance(a, torch.Tensor) else _unwrap_if_dead(a) for a in args]
+        return super(torch.autograd.Function, cls).apply(*args)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +189,7 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
 
     `TypeError` for something that is no tensor, `ValueError` otherwise.
     """
-    first = None
+    first = shared = None
     for name, tensor in tensors.items():
         if tensor is None and name in optional:
             continue
@@ -169,9 +199,9 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
         if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
             raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
         if first is None:
-            first = name, device
-        elif device != first[1]:
-            raise ValueError(f"{op}: {name} is on {device} but {first[0]} is on {first[1]}; move them to one device")
+            first, shared = name, device
+        elif device != shared:
+            raise ValueError(f"{op}: {name} is on {device} but {first} is on {shared}; move them to one device")
 
 
 def check_numbers(op: str, **values: float) -> None:
@@ -201,6 +231,22 @@ def check_ignore_index(op: str, ignore_index: Any) -> None:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
 
+def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
+    """`misfit`, a function of shapes and options that says what is wrong with them, or "": in eager code its answers are
+    kept. It must not look at tensors."""
+    known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
+
+    def ask(*told: Any) -> str:
+        if torch.compiler.is_compiling():
+            return misfit(*told)
+        try:
+            return known(*told)
+        except TypeError:  # what cannot be hashed, as symbolic sizes
+            return misfit(*told)
+
+    return ask
+
+
 def row_major(x: torch.Tensor) -> torch.Tensor:
     """`x` itself when its rows are evenly spaced with contiguous elements, else a contiguous copy."""
     if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
@@ -227,9 +273,11 @@ def dense(t: torch.Tensor | None) -> torch.Tensor | None:
 
 def rows_of(x: torch.Tensor) -> tuple[int, int, int]:
     """(n_rows, n_cols, elements from one row to the next) of a `row_major` tensor; n_cols is the last dimension."""
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols if n_cols else 0
-    return n_rows, n_cols, x.stride(0) if x.dim() == 2 else n_cols
+    shape = x.shape
+    n_cols = shape[-1]
+    if len(shape) == 2:
+        return shape[0] if n_cols else 0, n_cols, x.stride(0)
+    return x.numel() // n_cols if n_cols else 0, n_cols, n_cols
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ sum is fixed, so results are reproducible bit for bit.
 
 from __future__ import annotations
 
-import functools
 from typing import Callable
 
 import torch
@@ -86,15 +85,16 @@ def column_sum_tunable(
     )
 
 
-def param_parts(needed: bool, *parameters: torch.Tensor | None) -> int:
+def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) -> int:
     """How many rows of parameter gradients a backward makes: one for each parameter there is, none if none is needed."""
-    return sum(parameter is not None for parameter in parameters) if needed else 0
+    return (w is not None) + (b is not None) if needed else 0
 
 
-def params_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype:
-    """One dtype for the gradients of all parameters, which come out of one sum; x's where there are no parameters."""
-    dtypes = [parameter.dtype for parameter in parameters if parameter is not None]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else x.dtype
+def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
+    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is no w (then no b)."""
+    if w is None:
+        return x.dtype
+    return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:

@@ -25,14 +25,12 @@ Counts = tuple[str, int, int, int, int]
 
 def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
     """(saved tensors, whether each may be overwritten) of an autograd Function's context, inside its backward."""
-    if torch.compiler.is_compiling():
+    private = frozenset() if graph_is_kept() else _private_counts("torch._dynamo" in sys.modules)
+    if not private or torch._C._functorch.peek_interpreter_stack() is not None:
         saved = ctx.saved_tensors
         return saved, (False,) * len(saved)
     saved, counts = _unpack_and_count(ctx)
-    if graph_is_kept() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return saved, (False,) * len(saved)
-    private = _private_counts("torch._dynamo" in sys.modules)
-    return saved, tuple(count in private and type(t) is torch.Tensor for t, count in zip(saved, counts))
+    return saved, tuple([count in private and type(t) is torch.Tensor for t, count in zip(saved, counts)])
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -47,19 +45,23 @@ def graph_is_kept() -> bool:
     return torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph()
 
 
+_getrefcount = sys.getrefcount
+_uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)  # where torch has none, nothing is ever reused
+
+
 def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
     saved, origins = recipes.watched(ctx)
-    origin_of_next = iter(origins)
+    origins = iter(origins)
     counts: list[Counts | None] = []
-    for index in range(len(saved)):
-        if saved[index] is None:
+    for t in saved:
+        if t is None:
             counts.append(None)
             continue
-        storage = saved[index].untyped_storage()
-        uses = torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # the latter counts held wrappers
+        storage = t.untyped_storage()
+        # the last of the counts tells held wrappers of the storage
+        uses = _getrefcount(t), t._use_count(), _uses_of_storage(storage._cdata), _getrefcount(storage)
         del storage
-        origin = next(origin_of_next, "")
-        counts.append((origin, sys.getrefcount(saved[index]), saved[index]._use_count(), *uses))
+        counts.append((next(origins, ""), *uses))
     return saved, counts
 
 
@@ -117,7 +119,7 @@ def _measured_counts(with_checkpoint: bool) -> frozenset[Counts]:
     """Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a process
     that has done so: any process that checkpointed.
     """
-    if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+    if not hasattr(torch.Tensor, "_use_count") or _uses_of_storage is None:
         return frozenset()
     from torch.utils.checkpoint import checkpoint
 

@@ -24,7 +24,7 @@ from . import _rotary_flat
 from ._op import check, define, launch
 from ._rope_kernels import _load, _rotate
 from ._triton import tl, triton
-from .rope import _DIMS, _dense, _geometry, _heads_inside, _heuristic, _key, _safe, _space, _valid
+from .rope import _DIMS, _dense, _empty, _geometry, _heads_inside, _heuristic, _key, _readable, _safe, _space, _valid
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
@@ -264,38 +264,52 @@ class Rotary:
         )
 
     def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
-        pairs_in, pairs_out, trig, section, sections, back = how
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        k = k if k is None or k.stride(-1) == 1 else k.contiguous()
+        *_, trig, _section, sections, back = how
+        q, q_strides = _readable(q)
+        k_shape = k_strides = out_k = None
+        if k is not None:
+            k, k_strides = _readable(k)
+            k_shape = k.shape
         cos, sin = readable_angles(cos, sin, trig)
-        angles = cos[0] if sections else cos
-        k_layout = (None, None) if k is None else (k.shape, k.stride())
+        cos_shape, cos_strides, plane_stride = cos.shape, cos.stride(), 0
+        if sections:
+            plane_stride, *cos_strides = cos_strides
+            cos_shape, cos_strides = cos_shape[1:], tuple(cos_strides)
         geometry = _geometry(
-            *(q.shape, q.stride(), *k_layout, angles.shape, angles.stride()),
+            *(q.shape, q_strides, k_shape, k_strides, cos_shape, cos_strides),
             *(rotary_dim, head_axis, (q_inside, k_inside), 0),  # crossing gains nothing here: H200, 16 to 128 heads
         )
-        out_q = _dense(q, head_axis, q_inside)
-        out_k = None if k is None else _dense(k, head_axis, k_inside)
+        out_q = _empty(q, geometry.q_strides)
+        if k is not None:
+            out_k = _empty(k, geometry.k_strides)
         if geometry.tokens:
-            key, tensors = (*geometry.key, q.itemsize), (q, k, cos, sin, out_q, out_k)
+            key = (*geometry.key, q.itemsize)
             if self.flat and not (trig == COMPLEX and q.shape[3] % 2):  # flat tiles hold no pairs at odd places
                 key = _rotary_flat.as_it_is(key, q.shape[3])
             plan = (self.bwd if back else self.fwd).plan(q.device, key)
-            if self.flat and _rotary_flat.is_flat(key):
-                flags = trig == COMPLEX, back
-                _rotary_flat.launch_flat(plan, tensors, geometry.strides, geometry.sizes, geometry.widths, flags)
-                return out_q, q.new_empty(0) if k is None else out_k
-            blocks = plan.config.blocks
-            _, _, n_q_heads, n_k_heads = geometry.sizes
-            n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
-            ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
-            strides = (*geometry.strides, cos.stride(0) if sections else 0)
-            align = alignment(strides)
-            block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
-            flags = (*geometry.widths, block_k, *ways, trig, section, sections, align, back)
-            args = (*tensors, *strides, *geometry.sizes, n_head_tiles)
-            launch(plan, _rotary_kernel, (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,), args, flags)
+            name = plan, how, plane_stride
+            known = geometry.launches.get(name)
+            if known is None:
+                known = geometry.launches[name] = self._numbers(geometry, plan, how, plane_stride)
+            kernel, grid, flags, numbers = known
+            launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), flags)
         return out_q, q.new_empty(0) if k is None else out_k
+
+    def _numbers(self, geometry, plan, how, plane_stride):
+        """Kernel, grid, flags and runtime numbers of a launch."""
+        pairs_in, pairs_out, trig, section, sections, back = how
+        if self.flat and _rotary_flat.is_flat(plan.key):
+            flags = trig == COMPLEX, back
+            return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
+        blocks = plan.config.blocks
+        _, _, n_q_heads, n_k_heads = geometry.sizes
+        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+        ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
+        strides = (*geometry.strides, plane_stride)
+        block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
+        flags = (*geometry.widths, block_k, *ways, trig, section, sections, alignment(strides), back)
+        grid = (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,)
+        return _rotary_kernel, grid, flags, (*strides, *geometry.sizes, n_head_tiles)
 
     def forward(
         self, ctx: Any, q, k, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0
@@ -356,19 +370,19 @@ def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
 # -- what ops check alike --------------------------------------------------------------------------------------------
 
 
-def misfit(q: torch.Tensor, k: torch.Tensor, head_axis: int) -> str:
-    """What is wrong with q and k and what was expected, or nothing."""
+def misfit(q: torch.Size, k: torch.Size, head_axis: int) -> str:
+    """What is wrong with the shapes of q and k and what was expected, or nothing."""
     if head_axis not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
     token_axis = 3 - head_axis
-    if q.dim() != 4 or k.dim() != 4 or any(q.shape[axis] != k.shape[axis] for axis in (0, token_axis, 3)):
-        return f"q and k must be 4-D and differ in heads only, got {tuple(q.shape)} and {tuple(k.shape)}"
-    if not q.shape[head_axis] or not k.shape[head_axis]:
-        return f"q and k need at least one head, got {tuple(q.shape)} and {tuple(k.shape)}"
+    if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, token_axis, 3)):
+        return f"q and k must be 4-D and differ in heads only, got {tuple(q)} and {tuple(k)}"
+    if not q[head_axis] or not k[head_axis]:
+        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
     return ""
 
 
 def no_gradient(op: str, *angles: torch.Tensor) -> None:
     """Raise where an angle tensor asks for a gradient: it gets none."""
-    if any(t.requires_grad for t in angles) and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any([t.requires_grad for t in angles]):
         check(False, op, "the angles get no gradient; pass them detached")

@@ -8,10 +8,11 @@ well, which the L1 answers: 16-byte accesses, and stores that fill their sectors
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 from ..registry import Key, LaunchConfig, Plan, Target
 from . import _elementwise, rope
-from ._op import cdiv, launch
+from ._op import cdiv
 from ._rope_kernels import _load
 from ._triton import tl, triton
 
@@ -201,14 +202,16 @@ TUNABLES = {"key": key, "heuristic": heuristic, "safe": safe, "space": space, "v
 # -- launcher --------------------------------------------------------------------------------------------------------
 
 
-def launch_flat(plan: Plan, tensors: tuple, strides: tuple, sizes: tuple, widths: tuple, flags: tuple) -> None:
-    """strides, sizes and widths as rope's `_geometry` has them; flags: IS_PAIRS, BACKWARD."""
+def numbers(plan: Plan, strides: tuple, sizes: tuple, widths: tuple, flags: tuple) -> tuple[Any, tuple, tuple, tuple]:
+    """Kernel, grid, flags and runtime numbers of a launch.
+
+    strides, sizes and widths as rope's `_geometry` has them; flags: IS_PAIRS, BACKWARD.
+    """
     n_tokens, seq_len, n_q_heads, n_k_heads = sizes
     half, tail = widths[:2]
     heads = gcd(n_q_heads, n_k_heads)
     groups = max(n_q_heads, n_k_heads) // heads
     programs = cdiv(n_tokens * heads * (2 * half + tail), plan.config.blocks["BLOCK_SIZE"]) * groups
     align = gcd(8, *strides)
-    strides = (stride // align for stride in strides)
     flags = (half, tail, heads, groups, seq_len < n_tokens, align, *flags)
-    launch(plan, _flat_rotary_kernel, (programs,), (*tensors, *strides, *sizes), flags)
+    return _flat_rotary_kernel, (programs,), flags, (*[stride // align for stride in strides], *sizes)

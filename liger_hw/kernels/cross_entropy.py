@@ -54,6 +54,7 @@ from ._cross_entropy_rows import (
 from ._cross_entropy_scale import BWD, scale_gradients
 from ._cross_entropy_stats import STATS, launch_stats, launch_sum
 from ._op import (
+    Function,
     autocast_dtype,
     check,
     check_flags,
@@ -175,7 +176,7 @@ cross_entropy_fwd = define(
 )
 
 
-class LigerCrossEntropyFunction(torch.autograd.Function):
+class LigerCrossEntropyFunction(Function):
     """Autograd for cross entropy: saves the gradient, which the forward has already computed."""
 
     @staticmethod
@@ -252,7 +253,8 @@ def liger_cross_entropy(
     """
     op = "liger_cross_entropy"
     check_tensors(op, input=input)
-    check(input.dim() == 2 and input.shape[1] > 0, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}")
+    if input.dim() != 2 or not input.shape[1]:
+        check(False, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}")
     reduction = _reduction_name(op, size_average, reduce, reduction)
     settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens

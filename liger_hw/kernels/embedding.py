@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import cdiv, check, check_tensors, define, first_order, launch
+from ._op import Function, cdiv, check, check_tensors, define, first_order, launch
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ embedding_bwd = define(
 )
 
 
-class LigerEmbeddingFunction(torch.autograd.Function):
+class LigerEmbeddingFunction(Function):
     """Autograd for embedding: saves the indices."""
 
     @staticmethod

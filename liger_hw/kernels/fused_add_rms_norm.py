@@ -19,7 +19,19 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Op, Sample
 from . import rms_norm
-from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
 from ._rms_backward import backward_tunables, rms_backward
 from ._row_pieces import (
     _at,
@@ -226,7 +238,7 @@ def _normalised_again(s, w, eps, offset, casting):
     return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
 
 
-class LigerFusedAddRMSNormFunction(torch.autograd.Function):
+class LigerFusedAddRMSNormFunction(Function):
     """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
-from ._op import check, check_tensors, define, empty_like, first_order
+from ._op import Function, check, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 APPROXIMATIONS = ("tanh", "none")
@@ -226,7 +226,7 @@ geglu_bwd_ = define(
 )
 
 
-class LigerGELUMulFunction(torch.autograd.Function):
+class LigerGELUMulFunction(Function):
     """Autograd for GEGLU on two tensors: saves a and b."""
 
     @staticmethod

@@ -18,6 +18,7 @@ LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from ._group_norm_kernels import (
     _tile_of_group,
     _total,
 )
-from ._op import cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
+from ._op import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ class _Shares(NamedTuple):
     flags: tuple[bool, bool]  # EVEN, WHOLE_GROUP
 
 
+@lru_cache(maxsize=1024)
 def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
     blocks = plan.config.blocks
     c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
@@ -283,7 +285,7 @@ group_norm_bwd = define(
 )
 
 
-class LigerGroupNormFunction(torch.autograd.Function):
+class LigerGroupNormFunction(Function):
     """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
     @staticmethod
@@ -301,7 +303,7 @@ class LigerGroupNormFunction(torch.autograd.Function):
         dX, dP = group_norm_bwd(dY, X, W, B, STATS, ctx.num_groups, needed)
         if not needed:
             return dX, None, None, None, None, None
-        dW, dB = (dP, None) if B is None else dP.view(2, -1)
+        dW, dB = (dP, None) if B is None else dP.chunk(2)
         return dX, dW, dB, None, None, None
 
 

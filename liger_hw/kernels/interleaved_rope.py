@@ -17,7 +17,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_flags, check_tensors, first_order
+from ._op import Function, check, check_flags, check_tensors, first_order
 from ._rotary import PAIRS, SHARED, SMALL, Rotary, turned
 from .rope import _misfit, _per_token
 from .rope import _sample as _rope_sample
@@ -49,7 +49,7 @@ def interleaved_rope_reference(
 _rotary = Rotary("interleaved_rope")
 
 
-class LigerInterleavedRopeFunction(torch.autograd.Function):
+class LigerInterleavedRopeFunction(Function):
     """Autograd for interleaved rope: saves cos and sin."""
 
     @staticmethod

@@ -28,7 +28,19 @@ from ._layer_norm_kernels import (
     _layer_norm_bwd_means_kernel,
     _layer_norm_fwd_kernel,
 )
-from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
@@ -198,7 +210,7 @@ layer_norm_bwd = define(
 )
 
 
-class LigerLayerNormFunction(torch.autograd.Function):
+class LigerLayerNormFunction(Function):
     """Autograd for LayerNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
 
     @staticmethod
@@ -216,7 +228,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
         dX, dP = layer_norm_bwd(dY, X, W, B, STATS, needed)
         if not needed:
             return dX, None, None, None
-        dW, dB = (dP, None) if B is None else dP.view(2, -1)
+        dW, dB = (dP, None) if B is None else dP.chunk(2)
         return dX, dW, dB, None
 
 

@@ -16,7 +16,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import Function, check, check_tensors, first_order, remembered
 from ._rotary import COMPLEX, SMALL, Rotary, misfit, no_gradient, turned
 
 _HEAD_AXIS = 2
@@ -38,7 +38,7 @@ def llama4_rope_reference(
 _rotary = Rotary("llama4_rope", flat=True)
 
 
-class LigerLlama4RopeFunction(torch.autograd.Function):
+class LigerLlama4RopeFunction(Function):
     """Autograd for Llama 4's rope: saves the angles."""
 
     @staticmethod
@@ -64,23 +64,30 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
     Returns new tensors of their shapes and dtypes. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_llama4_rope", xq=xq, xk=xk)
-    if reason := misfit(xq, xk, _HEAD_AXIS) or _misfit(xq, freqs_cis):
+    if reason := _angles_misfit(xq, freqs_cis) or _misfit(xq.shape, xk.shape, freqs_cis.shape):
         check(False, "liger_llama4_rope", reason)
     no_gradient("liger_llama4_rope", freqs_cis)
     return LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
 
 
-def _misfit(xq, freqs_cis) -> str:
+def _angles_misfit(xq, freqs_cis) -> str:
     if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
         have = getattr(freqs_cis, "dtype", type(freqs_cis).__name__)
         return f"freqs_cis must be a complex tensor (cos + j sin), got {have}"
     if freqs_cis.device != xq.device:
         return f"freqs_cis is on {freqs_cis.device} but xq is on {xq.device}; move them to one device"
-    batch, seq_len, _, width = xq.shape
-    if freqs_cis.dim() != 3 or freqs_cis.shape[0] not in (1, batch) or freqs_cis.shape[1] != seq_len:
-        return f"freqs_cis must be [1 or {batch}, {seq_len}, half] to match xq, got {tuple(freqs_cis.shape)}"
-    if not 0 < 2 * freqs_cis.shape[2] <= width:
-        return f"freqs_cis turns {2 * freqs_cis.shape[2]} dimensions, a head has {width}"
+    return ""
+
+
+@remembered
+def _misfit(xq, xk, freqs_cis) -> str:
+    if reason := misfit(xq, xk, _HEAD_AXIS):
+        return reason
+    batch, seq_len, _, width = xq
+    if len(freqs_cis) != 3 or freqs_cis[0] not in (1, batch) or freqs_cis[1] != seq_len:
+        return f"freqs_cis must be [1 or {batch}, {seq_len}, half] to match xq, got {tuple(freqs_cis)}"
+    if not 0 < 2 * freqs_cis[2] <= width:
+        return f"freqs_cis turns {2 * freqs_cis[2]} dimensions, a head has {width}"
     return ""
 
 

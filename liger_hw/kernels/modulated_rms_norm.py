@@ -32,6 +32,7 @@ from ._modulated_rms_norm_kernels import (
     _modulated_rms_norm_fwd_kernel,
 )
 from ._op import (
+    Function,
     check,
     check_numbers,
     check_tensors,
@@ -323,7 +324,7 @@ modulated_rms_norm_bwd = define(
 )
 
 
-class LigerModulatedRMSNormFunction(torch.autograd.Function):
+class LigerModulatedRMSNormFunction(Function):
     """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
 
     @staticmethod
@@ -336,10 +337,9 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dY):
-        needed = any(ctx.needs_input_grad[1:4])
-        dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, needed)
-        dW, dscale, dshift = (g if n else None for g, n in zip(grads, ctx.needs_input_grad[1:4]))
-        return dX, dW, dscale, dshift, None, None, None, None
+        needs = ctx.needs_input_grad[1:4]
+        dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, any(needs))
+        return dX, *[g if n else None for g, n in zip(grads, needs)], None, None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer_all
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable
+from . import _op
 from ._op import cdiv, check, check_flags, check_floats, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
     _add_up,
@@ -302,7 +303,7 @@ qk_norm_rope_bwd = define(
 )
 
 
-class LigerQKNormRopeFunction(torch.autograd.Function):
+class LigerQKNormRopeFunction(_op.Function):
     """Autograd for QK norm and rope: saves the inputs."""
 
     @staticmethod

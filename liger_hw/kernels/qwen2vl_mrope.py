@@ -19,7 +19,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_flags, check_tensors, first_order
+from ._op import Function, check, check_flags, check_tensors, first_order, remembered
 from ._rotary import HALVES, SHARED, SMALL, Rotary, misfit, no_gradient, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def _borders(mrope_section: Sequence[int]) -> tuple[int, int]:
 _rotary = Rotary("qwen2vl_mrope")
 
 
-class LigerQwen2VLMRopeFunction(torch.autograd.Function):
+class LigerQwen2VLMRopeFunction(Function):
     """Autograd for multimodal rope: saves cos and sin."""
 
     @staticmethod
@@ -86,23 +86,30 @@ def liger_qwen2vl_mrope(
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
-    if reason := misfit(q, k, unsqueeze_dim) or _misfit(q, cos, sin, mrope_section, unsqueeze_dim):
+    told = q.shape, k.shape, cos.shape, sin.shape, unsqueeze_dim
+    if reason := _sections_misfit(mrope_section) or _misfit(*told, *mrope_section):
         check(False, "liger_qwen2vl_mrope", reason)
     no_gradient("liger_qwen2vl_mrope", cos, sin)
     check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
     return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
 
-def _misfit(q, cos, sin, mrope_section, head_axis) -> str:
+def _sections_misfit(mrope_section) -> str:
     fits = hasattr(mrope_section, "__len__") and len(mrope_section) == 3
-    if not fits or any(type(n) is not int or n < 1 for n in mrope_section):
+    if not fits or any([type(n) is not int or n < 1 for n in mrope_section]):
         return f"mrope_section must be three positive integers (time, height, width), got {mrope_section!r}"
-    batch, seq_len, width = q.shape[0], q.shape[3 - head_axis], 2 * sum(mrope_section)
-    if width > q.shape[3]:
-        return f"mrope_section {list(mrope_section)} turns {width} dimensions, a head has {q.shape[3]}"
-    shape = tuple(cos.shape)
-    if shape != sin.shape or shape not in ((3, 1, seq_len, width), (3, batch, seq_len, width)):
-        have = f"{shape} and {tuple(sin.shape)}"
+    return ""
+
+
+@remembered
+def _misfit(q, k, cos, sin, head_axis, *sections) -> str:
+    if reason := misfit(q, k, head_axis):
+        return reason
+    batch, seq_len, width = q[0], q[3 - head_axis], 2 * sum(sections)
+    if width > q[3]:
+        return f"mrope_section {list(sections)} turns {width} dimensions, a head has {q[3]}"
+    if cos != sin or tuple(cos) not in ((3, 1, seq_len, width), (3, batch, seq_len, width)):
+        have = f"{tuple(cos)} and {tuple(sin)}"
         return (
             f"cos and sin must both be [3, 1 or {batch}, {seq_len}, {width}] to match q and mrope_section, got {have}"
         )

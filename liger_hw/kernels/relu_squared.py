@@ -14,7 +14,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Op, Sample
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
-from ._op import check_tensors, define, empty_like, first_order
+from ._op import Function, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ relu_squared_bwd = define(
 )
 
 
-class LigerReLUSquaredFunction(torch.autograd.Function):
+class LigerReLUSquaredFunction(Function):
     """Autograd for the squared ReLU: saves x."""
 
     @staticmethod

@@ -22,6 +22,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
 from ._op import (
+    Function,
     check,
     check_numbers,
     check_tensors,
@@ -276,7 +277,7 @@ rms_norm_bwd = define(
 )
 
 
-class LigerRMSNormFunction(torch.autograd.Function):
+class LigerRMSNormFunction(Function):
     """Autograd for RMSNorm: saves x, w and rstd."""
 
     @staticmethod

@@ -26,7 +26,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._op import check, check_flags, check_tensors, define, first_order, launch
+from ._op import Function, check, check_flags, check_tensors, define, first_order, launch, remembered
 from ._rope_kernels import _load, _offsets, _rope_kernel, _rotate
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -228,17 +228,22 @@ def _geometry(
     )
 
 
+def _readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """`x` and its strides; a contiguous copy where the elements of a row are not side by side."""
+    strides = x.stride()
+    if strides[-1] == 1:
+        return x, strides
+    x = x.contiguous()
+    return x, x.stride()
+
+
 def _rope(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, shared, backward):
-    q_strides, cos_strides = q.stride(), cos.stride()
-    if q_strides[3] != 1:
-        q = q.contiguous()
-        q_strides = q.stride()
+    q, q_strides = _readable(q)
     k_shape = k_strides = out_k = None
     if k is not None:
-        k_shape, k_strides = k.shape, k.stride()
-        if k_strides[3] != 1:
-            k = k.contiguous()
-            k_strides = k.stride()
+        k, k_strides = _readable(k)
+        k_shape = k.shape
+    cos_strides = cos.stride()
     if cos_strides[2] != 1 or cos_strides != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_strides = cos.stride()
@@ -298,7 +303,7 @@ rope = define(
 )
 
 
-class LigerRopeFunction(torch.autograd.Function):
+class LigerRopeFunction(Function):
     """Autograd for rope: saves cos and sin."""
 
     @staticmethod
@@ -372,14 +377,10 @@ def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
         return f"position_ids must be a tensor, got {type(position_ids).__name__}"
     positions = None if position_ids is None else (position_ids.dtype, position_ids.shape)
     told = q.shape, k.shape, cos.shape, sin.shape, positions, unsqueeze_dim, rotary_dim
-    if torch.compiler.is_compiling():
-        return _shapes_misfit(*told)
-    try:
-        return _known_misfit(*told)
-    except TypeError:  # what cannot be hashed, as symbolic sizes
-        return _shapes_misfit(*told)
+    return _shapes_misfit(*told)
 
 
+@remembered
 def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
     """`_misfit` of shapes, and of the position_ids' (dtype, shape)."""
     if unsqueeze_dim not in (1, 2):
@@ -409,9 +410,6 @@ def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
         have = f"{positions[0]} of shape {tuple(positions[1])}"
         return f"position_ids must be integers of shape [{seq_len}] or [1 or {batch}, {seq_len}], got {have}"
     return ""
-
-
-_known_misfit = lru_cache(maxsize=1024)(_shapes_misfit)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import Function, check, check_tensors, first_order
 from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
 
@@ -182,7 +182,7 @@ FWD, BWD = row_tunables("softmax", (_softmax_fwd_kernel, _exp, _exp_folded, _log
 softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
 
 
-class LigerSoftmaxFunction(torch.autograd.Function):
+class LigerSoftmaxFunction(Function):
     """Autograd for softmax: saves y."""
 
     @staticmethod

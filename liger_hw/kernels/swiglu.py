@@ -19,7 +19,7 @@ from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
-from ._op import check, check_numbers, check_tensors, define, empty_like, first_order
+from ._op import Function, check, check_numbers, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ swiglu_bwd_ = define(
 )
 
 
-class LigerSiLUMulFunction(torch.autograd.Function):
+class LigerSiLUMulFunction(Function):
     """Autograd for SwiGLU on two tensors: saves a and b."""
 
     @staticmethod

@@ -16,7 +16,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_tensors, first_order
+from ._op import Function, check, check_tensors, first_order, remembered
 from ._rotary import HALVES, SMALL, Rotary, no_gradient, turned
 
 _HEAD_AXIS = 2
@@ -37,7 +37,7 @@ def vision_rope_reference(
 _rotary = Rotary("vision_rope", flat=True)
 
 
-class LigerVisionRopeFunction(torch.autograd.Function):
+class LigerVisionRopeFunction(Function):
     """Autograd for vision rope: saves cos and sin."""
 
     @staticmethod
@@ -66,22 +66,23 @@ def liger_vision_rope(
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
-    if reason := _misfit(q, k, cos, sin):
+    if reason := _misfit(q.shape, k.shape, cos.shape, sin.shape):
         check(False, "liger_vision_rope", reason)
     no_gradient("liger_vision_rope", cos, sin)
     return LigerVisionRopeFunction.apply(q, k, cos, sin)
 
 
+@remembered
 def _misfit(q, k, cos, sin) -> str:
-    if q.dim() != 3 or k.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        have = f"{tuple(q.shape)} and {tuple(k.shape)}"
-        return f"q and k must be [T, heads, D] and differ in heads only, got {have}"
-    if not q.shape[1] or not k.shape[1]:
-        return f"q and k need at least one head, got {tuple(q.shape)} and {tuple(k.shape)}"
-    tokens, _, head_dim = q.shape
-    width = cos.shape[-1] if cos.dim() else 0
-    if cos.shape != sin.shape or cos.shape != (tokens, width) or width % 2 or not 0 < width <= head_dim:
-        have = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+    """What is wrong with the shapes and what was expected, or nothing."""
+    if len(q) != 3 or len(k) != 3 or q[0] != k[0] or q[2] != k[2]:
+        return f"q and k must be [T, heads, D] and differ in heads only, got {tuple(q)} and {tuple(k)}"
+    if not q[1] or not k[1]:
+        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
+    tokens, _, head_dim = q
+    width = cos[-1] if len(cos) else 0
+    if cos != sin or tuple(cos) != (tokens, width) or width % 2 or not 0 < width <= head_dim:
+        have = f"{tuple(cos)} and {tuple(sin)}"
         return f"cos and sin must both be [{tokens}, width], width even and at most {head_dim}, got {have}"
     return ""
 

@@ -33,8 +33,7 @@ KEEP, CHEAP, MLP = 0, 1, 2
 KEPT, FRESH, SHARED = "kept", "fresh", "shared"
 """Where an unpacked tensor came from: it was saved; computed for this consumer alone; computed for several."""
 _MARK = "_liger_hw_recipe"
-_scopes_open = 0  # these three are for all threads: what is not in use costs one comparison
-_watchers = 0
+_scopes_open = 0  # these two are for all threads: what is not in use costs one comparison
 _casts_seen = False
 _counting = threading.Lock()
 _said: set[str] = set()
@@ -114,16 +113,11 @@ def _level() -> int:
 
 def watched(ctx: Any) -> tuple[tuple[torch.Tensor | None, ...], list[str]]:
     """ctx.saved_tensors, and for each one that is not None whether it is KEPT, FRESH or SHARED; [] if not our hooks."""
-    global _watchers
-    with _counting:
-        _watchers += 1
-    _local.origins = []
+    _local.origins = origins = []
     try:
-        return ctx.saved_tensors, _local.origins
+        return ctx.saved_tensors, origins
     finally:
         _local.origins = None
-        with _counting:
-            _watchers -= 1
 
 
 # -- the hooks -------------------------------------------------------------------------------------------------------
@@ -174,8 +168,9 @@ def unpack(packed: Any) -> torch.Tensor:
         origin = KEPT
     else:
         t, origin = packed.recipe.give(packed)
-    if _watchers and _local.origins is not None:
-        _local.origins.append(origin)
+    origins = _local.origins
+    if origins is not None:
+        origins.append(origin)
     return t
 
 
