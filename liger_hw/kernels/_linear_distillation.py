@@ -52,7 +52,10 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
         (n_rows, hidden), vocab, gradients = x.shape, weight.shape[0], any(wanted)
         labels = labels if labels is None else labels.contiguous()
         size, heads = x.dtype.itemsize, 1 if teacher_weight is None else 2
-        chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, buffers=heads)
+        generous = gradients and not wide
+        chunks = plan_chunks(
+            n_rows, hidden, vocab, size, gradients=gradients, wide=wide, buffers=heads, generous=generous
+        )
         share = label_share(labels, n_rows, per_row, options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         grads = HeadGradients(x, weight, (*wanted, False), chunks) if gradients else None

@@ -20,6 +20,8 @@ by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses wi
 How many rows a chunk has. LIGER_HW_LOSS_MEMORY_MIB set: as many as fit beside the gradients. Unset: as many as fit 1 GiB
 beside the weight's gradient, or 2/5 of that gradient's memory where this is more, LARGEST at most, half as much again as
 SMALLEST at least (one head). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient.
+Divergences (`generous`), whose peers keep more: GENEROUS times LARGEST at most, and for one head as much memory again as
+the weight's gradient takes.
 Heights are multiples of STEP that the products like (`divide`).
 
 Precision. A weight gradient in 16 bits is rounded once a chunk; the promise is an error within 1.5 times that of one
@@ -45,6 +47,7 @@ from ._op import cdiv
 
 SMALLEST = 1024
 LARGEST = 2048
+GENEROUS = 4
 DEFAULT_MIB = 1024
 STEP = 256
 PLAIN_ROUNDINGS = 2
@@ -81,11 +84,12 @@ def plan_chunks(
     apart: bool = False,
     scale: int = 1,
     buffers: int = 1,
+    generous: bool = False,
 ) -> Chunks:
     """Chunks for a head; see the top of this file.
 
     apart: whether targets are given to HeadGradients; scale: multiplies the memory budget; buffers: logits of so many
-    heads exist at a time
+    heads exist at a time; generous: larger ones where no budget is set
     """
     row = vocab * itemsize * buffers
     weight = vocab * hidden * (4 if wide else itemsize) if gradients else 0
@@ -96,8 +100,10 @@ def plan_chunks(
     smallest = 2 * SMALLEST if wide else SMALLEST
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     if budget is None:
-        room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else 2 * weight // 5)
-        rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), scale * max(smallest, LARGEST))
+        beside = weight if generous and buffers == 1 else 2 * weight // 5
+        room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else beside)
+        most = scale * max(smallest, LARGEST) * (GENEROUS if generous else 1)
+        rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), most)
     else:
         rows = ((scale * budget << 20) - weight - sums - (n_rows * hidden * itemsize if gradients else 0)) // row
     most = MOST_APART if apart else MOST_ROUNDINGS

@@ -7,10 +7,13 @@ Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or
 -> nll [n_rows], entropy [n_rows], selected [n_rows, k].
 Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded to it as
 a linear layer's are; everything after is fp32, and so are the results. Every result is differentiable.
-Saved for backward: the inputs, and one log-sum-exp a row (and the results, small): each row's incoming gradients are not
-known in the forward, so backward computes the logits again, chunk by chunk, and reads them once.
+Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and logits: each row's incoming gradients
+are not known in the forward. Those of `hidden` rows wait in the memory that the weight's gradient will have, more as far
+as memory goes; backward computes the others again. Where the weight has no gradient, with selected_token_ids, sums in
+fp32, under torch.compile, in a second backward (retain_graph): all of them, chunk by chunk.
 
-See _linear_head.py for the chunks and the precision of the weight's gradient, _log_prob_rows.py for the rows.
+See _kept_logits.py for what is kept, _linear_head.py for the chunks and the precision of the weight's gradient,
+_log_prob_rows.py for the rows.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from .. import registry
 from ..registry import Op, Sample
 from ._cross_entropy_reference import NONE, Options, absent, check_targets
 from ._cross_entropy_stats import launch_stats
+from ._kept_logits import Memory, keeping_backward, keeping_forward, plan_kept
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._log_prob_rows import (
     LOGP,
@@ -35,6 +39,7 @@ from ._log_prob_rows import (
     row_log_probs,
 )
 from ._op import autocast_dtype, check, check_flags, check_floats, check_tensors, define, first_order
+from ._reuse import graph_is_kept
 from .cross_entropy import check_arguments, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -143,6 +148,27 @@ def _at_selected(dselected, selected, push, pull, bend, entropy, target, ids, te
     return (found / temperature).masked_fill((target == ignore_index)[:, None], 0.0)
 
 
+@torch.no_grad()
+def _keep(x, weight, target, waiting, tail, late, slab, width, temperature, ignore_index, entropy):
+    target = target.contiguous()
+    options = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
+    launch_stats(_NAME, target, None, weight.shape[0], options, x.device)  # asserts the targets
+    memory = Memory(waiting, tail, late, slab, width)
+    out = keeping_forward(x, weight, target, temperature, ignore_index, entropy, memory)
+    return out.logp.neg_(), absent(out.lse) if out.entropy is None else out.entropy, out.lse
+
+
+@torch.no_grad()
+def _keep_bwd(x, weight, target, lse, entropy, dnll, dentropy, waiting, tail, late, slab, width, *call):
+    temperature, ignore_index, dinput = call
+    push = _push_and_pull(lse, dnll, None, None)[0]
+    bend = None if dentropy is None else dentropy.contiguous()
+    saved, memory = LogProbs(lse, lse, entropy), Memory(waiting, tail, late, slab, width)
+    options = temperature, ignore_index, memory, dinput
+    dx, dweight = keeping_backward(x, weight, target.contiguous(), saved, push, bend, *options)
+    return absent(x) if dx is None else dx, absent(x) if dweight is waiting else dweight
+
+
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +201,32 @@ def _bwd_reference(
     return dlogits @ weight if wanted[0] else absent(x), dlogits.t() @ x if wanted[1] else absent(x)
 
 
+@torch.no_grad()
+def _keep_reference(x, weight, target, waiting, tail, late, slab, width, *call):
+    nll, h, _, lse = _fwd_reference(x, weight, target, None, *call)
+    return nll, h, lse
+
+
+@torch.no_grad()
+def _keep_bwd_reference(x, weight, target, lse, entropy, dnll, dentropy, waiting, tail, late, slab, width, *call):
+    temperature, ignore_index, dinput = call
+    grads = lse, entropy, absent(lse), dnll, dentropy, None, None
+    dx, dweight = _bwd_reference(x, weight, target, None, *grads, temperature, ignore_index, False, dinput, True)
+    if not slab:
+        return dx, dweight
+    waiting.copy_(dweight)
+    return dx, absent(x)
+
+
+def _keep_fake(x, weight, target, waiting, tail, late, slab, width, *call):
+    nll, h, _, lse = _fwd_fake(x, weight, target, None, *call)
+    return nll, h, lse
+
+
+def _keep_bwd_fake(x, weight, target, lse, entropy, dnll, dentropy, waiting, tail, late, slab, width, *call):
+    return x.new_empty(x.shape if call[-1] else 0), weight.new_empty(0 if slab else weight.shape)
+
+
 def _fwd_fake(x, weight, target, ids, temperature, ignore_index, entropy):
     wide, n_rows = torch.promote_types(x.dtype, torch.float32), x.shape[0]
     shapes = (n_rows,), (n_rows,) if entropy else (0,), (0,) if ids is None else (n_rows, ids.shape[0]), (n_rows,)
@@ -204,15 +256,43 @@ scaled_cross_entropy_bwd = define(
 )
 
 
+_MEMORY = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) late, int slab, int width, float temperature, int ignore_index"
+scaled_cross_entropy_keep = define(
+    f"fused_linear_scaled_cross_entropy_keep(Tensor input, Tensor weight, Tensor target, {_MEMORY}, bool entropy)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_keep,
+    reference=_keep_reference,
+    fake=_keep_fake,
+)
+scaled_cross_entropy_keep_bwd = define(
+    "fused_linear_scaled_cross_entropy_keep_bwd(Tensor input, Tensor weight, Tensor target, Tensor lse, Tensor entropy, "
+    f"Tensor? dnll, Tensor? dentropy, {_MEMORY}, bool dinput) -> (Tensor, Tensor)",
+    launcher=_keep_bwd,
+    reference=_keep_bwd_reference,
+    fake=_keep_bwd_fake,
+)
+
+
 class LigerFusedLinearScaledCrossEntropyFunction(torch.autograd.Function):
     """Autograd for the scaled cross entropy: saves the inputs and what is small; returns (nll, entropy, selected)."""
 
     @staticmethod
     def forward(ctx, x, weight, target, ids, temperature, ignore_index, return_entropy, wide):
-        outputs = scaled_cross_entropy_fwd(x, weight, target, ids, temperature, ignore_index, return_entropy)
-        *results, lse = outputs
-        ctx.save_for_backward(x, weight, target, ids, lse, *results[1:])
-        ctx.call = temperature, ignore_index, wide, *ctx.needs_input_grad[:2]
+        dinput, dweight = ctx.needs_input_grad[:2]
+        kept = None
+        if dweight and ids is None and not wide and not torch.compiler.is_compiling():
+            kept = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
+        memory: list[torch.Tensor] = []
+        if kept is None:
+            outputs = scaled_cross_entropy_fwd(x, weight, target, ids, temperature, ignore_index, return_entropy)
+            *results, lse = outputs
+        else:
+            *memory, slab, width = kept.memory(x, weight)
+            call = *memory, slab, width, temperature, ignore_index, return_entropy
+            nll, entropy, lse = scaled_cross_entropy_keep(x, weight, target, *call)
+            results, kept = [nll, entropy, absent(lse)], (slab, width)
+        ctx.save_for_backward(x, weight, target, ids, lse, *results[1:], *memory)
+        ctx.call, ctx.kept = (temperature, ignore_index, wide, dinput, dweight), kept
         ctx.has = (True, return_entropy, ids is not None)
         ctx.mark_non_differentiable(*(t for t, there in zip(results, ctx.has) if not there))
         ctx.set_materialize_grads(False)
@@ -224,7 +304,17 @@ class LigerFusedLinearScaledCrossEntropyFunction(torch.autograd.Function):
         grads = [g if there else None for g, there in zip(grads, ctx.has)]
         if all(g is None for g in grads):
             return (None,) * 8
-        found = scaled_cross_entropy_bwd(*ctx.saved_tensors, *grads, None, *ctx.call)
+        saved = ctx.saved_tensors
+        if ctx.kept is None or graph_is_kept():
+            found = scaled_cross_entropy_bwd(*saved[:7], *grads, None, *ctx.call)
+        else:
+            x, weight, target, _, lse, entropy, _, *memory = saved
+            temperature, ignore_index, _, dinput, _ = ctx.call
+            call = *grads[:2], *memory, *ctx.kept, temperature, ignore_index, dinput
+            dx, dweight = scaled_cross_entropy_keep_bwd(x, weight, target, lse, entropy, *call)
+            for written in memory:  # whoever saved them too is told
+                torch.autograd.graph.increment_version(written)
+            found = dx, memory[0].detach() if ctx.kept[0] else dweight
         return *(g if w else None for g, w in zip(found, ctx.needs_input_grad)), *(None,) * 6
 
 

@@ -23,7 +23,7 @@ MANY = 140  # rows: chunks are whole multiples of 128
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 128 rows at most."""
-    for name, value in {"SMALLEST": 64, "LARGEST": 128, "MOST_ROUNDINGS": 100, "MOST_APART": 100}.items():
+    for name, value in {"SMALLEST": 64, "LARGEST": 128, "MOST_ROUNDINGS": 100, "MOST_APART": 100, "GENEROUS": 1}.items():
         monkeypatch.setattr(_linear_head, name, value)
 
 

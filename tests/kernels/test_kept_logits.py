@@ -1,0 +1,181 @@
+"""Logits kept for backward: what fused_linear_scaled_cross_entropy gives from kept rows, of the slab and after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make, verify
+
+from liger_hw import env
+from liger_hw.kernels import _kept_logits, fused_linear_scaled_cross_entropy
+from liger_hw.kernels._kept_logits import late_groups, plan_kept
+from liger_hw.kernels.fused_linear_scaled_cross_entropy import (
+    fused_linear_scaled_cross_entropy_reference,
+    liger_fused_linear_scaled_cross_entropy,
+)
+from liger_hw.registry import get_op
+
+OP = get_op("fused_linear_scaled_cross_entropy")
+CASES = {  # sizes, late rows kept of the others
+    "slab only": ((7, 9, 101), 0),
+    "late rows kept": ((16, 9, 101), 7),
+    "late rows kept in part": ((16, 9, 101), 4),
+    "late rows not kept": ((16, 9, 96), 0),
+    "two groups, one kept in part": ((41, 9, 101), 20),
+    "two groups, one kept": ((41, 9, 50), 18),
+    "two groups, none kept": ((41, 9, 33), 0),
+    "no slab": ((8, 72, 50), 8),
+}
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Slices of 16 words; `late` rows kept, if there is anything to plan."""
+    for name, value in {"GRAIN": 16, "NARROWEST": 16, "STEP": 1}.items():
+        monkeypatch.setattr(_kept_logits, name, value)
+    seen = []
+
+    def plan(late):
+        def kept(n_rows, hidden, vocab, itemsize):
+            found = plan_kept(n_rows, hidden, vocab, itemsize)
+            assert found is not None
+            seen.append(found if not found.slab else found._replace(late=late))
+            return seen[-1]
+
+        monkeypatch.setattr(fused_linear_scaled_cross_entropy, "plan_kept", kept)
+        return seen
+
+    return plan
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("options", [{"ignored": 0.3}, {"temperature": 0.7, "return_entropy": True}], ids=str)
+def test_of_every_kind(lane, narrow, name, options, seed):
+    """Results and gradients against fp64, the dtypes of the lane."""
+    sizes, late = CASES[name]
+    seen = narrow(late)
+    for dtype in lane.dtypes:
+        verify(OP, make(OP, sizes, getattr(torch, dtype), lane.device, seed, options), seed)
+    assert seen and bool(seen[0].slab) == (name != "no slab")
+
+
+def _tensors(lane, generator, n_rows=16, hidden=9, vocab=101):
+    x = torch.randn(n_rows, hidden, generator=generator).to(lane.device).requires_grad_()
+    weight = torch.randn(vocab, hidden, generator=generator).to(lane.device).requires_grad_()
+    target = torch.randint(vocab, (n_rows,), generator=generator).to(lane.device)
+    return x, weight, target
+
+
+def _exact(x, weight, target, slopes, **options):
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    found = fused_linear_scaled_cross_entropy_reference(*leaves, target, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    return torch.autograd.grad(sum((a * b).sum() for a, b in zip(found, slopes)), leaves)
+
+
+@pytest.mark.parametrize("late", [0, 4, 7])
+@pytest.mark.parametrize("which", ["x", "weight", "entropy"])
+def test_of_part_of_the_gradients(lane, narrow, generator, late, which):
+    """One input's gradient alone; entropy's without that of the losses."""
+    seen = narrow(late)
+    x, weight, target = _tensors(lane, generator)
+    slopes = torch.randn(16, generator=generator).to(lane.device)
+    given = (0 * slopes, slopes) if which == "entropy" else (slopes,)
+    expected = _exact(x, weight, target, given, return_entropy=which == "entropy")
+    if which != "entropy":
+        (weight if which == "x" else x).requires_grad_(False)
+    found = liger_fused_linear_scaled_cross_entropy(x, weight, target, return_entropy=which == "entropy")
+    (found[1] if which == "entropy" else found).backward(slopes)
+    assert bool(seen) == (which != "x"), "a head whose weight has no gradient has no memory to keep logits in"
+    for leaf, of in zip((x, weight), expected):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad.double(), of, rtol=1e-4, atol=1e-4 * float(of.abs().max()))
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("late", [0, 4, 7])
+def test_a_second_backward_finds_everything(lane, narrow, generator, late):
+    """retain_graph leaves the kept logits as they are: three backwards agree, the last one in place."""
+    narrow(late)
+    x, weight, target = _tensors(lane, generator)
+    slopes = torch.randn(16, generator=generator).to(lane.device)
+    nll = liger_fused_linear_scaled_cross_entropy(x, weight, target)
+    found = [torch.autograd.grad(nll, (x, weight), slopes, retain_graph=turn < 2) for turn in range(3)]
+    for other in found[1:]:
+        for a, b in zip(found[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(found[2], _exact(x, weight, target, (slopes,))):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("late", [0, 7])
+def test_two_heads_of_one_weight(lane, narrow, generator, late):
+    """Both forwards come first, so that both keep logits; the gradients add up."""
+    narrow(late)
+    x, weight, target = _tensors(lane, generator)
+    slopes = torch.randn(2, 16, generator=generator).to(lane.device)
+    first = liger_fused_linear_scaled_cross_entropy(x, weight, target)
+    second = liger_fused_linear_scaled_cross_entropy(x, weight, target.flip(0), temperature=2.0)
+    ((first * slopes[0]).sum() + (second * slopes[1]).sum()).backward()
+    a, b = _exact(x, weight, target, slopes[:1]), _exact(x, weight, target.flip(0), slopes[1:], temperature=2.0)
+    for leaf, one, other in zip((x, weight), a, b):
+        of = one + other
+        torch.testing.assert_close(leaf.grad.double(), of, rtol=1e-4, atol=1e-4 * float(of.abs().max()))
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("late", [0, 4, 7])
+def test_words_that_cannot_be(lane, narrow, generator, late):
+    """Weights of -inf logits for whole slices: no nan, and nothing for those words."""
+    narrow(late)
+    x, weight, target = _tensors(lane, generator)
+    with torch.no_grad():
+        x.abs_()
+        weight[:40] = float("-inf")
+    target = target.clamp_min(40)
+    nll, entropy = liger_fused_linear_scaled_cross_entropy(x, weight, target, return_entropy=True)
+    few = fused_linear_scaled_cross_entropy_reference(x, weight[40:], target - 40, return_entropy=True)
+    for a, b in zip((nll, entropy), few):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    (found,) = torch.autograd.grad(nll.sum() + entropy.sum(), weight)
+    (expected,) = torch.autograd.grad(sum(t.sum() for t in few), weight)
+    torch.testing.assert_close(found[40:], expected[40:], rtol=1e-4, atol=1e-4)
+    assert not found[:40].any()
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("n_rows", [1, 512, 513, 1024, 4096, 5000, 8192, 12288, 12289, 16384, 20480])
+@pytest.mark.parametrize("hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)])
+def test_memory(n_rows, hidden, vocab):
+    """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one group."""
+    kept = plan_kept(n_rows, hidden, vocab, 2)
+    if kept is None:
+        assert n_rows > _kept_logits.MOST_SLABS * hidden
+        return
+    groups = late_groups(n_rows, kept.slab)
+    edges = [kept.slab, *(b for _, b in groups)]
+    assert edges[-1] == n_rows and [a for a, _ in groups] == edges[:-1] and len(groups) <= 2
+    whole = kept.slab + kept.late
+    most = max((b - a for a, b in groups if b > whole), default=0)
+    sums = max(most, kept.slab if kept.width < 2 * kept.slab else 0) * hidden * 4
+    logits = kept.tail + kept.late * vocab
+    gradients = 2 * (vocab + n_rows) * hidden
+    assert gradients + 2 * logits + sums <= 1.25 * (gradients + 2 * 1024 * vocab) or n_rows > 8192
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("mib, late", [(2304, 4096), (1600, 1280), (1024, None)])
+def test_a_budget_says_how_much(monkeypatch, mib, late):
+    """All late rows, some of them, and no memory even for the weight's gradient and a tail."""
+    monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
+    env.clear()
+    try:
+        kept = plan_kept(8192, 4096, 128256, 2)
+        assert (kept and kept.late) == late
+    finally:
+        monkeypatch.undo()
+        env.clear()
