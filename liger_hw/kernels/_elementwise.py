@@ -1,8 +1,8 @@
 """What elementwise ops share: how a tensor is cut into stretches, the tunables, and rows read where they lie.
 
 An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row, and only
-views with a gap between rows are walked row by row. Tiles that lie inside are not masked, so that odd column counts keep
-their 16-byte accesses.
+views with a gap between rows are walked row by row, several at once where they are narrow. Of odd column counts, tiles
+that lie inside are not masked, so that they keep their 16-byte accesses.
 """
 
 from __future__ import annotations
@@ -12,23 +12,42 @@ from typing import Any
 
 import torch
 
-from ..registry import Key, LaunchConfig, Target, Tunable, row_key
+from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
 
 @triton.jit
-def stretch(n_rows, n_cols, FLAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, first column, columns of a row) of this program; FLAT when rows lie end to end and count as one."""
-    pid = tl.program_id(0).to(tl.int64)
-    if FLAT:
-        return pid * 0, pid * BLOCK_SIZE, n_rows.to(tl.int64) * n_cols
+def stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, columns, which of them there are, whether that is all) of this program.
+
+    TILES: tiles of a row, 0 where rows lie end to end and count as one. (A constant: one row of 4096 takes 1 us, a division
+    by a number of the launch 0.2.) WIDTH: columns of a tile; BLOCK_SIZE // WIDTH rows a tile, of one tile each.
+    """
+    pid = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_SIZE)
+    if TILES == 0:
+        start = pid.to(tl.int64) * BLOCK_SIZE
+        size = n_rows.to(tl.int64) * n_cols
+        return pid * 0, start + lanes, start + lanes < size, start + BLOCK_SIZE <= size
+    elif WIDTH < BLOCK_SIZE:
+        row = pid.to(tl.int64) * (BLOCK_SIZE // WIDTH) + lanes // WIDTH
+        cols = lanes % WIDTH
+        return row, cols, (row < n_rows) & (cols < n_cols), pid < 0
     else:
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        return pid // tiles, (pid % tiles) * BLOCK_SIZE, n_cols
+        start = (pid % TILES).to(tl.int64) * BLOCK_SIZE
+        return (pid // TILES).to(tl.int64), start + lanes, start + lanes < n_cols, start + BLOCK_SIZE <= n_cols
 
 
 DIMS = ("n_rows", "n_cols")
+_ROW = 1024
+
+
+def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """`row_key`; narrow rows count as fewer rows of `_ROW` columns."""
+    if n_cols < _ROW:
+        n_rows, n_cols = cdiv(n_rows * n_cols, _ROW), _ROW
+    return row_key(n_rows, n_cols, itemsize)
 
 
 def heuristic(target: Target, key: Key, most: int = 16) -> LaunchConfig:
@@ -67,7 +86,7 @@ def elementwise_tunable(op: str, variant: str, *kernels: Any, most: int = 16) ->
         op,
         variant,
         kernels=(*kernels, stretch),
-        key=row_key,
+        key=_key,
         dims=DIMS,
         heuristic=partial(heuristic, most=most),
         safe=safe,
@@ -105,13 +124,21 @@ def launch_elementwise(
 ) -> None:
     """Launch the tunable's kernel over `size` = (elements, columns); one stride for each tensor that has one in it.
 
-    The kernel takes tensors, strides, n_rows, n_cols, numbers, flags and FLAT.
+    The kernel takes tensors, strides, n_rows, n_cols, numbers, flags, then `stretch`'s TILES and WIDTH, and SPLIT: whether
+    tiles that lie inside are worth code of their own, without masks.
     """
     first, (n_elements, n_cols) = tensors[0], size
     if n_elements:
         n_rows = n_elements // n_cols
-        plan = tunable.plan(first.device, row_key(n_rows, n_cols, first.itemsize))
-        flat = strides == (n_cols,) * len(strides)
-        block = plan.config.blocks["BLOCK_SIZE"]
-        grid = (cdiv(n_elements, block) if flat else n_rows * cdiv(n_cols, block),)
-        launch(plan, tunable.kernels[0], grid, (*tensors, *strides, n_rows, n_cols, *numbers), (*flags, flat))
+        plan = tunable.plan(first.device, _key(n_rows, n_cols, first.itemsize))
+        width = block = plan.config.blocks["BLOCK_SIZE"]
+        split = n_cols & 15 != 0
+        if strides == (n_cols,) * len(strides):
+            tiles, grid = 0, cdiv(n_elements, block)
+        else:
+            width = min(block, next_power_of_2(n_cols))
+            tiles = cdiv(n_cols, width)
+            grid = cdiv(n_rows, block // width) * tiles
+            split = split and width == block and any(stride & 15 == 0 for stride in strides)
+        numbers = n_rows, n_cols, *numbers
+        launch(plan, tunable.kernels[0], (grid,), (*tensors, *strides, *numbers), (*flags, tiles, width, split))

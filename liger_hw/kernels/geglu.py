@@ -72,20 +72,24 @@ def _geglu_fwd_kernel(
     n_rows,
     n_cols,
     TANH: tl.constexpr,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
     c_ptrs = C_ptr + row * n_cols + cols
-    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
-        _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, TANH, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:  # no mask: 16-byte accesses whatever n_cols divides by
+            _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, TANH, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, TANH, LOAD_CACHE, LOAD_EVICT)
     else:
-        _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, cols < size, TANH, LOAD_CACHE, LOAD_EVICT)
+        _geglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, TANH, LOAD_CACHE, LOAD_EVICT)
 
 
 @triton.jit
@@ -123,21 +127,25 @@ def _geglu_bwd_kernel(
     n_rows,
     n_cols,
     TANH: tl.constexpr,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
     b = B_ptr + row * B_row_stride + cols
     dense = row * n_cols + cols
-    if start + BLOCK_SIZE <= size:
-        _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, None, TANH, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:
+            _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, None, TANH, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, mask, TANH, LOAD_CACHE, LOAD_EVICT)
     else:
-        _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, cols < size, TANH, LOAD_CACHE, LOAD_EVICT)
+        _geglu_bwd_tile(dc, a, b, DA_ptr + dense, DB_ptr + dense, mask, TANH, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

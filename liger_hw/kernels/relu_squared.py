@@ -42,19 +42,23 @@ def _relu_squared_fwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     x_ptrs = X_ptr + row * X_row_stride + cols
     y_ptrs = Y_ptr + row * n_cols + cols
-    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
-        _fwd_tile(x_ptrs, y_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:  # no mask: 16-byte accesses whatever n_cols divides by
+            _fwd_tile(x_ptrs, y_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _fwd_tile(x_ptrs, y_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
     else:
-        _fwd_tile(x_ptrs, y_ptrs, cols < size, LOAD_CACHE, LOAD_EVICT)
+        _fwd_tile(x_ptrs, y_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
 
 
 @triton.jit
@@ -74,20 +78,24 @@ def _relu_squared_bwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dy_ptrs = DY_ptr + row * DY_row_stride + cols
     x_ptrs = X_ptr + row * X_row_stride + cols
     dx_ptrs = DX_ptr + row * n_cols + cols
-    if start + BLOCK_SIZE <= size:
-        _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:
+            _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, None, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
     else:
-        _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, cols < size, LOAD_CACHE, LOAD_EVICT)
+        _bwd_tile(dy_ptrs, x_ptrs, dx_ptrs, mask, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

@@ -69,21 +69,25 @@ def _swiglu_fwd_kernel(
     b_offset,
     gate_multiplier,
     down_multiplier,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
     """b_offset: where b begins in its row; the fused layout passes one tensor as A and B."""
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + b_offset + cols
     c_ptrs = C_ptr + row * n_cols + cols
-    if start + BLOCK_SIZE <= size:  # no mask: 16-byte accesses whatever n_cols divides by
-        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:  # no mask: 16-byte accesses whatever n_cols divides by
+            _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
     else:
-        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, cols < size, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
 
 
 @triton.jit
@@ -128,23 +132,27 @@ def _swiglu_bwd_kernel(
     b_offset,
     gate_multiplier,
     down_multiplier,
-    FLAT: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
     """b_offset: where b and its gradient begin in their rows, as in the forward."""
-    row, start, size = stretch(n_rows, n_cols, FLAT, BLOCK_SIZE)
-    cols = start + tl.arange(0, BLOCK_SIZE)
+    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
     b = B_ptr + row * B_row_stride + b_offset + cols
     da = DA_ptr + row * D_row_stride + cols
     db = DB_ptr + row * D_row_stride + b_offset + cols
-    if start + BLOCK_SIZE <= size:
-        _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+    if SPLIT:
+        if whole:
+            _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
     else:
-        _swiglu_bwd_tile(dc, a, b, da, db, cols < size, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
