@@ -30,7 +30,38 @@ def _load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
     return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_head_tiles"])
+@triton.jit
+def program_of(seq_len, HEAD_TILES: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(head tile, tokens, the batch of each, each one's place in it) of this program.
+
+    A division by a number of the launch takes as long as a quarter of a small launch. APART: a program's tokens are of one
+    batch, which is the grid's second axis; else programs go over the tokens of all batches, one after the other.
+    """
+    pid = tl.program_id(0)
+    tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if APART:
+        batch = tl.program_id(1).to(tl.int64)
+        token = tokens.to(tl.int64)
+    else:
+        batch = (tokens // seq_len).to(tl.int64)
+        token = (tokens % seq_len).to(tl.int64)
+    return pid % HEAD_TILES, tokens, batch, token
+
+
+@triton.jit
+def _angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, SHARED_HALVES: tl.constexpr):
+    """cos1, cos2, sin1, sin2 in fp32, of the shape of `offsets`."""
+    cos1 = tl.load(Cos_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    sin1 = tl.load(Sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    cos2 = cos1
+    sin2 = sin1
+    if not SHARED_HALVES:
+        cos2 = tl.load(Cos_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+        sin2 = tl.load(Sin_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit(do_not_specialize=["n_tokens", "seq_len"])
 def _rope_kernel(
     Q_ptr,
     K_ptr,
@@ -56,12 +87,14 @@ def _rope_kernel(
     seq_len,
     n_q_heads,
     n_k_heads,
-    n_head_tiles,
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    APART: tl.constexpr,
+    SPREAD: tl.constexpr,
     SHARED_HALVES: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -72,13 +105,11 @@ def _rope_kernel(
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program; cos and sin serve all its heads.
 
     Every load stands before the first store, to keep as many bytes in flight as there are. K_ptr may be None.
+    n_tokens: of one batch where programs are APART, else of all.
     """
-    pid = tl.program_id(0)
-    tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    q_heads = (pid % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
-    batch = (tokens // seq_len).to(tl.int64)
-    token = (tokens % seq_len).to(tl.int64)
+    tile, tokens, batch, token = program_of(seq_len, HEAD_TILES, APART, BLOCK_T)
+    q_heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_heads = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     token_mask = (tokens < n_tokens)[:, None, None]
     q_mask = token_mask & (q_heads < n_q_heads)[None, :, None]
     k_mask = token_mask & (k_heads < n_k_heads)[None, :, None]
@@ -99,13 +130,15 @@ def _rope_kernel(
         if TAIL:
             k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
     trig = (batch * cos_batch_stride + token * cos_token_stride)[:, None, None] + cols
-    cos1 = tl.load(Cos_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-    sin1 = tl.load(Sin_ptr + trig, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-    cos2 = cos1
-    sin2 = sin1
-    if not SHARED_HALVES:
-        cos2 = tl.load(Cos_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
-        sin2 = tl.load(Sin_ptr + trig + HALF, mask=token_mask & col_mask, other=0.0).to(tl.float32)
+    trig_mask = token_mask & col_mask
+    if SPREAD:
+        k_trig = tl.broadcast_to(trig, [BLOCK_T, BLOCK_K, BLOCK_HALF])
+        trig = tl.broadcast_to(trig, [BLOCK_T, BLOCK_H, BLOCK_HALF])
+    cos1, cos2, sin1, sin2 = _angles(Cos_ptr, Sin_ptr, trig, trig_mask, HALF, SHARED_HALVES)
+    if SPREAD and K_ptr is not None:
+        k_cos1, k_cos2, k_sin1, k_sin2 = _angles(Cos_ptr, Sin_ptr, k_trig, trig_mask, HALF, SHARED_HALVES)
+    else:
+        k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
 
     out = OutQ_ptr + _offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride)
     q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
@@ -115,7 +148,7 @@ def _rope_kernel(
         tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
     if K_ptr is not None:
         out = OutK_ptr + _offsets(batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride)
-        k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
+        k1, k2 = _rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
         tl.store(out + cols, k1, mask=k_mask & col_mask)
         tl.store(out + cols + HALF, k2, mask=k_mask & col_mask)
         if TAIL:

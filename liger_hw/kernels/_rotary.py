@@ -19,12 +19,25 @@ from typing import Any
 
 import torch
 
-from ..registry import Tunable, next_power_of_2
+from ..registry import Tunable
 from . import _rotary_flat
 from ._op import check, define, launch
-from ._rope_kernels import _load, _rotate
+from ._rope_kernels import _load, _rotate, program_of
 from ._triton import tl, triton
-from .rope import _DIMS, _dense, _empty, _geometry, _heads_inside, _heuristic, _key, _readable, _safe, _space, _valid
+from .rope import (
+    _DIMS,
+    _dense,
+    _empty,
+    _geometry,
+    _heads_inside,
+    _heuristic,
+    _key,
+    _readable,
+    _safe,
+    _space,
+    _valid,
+    tiled,
+)
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
 SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
@@ -105,7 +118,7 @@ def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.c
     return cos1, cos2, sin1, sin2
 
 
-@triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_head_tiles"])
+@triton.jit(do_not_specialize=["n_tokens", "seq_len"])
 def _rotary_kernel(
     Q_ptr,
     K_ptr,
@@ -132,12 +145,14 @@ def _rotary_kernel(
     seq_len,
     n_q_heads,
     n_k_heads,
-    n_head_tiles,
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    APART: tl.constexpr,
+    SPREAD: tl.constexpr,
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     TRIG: tl.constexpr,
@@ -157,12 +172,9 @@ def _rotary_kernel(
     K_ptr may be None. FIRST_SECTION, FIRST_SECTIONS: columns of plane 0, and of planes 0 and 1; 0 where there is one.
     ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
-    pid = tl.program_id(0)
-    tokens = (pid // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    q_heads = (pid % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_heads = (pid % n_head_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
-    batch = (tokens // seq_len).to(tl.int64)
-    token = (tokens % seq_len).to(tl.int64)
+    tile, tokens, batch, token = program_of(seq_len, HEAD_TILES, APART, BLOCK_T)
+    q_heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_heads = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     token_mask = (tokens < n_tokens)[None, :, None]
     q_mask = token_mask & (q_heads < n_q_heads)[:, None, None]
     k_mask = token_mask & (k_heads < n_k_heads)[:, None, None]
@@ -183,7 +195,14 @@ def _rotary_kernel(
         cols = tl.arange(0, BLOCK_HALF)
         plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
         angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
+    if SPREAD:
+        k_angles = tl.broadcast_to(angles, [BLOCK_K, BLOCK_T, angles.shape[2]])
+        angles = tl.broadcast_to(angles, [BLOCK_H, BLOCK_T, angles.shape[2]])
     cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    if SPREAD and K_ptr is not None:
+        k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    else:
+        k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
 
     out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
     q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
@@ -194,7 +213,7 @@ def _rotary_kernel(
         out = OutK_ptr + row_offsets(
             batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
         )
-        k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2, BACKWARD)
+        k1, k2 = _rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
         _store_pairs(out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
         if TAIL:
             tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
@@ -301,15 +320,11 @@ class Rotary:
         if self.flat and _rotary_flat.is_flat(plan.key):
             flags = trig == COMPLEX, back
             return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
-        blocks = plan.config.blocks
-        _, _, n_q_heads, n_k_heads = geometry.sizes
-        n_head_tiles = -(-n_q_heads // blocks["BLOCK_H"])
+        grid, tiles, sizes = tiled(geometry, plan.config.blocks)
         ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
         strides = (*geometry.strides, plane_stride)
-        block_k = next_power_of_2(-(-n_k_heads // n_head_tiles))
-        flags = (*geometry.widths, block_k, *ways, trig, section, sections, alignment(strides), back)
-        grid = (-(-geometry.tokens // blocks["BLOCK_T"]) * n_head_tiles,)
-        return _rotary_kernel, grid, flags, (*strides, *geometry.sizes, n_head_tiles)
+        flags = (*geometry.widths, *tiles, *ways, trig, section, sections, alignment(strides), back)
+        return _rotary_kernel, grid, flags, (*strides, *sizes)
 
     def forward(
         self, ctx: Any, q, k, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0
@@ -334,7 +349,7 @@ class Rotary:
 
 
 def _tunable(op: str, variant: str, flat: bool) -> Tunable:
-    kernels = (_rotary_kernel, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
+    kernels = (_rotary_kernel, program_of, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
     how = {"key": _key, "heuristic": _heuristic, "safe": _safe, "space": _space, "valid": _valid}
     if flat:
         kernels, how = kernels + _rotary_flat.KERNELS, _rotary_flat.TUNABLES
