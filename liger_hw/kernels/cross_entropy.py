@@ -177,7 +177,10 @@ cross_entropy_fwd = define(
 
 
 class LigerCrossEntropyFunction(Function):
-    """Autograd for cross entropy: saves the gradient, which the forward has already computed."""
+    """Autograd for cross entropy: saves the gradient, which the forward has already computed.
+
+    Gives (loss, z_loss, token_accuracy, predicted_tokens), or with `alone` the loss: each output costs torch 2 us.
+    """
 
     @staticmethod
     def forward(
@@ -193,23 +196,26 @@ class LigerCrossEntropyFunction(Function):
         return_z_loss=False,
         return_token_accuracy=False,
         return_predicted_tokens=False,
+        alone=False,
     ):
-        *outputs, grad, stats = _run(
+        loss, *extra, grad, stats = _run(
             *(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
             *(return_z_loss, return_token_accuracy, return_predicted_tokens, ctx.needs_input_grad[0]),
         )
         ctx.save_for_backward(grad, stats)
-        ctx.mark_non_differentiable(*outputs[1:])
+        if alone:
+            return loss
+        ctx.mark_non_differentiable(*extra)
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return loss, *extra
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None or not ctx.needs_input_grad[0]:
-            return (None,) * 11
+            return (None,) * 12
         grad, stats = ctx.saved_tensors
-        return *scale_gradients((grad,), grad_output, stats), *(None,) * 10
+        return *scale_gradients((grad,), grad_output, stats), *(None,) * 11
 
 
 def _run(
@@ -261,10 +267,10 @@ def liger_cross_entropy(
     check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
     options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     if torch.is_grad_enabled() and input.requires_grad:
-        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra)
-    else:
-        outputs = _run(input, target, weight, *options, *extra, False)[:4]
-    return pack(*outputs, extra)
+        alone = not any(extra)
+        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, alone)
+        return outputs if alone else pack(*outputs, extra)
+    return pack(*_run(input, target, weight, *options, *extra, False)[:4], extra)
 
 
 def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:
