@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Mapping
+
+from ..registry import next_power_of_2
+from ._op import cdiv
 from ._triton import tl, triton
 
 
@@ -153,3 +157,27 @@ def _rope_kernel(
         tl.store(out + cols + HALF, k2, mask=k_mask & col_mask)
         if TAIL:
             tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
+
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+
+_SPREAD = False
+_MOST_BATCHES = 65535
+"""What a grid's second axis can hold."""
+
+
+def tiled(
+    sizes: tuple[int, ...], blocks: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[int, int, bool, bool], tuple[int, ...]]:
+    """(grid, (BLOCK_K, HEAD_TILES, APART, SPREAD), (n_tokens, seq_len, heads of q, heads of k)) of the kernels; see `program_of`.
+
+    Batches are kept apart where that leaves few programs' tokens idle.
+    """
+    tokens, seq_len, n_q_heads, n_k_heads = sizes
+    block_t, head_tiles = blocks["BLOCK_T"], cdiv(n_q_heads, blocks["BLOCK_H"])
+    batches, programs = tokens // seq_len, cdiv(seq_len, block_t)
+    apart = batches <= _MOST_BATCHES and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
+    tiles = next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, apart, _SPREAD
+    if apart:
+        return (programs * head_tiles, batches), tiles, (seq_len, seq_len, n_q_heads, n_k_heads)
+    return (cdiv(tokens, block_t) * head_tiles,), tiles, sizes

@@ -22,7 +22,7 @@ import torch
 from ..registry import Tunable
 from . import _rotary_flat
 from ._op import check, define, launch
-from ._rope_kernels import _load, _rotate, program_of
+from ._rope_kernels import _load, _rotate, program_of, tiled
 from ._triton import tl, triton
 from .rope import (
     _DIMS,
@@ -36,7 +36,6 @@ from .rope import (
     _safe,
     _space,
     _valid,
-    tiled,
 )
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
@@ -320,7 +319,7 @@ class Rotary:
         if self.flat and _rotary_flat.is_flat(plan.key):
             flags = trig == COMPLEX, back
             return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
-        grid, tiles, sizes = tiled(geometry, plan.config.blocks)
+        grid, tiles, sizes = tiled(geometry.sizes, plan.config.blocks)
         ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
         strides = (*geometry.strides, plane_stride)
         flags = (*geometry.widths, *tiles, *ways, trig, section, sections, alignment(strides), back)

@@ -26,8 +26,8 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._op import Function, cdiv, check, check_flags, check_tensors, define, first_order, launch, remembered
-from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate, program_of
+from ._op import Function, check, check_flags, check_tensors, define, first_order, launch, remembered
+from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate, program_of, tiled
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -269,30 +269,8 @@ def _empty(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
 
 def _numbers(geometry: _Geometry, plan: registry.Plan, shared: bool, backward: bool) -> tuple[tuple, tuple, tuple]:
     """Grid, flags and runtime numbers of a launch."""
-    grid, tiles, sizes = tiled(geometry, plan.config.blocks)
+    grid, tiles, sizes = tiled(geometry.sizes, plan.config.blocks)
     return grid, (*geometry.widths, *tiles, shared, backward), (*geometry.strides, *sizes)
-
-
-_SPREAD = False
-_MOST_BATCHES = 65535
-"""What a grid's second axis can hold."""
-
-
-def tiled(
-    geometry: _Geometry, blocks: dict[str, int]
-) -> tuple[tuple[int, ...], tuple[int, int, bool, bool], tuple[int, ...]]:
-    """(grid, (BLOCK_K, HEAD_TILES, APART, SPREAD), (n_tokens, seq_len, heads of q, heads of k)) of the kernels; see `program_of`.
-
-    Batches are kept apart where that leaves few programs' tokens idle.
-    """
-    tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
-    block_t, head_tiles = blocks["BLOCK_T"], cdiv(n_q_heads, blocks["BLOCK_H"])
-    batches, programs = tokens // seq_len, cdiv(seq_len, block_t)
-    apart = batches <= _MOST_BATCHES and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
-    tiles = next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, apart, _SPREAD
-    if apart:
-        return (programs * head_tiles, batches), tiles, (seq_len, seq_len, n_q_heads, n_k_heads)
-    return (cdiv(tokens, block_t) * head_tiles,), tiles, geometry.sizes
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
