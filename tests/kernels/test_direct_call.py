@@ -99,3 +99,41 @@ def test_torch_compile_sees_the_operator(call):
 def test_cpu_tensors_go_through_the_operator():
     with torch.no_grad():
         assert not _op._unobserved((torch.ones(2),)) and not _op._unobserved((torch.ones(2, device="meta"),))
+
+
+class Times(_op.Function):
+    seen: list[bool] = []
+
+    @staticmethod
+    def forward(ctx, x, factor=2.0):
+        Times.seen.append(torch._C._functorch.is_functorch_wrapped_tensor(x))
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def test_apply_does_what_torch_does():
+    """What a transform left behind is unwrapped, keywords are taken, inside a transform torch's own apply answers."""
+    leaked = []
+    torch.func.grad(lambda x: leaked.append(x) or x.sum())(torch.ones(3))
+    assert torch._C._functorch.is_functorch_wrapped_tensor(leaked[0])
+    Times.seen.clear()
+    assert torch.equal(Times.apply(leaked[0], 3.0), torch.full((3,), 3.0)) and Times.seen == [False]
+    x = torch.ones(2, requires_grad=True)
+    Times.apply(x, factor=4.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 4.0))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: Times.apply(x, 3.0).sum())(torch.ones(3))
+
+
+def test_remembered_answers_are_those_of_the_very_arguments():
+    """4.0 and True equal 4 and 1, and are neither; what cannot be hashed is asked again each time."""
+    asked = []
+    ask = _op.remembered(lambda shape, n: asked.append(n) or ("" if type(n) is int else "no int"))
+    shape = torch.ones(2, 3).shape
+    assert [ask(shape, n) for n in (4, 4, 4.0, 1, True)] == ["", "", "no int", "", "no int"]
+    assert asked == [4, 4.0, 1, True]
+    assert ask(shape, [4]) == ask(shape, [4]) == "no int" and asked[4:] == [[4], [4]]
