@@ -88,11 +88,15 @@ MIB = 1 << 20
         (8192, 131072, {"apart": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
         (8192, 32768, {"apart": True}, (2048,) * 4, 480),
         (8192, 131072, {"scale": 2, "buffers": 2}, (2048,) * 4, 2150),
-        (4096, 131072, {"buffers": 2}, (1024,) * 4, 1638),
+        (4096, 131072, {"buffers": 2, "generous": True}, (1024,) * 4, 1638),
+        (8192, 32768, {"buffers": 2, "generous": True}, (4096,) * 2, 832),
+        (4096, 131072, {"generous": True}, (4096,), 2080),
+        (8192, 32768, {"generous": True}, (8192,), 832),
     ],
 )
 def test_memory_of_the_heads_we_compare(n_rows, vocab, options, heights, most):
-    """fused_linear_cross_entropy, JSD distillation and fused_linear_jsd in bf16, hidden 4096: gradients and logits."""
+    """fused_linear_cross_entropy, JSD distillation, fused_linear_jsd and fused_linear_kl_div in bf16, hidden 4096:
+    gradients and logits. Liger 0.8.5 takes 1598 and 1472 MiB of fused_linear_jsd's (128256 words), 2052 and 896 of the last."""
     chunks = plan_chunks(n_rows, 4096, vocab, 2, **options)
     assert tuple(b - a for a, b in chunks.bounds) == heights
     logits = chunks.rows * vocab * 2 * options.get("buffers", 1)
@@ -141,7 +145,7 @@ def test_a_second_head_halves_the_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [5, 16, 37])
 def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered):
-    """Any gradient, any columns: rare ones, frequent ones, out of the vocabulary; three chunks, against fp64."""
+    """Any gradient, any columns: rare ones, frequent ones, out of the vocabulary; four chunks, against fp64."""
     if lane.name == "interpret" and dtype is torch.bfloat16:
         pytest.skip("the interpreter's bf16 is not right")
     monkeypatch.setattr(_head_targets, "FREQUENT", 4)
@@ -152,7 +156,7 @@ def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered)
     order = torch.randperm(n_rows, generator=generator)[:40] if ordered else torch.arange(n_rows)
     target, order = target.to(lane.device)[order.to(lane.device)], order.to(lane.device)
     given = (3 * torch.randn(len(order), vocab, generator=generator)).to(lane.device, dtype)
-    chunks = Chunks.of([(0, 13), (13, 32), (32, len(order))])
+    chunks = Chunks.of([(0, 13), (13, 32), (32, 36), (36, len(order))])
 
     def once():
         grads = HeadGradients(x, weight, (True, True, True), chunks, target, lane.name == "cpu")
@@ -171,9 +175,10 @@ def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered)
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("head", ["flat", "trained"])
-def test_eight_chunks_are_as_good_as_one_gemm(lane, generator, head):
+@pytest.mark.parametrize("count", [3, 8])
+def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count):
     """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of the
-    targets' entries nearly cancel: all entries kept apart, or the running sum alone, would miss it."""
+    targets' entries nearly cancel: of eight chunks, all entries kept apart, or the running sum alone, would miss it."""
     n_rows, hidden, vocab = 8192, 16, 2048
     frequency = 1 / torch.arange(1, vocab + 1).float()
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
@@ -197,14 +202,17 @@ def test_eight_chunks_are_as_good_as_one_gemm(lane, generator, head):
     dlogits = slopes((x @ weight.t()).float()).bfloat16()
     found = []
     for targets in (None, target):
-        chunks = Chunks.of([(i, i + 1024) for i in range(0, n_rows, 1024)])
+        edges = [n_rows * i // count for i in range(count + 1)]
+        chunks = Chunks.of(list(zip(edges, edges[1:])))
         grads = HeadGradients(x, weight, (False, True, False), chunks, targets, lane.name == "cpu")
+        assert (grads._entries is not None) == (targets is not None and count > 3)
         for start, logits, _ in sweep(chunks, x, weight, grads):
-            logits.copy_(dlogits[start : start + 1024])
+            logits.copy_(dlogits[start : start + logits.shape[0]])
         found.append(head_gradients(grads, x)[1])
     one = (dlogits.float().t() @ x.float()).bfloat16()
     plain, apart, base = (float((g.double() - exact).norm() / exact.norm()) for g in (*found, one))
-    assert apart <= 1.5 * base < plain, f"{apart} with targets, {plain} without, {base} of one GEMM"
+    assert apart <= 1.5 * base, f"{apart} with targets, {plain} without, {base} of one GEMM"
+    assert (plain > 1.5 * base) == (count == 8), f"{plain} without targets, {base} of one GEMM"
 
 
 @pytest.mark.parametrize("column", [3, 200])
@@ -234,7 +242,7 @@ def test_losses_keep_their_targets_apart(lane, small_chunks, name, seed, monkeyp
     real = _linear_head.TargetEntries
     monkeypatch.setattr(_linear_head, "TargetEntries", lambda *a: seen.append(1) or real(*a))
     op = get_op(name)
-    verify(op, make(op, (2 * MANY, 9, 19), torch.float16, lane.device, seed, {"ignored": 0.3}), seed)
+    verify(op, make(op, (3 * MANY, 9, 19), torch.float16, lane.device, seed, {"ignored": 0.3}), seed)
     assert seen
 
 
