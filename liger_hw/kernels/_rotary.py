@@ -319,7 +319,7 @@ class Rotary:
         if self.flat and _rotary_flat.is_flat(plan.key):
             flags = trig == COMPLEX, back
             return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
-        grid, tiles, sizes = tiled(geometry.sizes, plan.config.blocks)
+        grid, tiles, sizes = tiled(geometry.sizes, plan, geometry.widths)
         ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
         strides = (*geometry.strides, plane_stride)
         flags = (*geometry.widths, *tiles, *ways, trig, section, sections, alignment(strides), back)

@@ -168,8 +168,8 @@ def key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int,
 
 
 def heuristic(target: Target, key: Key) -> LaunchConfig:
-    """1024 places a program and 8 a thread, or half of both where halves are whole 16-byte loads; less where there would
-    be too few programs.
+    """1024 places a program and 8 a thread, or half of both where halves are whole 16-byte loads or places are few, 256
+    where they are very few.
 
     On an H200, 16 + 16 heads, a forward and a backward: 79.4 us against 79.9 at 72, 92.6 against 88.2 at 80, where the
     forward of 1024 places loses 4 us (its cos and sin lie a multiple of a mebibyte apart there).
@@ -177,11 +177,12 @@ def heuristic(target: Target, key: Key) -> LaunchConfig:
     if not is_flat(key):
         return rope._heuristic(target, key)
     heads, _, width, tokens_bucket, itemsize = key
+    places = heads * width << tokens_bucket
+    if places <= 16384 * target.multiprocessors:
+        block = 256 if places <= 256 * target.multiprocessors else 512
+        return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, block // 128, 8))
     block = 512 if width // 2 * itemsize % 16 == 0 else 1024
-    warps = target.warps(block, block // 128, 8)
-    while block > 128 and (heads * width << tokens_bucket) // block < 2 * target.multiprocessors:
-        block, warps = block // 2, max(1, warps // 2)
-    return LaunchConfig({"BLOCK_SIZE": block}, warps)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, block // 128, 8))
 
 
 def safe(target: Target, key: Key) -> LaunchConfig:
