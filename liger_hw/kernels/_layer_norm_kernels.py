@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from ._rms_backward import _scale_of, _store_sums, _values_of
+from ._row_groups import (
+    GROUPS,
+    _are_columns,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+)
 from ._row_pieces import (
     PIECES,
     _at,
-    _below,
     _both,
     _columns_of,
-    _first_piece,
     _load_tile,
     _one_a_row,
     _row_sums,
@@ -32,13 +41,13 @@ def _centred(x, mean, mask):
 
 
 @triton.jit
-def _scale_shift_and_store(h, w, b, Y_ptrs, mask):
+def _scale_shift_and_store(h, w, b, Y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP: tl.constexpr):
     y = h
     if w is not None:
         y = y * w.to(tl.float32)[None, :]
     if b is not None:
         y = y + b.to(tl.float32)[None, :]
-    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+    _store_part(Y_ptrs, y, lanes, mask, row_mask, lead, n_cols, GROUP)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -54,6 +63,7 @@ def _layer_norm_fwd_kernel(
     eps,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -61,21 +71,27 @@ def _layer_norm_fwd_kernel(
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0).to(tl.int64)
+    rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
+    lead = _lead_of(tile, n_cols, GROUP)
     if WHOLE_ROW:
-        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+        cols = _columns(lanes, lead, GROUP)
         tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _below(tail, n_cols)
+        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+        tail_cols = _columns(tail, lead, GROUP)
         mask = _both(row_mask, exist)
         tail_mask = _both(row_mask, tail_exist)
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
             b = _columns_of(B_ptr, cols, exist)
-        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        w_tail = _columns_of(W_ptr, tail, tail_exist)
-        b_tail = _columns_of(B_ptr, tail, tail_exist)
+        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
+        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
+        b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
         mean = _row_sums(x, x_tail) / n_cols
         if BLOCK_SIZE > 4096:
             x = _after(x, _to_columns(mean))
@@ -86,10 +102,13 @@ def _layer_norm_fwd_kernel(
             w = _columns_of(W_ptr, cols, exist)
             b = _columns_of(B_ptr, cols, exist)
             centred = _after(x, _to_columns(rstd)).to(tl.float32) - _to_columns(mean)
-        _scale_shift_and_store(centred * _to_columns(rstd), w, b, _at(Y_ptr, rows, n_cols, cols), mask)
+        h = centred * _to_columns(rstd)
+        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
+        _scale_shift_and_store(h, w, b, y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP)
         if TAIL:
-            y_ptrs = _at(Y_ptr, rows, n_cols, tail)
-            _scale_shift_and_store(centred_tail * _to_columns(rstd), w_tail, b_tail, y_ptrs, tail_mask)
+            h = centred_tail * _to_columns(rstd)
+            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            _scale_shift_and_store(h, w_tail, b_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, GROUP)
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -114,7 +133,8 @@ def _layer_norm_fwd_kernel(
             h = (x - _to_columns(mean)) * _to_columns(rstd)
             w = _columns_of(W_ptr, cols, exist)
             b = _columns_of(B_ptr, cols, exist)
-            _scale_shift_and_store(h, w, b, _at(Y_ptr, rows, n_cols, cols), mask)
+            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            _scale_shift_and_store(h, w, b, y_ptrs, cols, mask, row_mask, 0, n_cols, 1)
     tl.store(STATS_ptr + rows, mean, mask=row_mask)
     tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
 
@@ -183,6 +203,7 @@ def _layer_norm_bwd_kernel(
     n_tiles,
     HAS_BIAS: tl.constexpr,
     TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -196,11 +217,14 @@ def _layer_norm_bwd_kernel(
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
     """
     pid = tl.program_id(0)
-    cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    lead = _lead_of(pid, n_cols, GROUP)
+    lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+    cols = _columns(lanes, lead, GROUP)
     tail = _second_piece(BLOCK_SIZE, TAIL)
-    tail_exist = _below(tail, n_cols)
+    tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+    tail_cols = _columns(tail, lead, GROUP)
     w = _scale_of(W_ptr, cols, exist, 0.0)
-    w_tail = _scale_of(W_ptr, tail, tail_exist, 0.0)
+    w_tail = _scale_of(W_ptr, tail_cols, tail_exist, 0.0)
     if Partial_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -208,14 +232,18 @@ def _layer_norm_bwd_kernel(
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        rows = _tile_rows(tile, ROWS, GROUP)
         row_mask = rows < n_rows
         mask = _both(row_mask, exist)
         tail_mask = _both(row_mask, tail_exist)
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
+        dy = _wide(_load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
+        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, tail, GROUP)
+        dy_tail = _wide(_load_part(dy_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
         mean = _values_of(STATS_ptr, rows, row_mask)
         rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
         h, m = _centred_and_m(x, dy, mean, rstd, w)
@@ -241,18 +269,20 @@ def _layer_norm_bwd_kernel(
             shift = _values_of(MEANS_ptr, rows, row_mask)
             dot = _values_of(MEANS_ptr + n_rows, rows, row_mask)
         dx = rstd * (m - shift - h * dot)
-        tl.store(_at(DX_ptr, rows, n_cols, cols), dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
+        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
         if TAIL:
             dx = rstd * (m_tail - shift - h_tail * dot)
-            tl.store(_at(DX_ptr, rows, n_cols, tail), dx.to(DX_ptr.dtype.element_ty), mask=tail_mask)
+            dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
+            _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
     if Partial_ptr is not None:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         _store_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
         if TAIL:
-            _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail, tail_exist, HAS_BIAS)
+            _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail_cols, tail_exist, HAS_BIAS)
 
 
-FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _centred, _after, *PIECES)
+FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _centred, _after, *GROUPS, *PIECES)
 BWD_KERNELS = (
     _layer_norm_bwd_kernel,
     _centred_and_m,
@@ -260,6 +290,7 @@ BWD_KERNELS = (
     _store_sums,
     _scale_of,
     _values_of,
+    *GROUPS,
     *PIECES,
 )
 """The kernel first, then all that it calls: what a tuned entry is valid for."""

@@ -14,21 +14,31 @@ import torch
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
+from ._row_groups import (
+    GROUPS,
+    _are_columns,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+    group_pieces,
+    programs_of,
+    row_group,
+    tiles_of,
+)
 from ._row_pieces import (
     PIECES,
-    _at,
-    _below,
     _both,
     _columns_of,
-    _first_piece,
-    _load_tile,
     _one_a_row,
     _row_sums,
     _second_piece,
     _to_columns,
     _wide,
     pieces_key,
-    row_pieces,
     widest,
 )
 from ._triton import tl, triton
@@ -125,6 +135,7 @@ def _rms_norm_bwd_kernel(
     offset,
     CASTING: tl.constexpr,
     TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,24 +149,31 @@ def _rms_norm_bwd_kernel(
     DW_partial_ptr: one row a program, or None when dw is not wanted.
     """
     pid = tl.program_id(0)
-    cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
+    lead = _lead_of(pid, n_cols, GROUP)
+    lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+    cols = _columns(lanes, lead, GROUP)
     tail = _second_piece(BLOCK_SIZE, TAIL)
-    tail_exist = _below(tail, n_cols)
+    tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+    tail_cols = _columns(tail, lead, GROUP)
     w = _scale_of(W_ptr, cols, exist, offset)
-    w_tail = _scale_of(W_ptr, tail, tail_exist, offset)
+    w_tail = _scale_of(W_ptr, tail_cols, tail_exist, offset)
     if DW_partial_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         if TAIL:
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        rows = _tile_rows(tile, ROWS, GROUP)
         row_mask = rows < n_rows
         mask = _both(row_mask, exist)
         tail_mask = _both(row_mask, tail_exist)
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
+        dy = _wide(_load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
+        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, tail, GROUP)
+        dy_tail = _wide(_load_part(dy_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
         rstd = _values_of(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
         mh_tail = None
@@ -170,21 +188,29 @@ def _rms_norm_bwd_kernel(
             dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
         else:
             dot = _values_of(DOT_ptr, rows, row_mask)
-        dx_ptrs = _at(DX_ptr, rows, n_cols, cols)
-        ds_ptrs = _at(DS_ptr, rows, DS_row_stride, cols)
-        _store_dx(dx_ptrs, ds_ptrs, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
+        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
+        ds_ptrs = _places(DS_ptr, rows, DS_row_stride, lanes, GROUP)
+        dx = rstd * (m - h * dot)
+        ds = _wide(_load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        if DS_ptr is not None:
+            dx += ds
+        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
         if TAIL:
-            dx_ptrs = _at(DX_ptr, rows, n_cols, tail)
-            ds_ptrs = _at(DS_ptr, rows, DS_row_stride, tail)
-            _store_dx(dx_ptrs, ds_ptrs, rstd, h_tail, m_tail, dot, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
+            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, tail, GROUP)
+            dx = rstd * (m_tail - h_tail * dot)
+            ds = _wide(_load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+            if DS_ptr is not None:
+                dx += ds
+            _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
     if DW_partial_ptr is not None:
         dw_ptr = DW_partial_ptr + pid.to(tl.int64) * n_cols
         tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=exist)
         if TAIL:
-            tl.store(dw_ptr + tail, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
+            tl.store(dw_ptr + tail_cols, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
 
 
-RMS_BACKWARD = (_rms_norm_bwd_kernel, _h_and_m, _store_dx, _scale_of, _values_of, *PIECES)
+RMS_BACKWARD = (_rms_norm_bwd_kernel, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
 WIDEST_TILE = 16384
 """Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
 DIMS = ("n_rows", "n_cols")
@@ -329,19 +355,20 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
     if not n_rows:
         return dx, torch.zeros_like(w) if needs_dw else no_weight(x)
     dy_stride, ds_stride = rows_of(dy)[2], 0 if ds is None else rows_of(ds)[2]
-    plan = bwd.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+    group = row_group(n_rows, n_cols, x, dy, ds)
+    plan = bwd.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
     blocks = plan.config.blocks
-    whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
-    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+    n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     dot = None
     if col_tiles > 1:
         dot = torch.empty_like(rstd)
         args = (dy, x, w, rstd, dot, dy_stride, x_stride, n_cols, offset)
         plan_of_dot = bwd_dot.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_dot, _rms_norm_bwd_dot_kernel, (n_rows,), args)
-    programs = max(1, min(plan.programs // col_tiles, n_tiles))
+    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
     partial = partial_sums(x, programs, n_cols, w.dtype) if needs_dw else None
     strides = (dy_stride, x_stride, ds_stride)
     args = (dy, x, w, rstd, dot, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    launch(plan, _rms_norm_bwd_kernel, (programs, col_tiles), args, (casting, tail))
+    launch(plan, _rms_norm_bwd_kernel, (programs, col_tiles), args, (casting, tail, group))
     return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)

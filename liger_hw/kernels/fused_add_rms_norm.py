@@ -33,19 +33,28 @@ from ._op import (
     rows_of,
 )
 from ._rms_backward import backward_tunables, rms_backward
+from ._row_groups import (
+    _are_columns,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+    group_pieces,
+    row_group,
+    tiles_of,
+)
 from ._row_pieces import (
     _at,
-    _below,
     _both,
     _columns_of,
-    _first_piece,
-    _load_tile,
     _row_sums,
     _second_piece,
     _squares,
     _to_columns,
     pieces_key,
-    row_pieces,
 )
 from ._row_tiles import _after
 from ._triton import tl, triton
@@ -79,22 +88,28 @@ def fused_add_rms_norm_reference(
 
 
 @triton.jit
-def _sum_tile(
+def _sum_part(
     X_ptr,
     R_ptr,
     rows,
     X_row_stride,
     R_row_stride,
-    cols,
+    lanes,
     mask,
+    row_mask,
+    lead,
+    n_cols,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """x + r of one piece, rounded to x's dtype; None for a piece that is None."""
     s = None
-    if cols is not None:
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        r = _load_tile(R_ptr, rows, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+    if lanes is not None:
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        r_ptrs = _places(R_ptr, rows, R_row_stride, lanes, GROUP)
+        r = _load_part(r_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         s = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
     return s
 
@@ -116,6 +131,7 @@ def _fused_add_rms_norm_fwd_kernel(
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -123,37 +139,76 @@ def _fused_add_rms_norm_fwd_kernel(
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
     time from cache."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0).to(tl.int64)
+    rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
+    lead = _lead_of(tile, n_cols, GROUP)
     if WHOLE_ROW:
-        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+        cols = _columns(lanes, lead, GROUP)
         tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _below(tail, n_cols)
+        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+        tail_cols = _columns(tail, lead, GROUP)
         mask = _both(row_mask, exist)
         tail_mask = _both(row_mask, tail_exist)
-        s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        s = _sum_part(
+            X_ptr,
+            R_ptr,
+            rows,
+            X_row_stride,
+            R_row_stride,
+            lanes,
+            mask,
+            row_mask,
+            lead,
+            n_cols,
+            LOAD_CACHE,
+            LOAD_EVICT,
+            GROUP,
+        )
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
-        s_tail = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        w_tail = _columns_of(W_ptr, tail, tail_exist)
-        tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
+        s_tail = _sum_part(
+            X_ptr,
+            R_ptr,
+            rows,
+            X_row_stride,
+            R_row_stride,
+            tail,
+            tail_mask,
+            row_mask,
+            lead,
+            n_cols,
+            LOAD_CACHE,
+            LOAD_EVICT,
+            GROUP,
+        )
+        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
+        _store_part(_places(S_ptr, rows, n_cols, lanes, GROUP), s, lanes, mask, row_mask, lead, n_cols, GROUP)
         if TAIL:
-            tl.store(_at(S_ptr, rows, n_cols, tail), s_tail, mask=tail_mask)
+            s_ptrs = _places(S_ptr, rows, n_cols, tail, GROUP)
+            _store_part(s_ptrs, s_tail, tail, tail_mask, row_mask, lead, n_cols, GROUP)
         rstd = tl.rsqrt(_row_sums(_squares(s), _squares(s_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
             w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
             s = _after(s, _to_columns(rstd))
-        _normalise_and_store(s, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
+        _normalise_and_store(s, rstd, w, y_ptrs, lanes, mask, row_mask, lead, n_cols, offset, CASTING, GROUP)
         if TAIL:
-            _normalise_and_store(s_tail, rstd, w_tail, _at(Y_ptr, rows, n_cols, tail), tail_mask, offset, CASTING)
+            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            _normalise_and_store(
+                s_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, offset, CASTING, GROUP
+            )
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
             cols = start + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "", "")
+            s = _sum_part(
+                X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1
+            )
             tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
             squares += _squares(s)
         rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
@@ -161,15 +216,18 @@ def _fused_add_rms_norm_fwd_kernel(
         for tile in range(tiles):  # backwards: what was read last is nearest
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            s = _sum_tile(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, "", "")
+            s = _sum_part(
+                X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1
+            )
             w = _columns_of(W_ptr, cols, cols < n_cols)
-            _normalise_and_store(s, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            _normalise_and_store(s, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
     tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_tile, *NORMALISE)
+_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_part, *NORMALISE)
 FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=pieces_key)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
@@ -182,11 +240,13 @@ def _fwd(x, r, w, eps, offset, casting):
     y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+        group = row_group(n_rows, n_cols, x, r)
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
         blocks = plan.config.blocks
-        flags = (casting, *row_pieces(n_cols, blocks["BLOCK_SIZE"]))
+        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
         args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
-        launch(plan, _fused_add_rms_norm_fwd_kernel, (-(-n_rows // blocks["ROWS"]),), args, flags)
+        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
+        launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting, *pieces))
     return y, s, rstd
 
 

@@ -52,7 +52,8 @@ from ._rms_backward import (
     safe,
     tiles_rows_persistently,
 )
-from ._row_pieces import pieces_key, row_pieces
+from ._row_groups import group_pieces, programs_of, row_group, tiles_of
+from ._row_pieces import pieces_key
 from .rms_norm import forward_tunable, fwd_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -129,11 +130,13 @@ def _fwd(x, w, b, eps):
     y = empty_like(x, x.dtype)
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+        group = row_group(n_rows, n_cols, x)
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
         blocks = plan.config.blocks
-        grid = (-(-n_rows // blocks["ROWS"]),)
+        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
         args = (x, w, b, y, stats, stride, n_rows, n_cols, eps)
-        launch(plan, _layer_norm_fwd_kernel, grid, args, row_pieces(n_cols, blocks["BLOCK_SIZE"]))
+        launch(plan, _layer_norm_fwd_kernel, grid, args, pieces)
     return y, stats
 
 
@@ -145,20 +148,21 @@ def _bwd(dy, x, w, b, stats, needs_params):
     if not n_rows:
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     dy_stride = rows_of(dy)[2]
-    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+    group = row_group(n_rows, n_cols, x, dy)
+    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
     blocks = plan.config.blocks
-    whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
-    n_tiles, col_tiles = -(-n_rows // blocks["ROWS"]), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+    n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     means = None
     if col_tiles > 1:
         means = torch.empty_like(stats)
         args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
         plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
-    programs = max(1, min(plan.programs // col_tiles, n_tiles))
+    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
     partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
-    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2, tail))
+    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2, tail, group))
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 

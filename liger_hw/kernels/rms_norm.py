@@ -36,20 +36,31 @@ from ._op import (
     rows_of,
 )
 from ._rms_backward import DIMS, WIDEST_TILE, backward_tunables, few_rows, rms_backward, row_warps, safe, tiles_rows
+from ._row_groups import (
+    GROUPS,
+    _are_columns,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+    group_pieces,
+    row_group,
+    tiles_of,
+)
 from ._row_pieces import (
     PIECES,
     _at,
-    _below,
     _both,
     _columns_of,
-    _first_piece,
     _load_tile,
     _row_sums,
     _second_piece,
     _squares,
     _to_columns,
     pieces_key,
-    row_pieces,
 )
 from ._row_tiles import _after
 from ._triton import tl, triton
@@ -84,13 +95,26 @@ def rms_norm_reference(
 
 
 @triton.jit
-def _normalise_and_store(x_raw, rstd, w, Y_ptrs, mask, offset, CASTING: tl.constexpr):
+def _normalise_and_store(
+    x_raw,
+    rstd,
+    w,
+    Y_ptrs,
+    lanes,
+    mask,
+    row_mask,
+    lead,
+    n_cols,
+    offset,
+    CASTING: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     y = x_raw.to(tl.float32) * _to_columns(rstd)
     if CASTING == 0:
         y = y.to(x_raw.dtype).to(tl.float32)
     if w is not None:
         y = y * (w.to(tl.float32) + offset)[None, :]
-    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+    _store_part(Y_ptrs, y, lanes, mask, row_mask, lead, n_cols, GROUP)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -107,6 +131,7 @@ def _rms_norm_fwd_kernel(
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -114,27 +139,37 @@ def _rms_norm_fwd_kernel(
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0).to(tl.int64)
+    rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
+    lead = _lead_of(tile, n_cols, GROUP)
     if WHOLE_ROW:
-        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
+        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+        cols = _columns(lanes, lead, GROUP)
         tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _below(tail, n_cols)
+        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+        tail_cols = _columns(tail, lead, GROUP)
         mask = _both(row_mask, exist)
         tail_mask = _both(row_mask, tail_exist)
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         if BLOCK_SIZE <= 4096:
             w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
-        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        w_tail = _columns_of(W_ptr, tail, tail_exist)
+        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
+        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
         rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
             w = _columns_of(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
             x = _after(x, _to_columns(rstd))
-        _normalise_and_store(x, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
+        _normalise_and_store(x, rstd, w, y_ptrs, lanes, mask, row_mask, lead, n_cols, offset, CASTING, GROUP)
         if TAIL:
-            _normalise_and_store(x_tail, rstd, w_tail, _at(Y_ptr, rows, n_cols, tail), tail_mask, offset, CASTING)
+            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            _normalise_and_store(
+                x_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, offset, CASTING, GROUP
+            )
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -148,7 +183,8 @@ def _rms_norm_fwd_kernel(
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
             x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
             w = _columns_of(W_ptr, cols, cols < n_cols)
-            _normalise_and_store(x, rstd, w, _at(Y_ptr, rows, n_cols, cols), mask, offset, CASTING)
+            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            _normalise_and_store(x, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
     tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
@@ -201,7 +237,7 @@ def forward_tunable(
     )
 
 
-NORMALISE = (_normalise_and_store, _after, *PIECES)
+NORMALISE = (_normalise_and_store, _after, *GROUPS, *PIECES)
 FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=pieces_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
@@ -218,10 +254,12 @@ def _fwd(x, w, eps, offset, casting):
     y = empty_like(x, _out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+        group = row_group(n_rows, n_cols, x)
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
         blocks = plan.config.blocks
-        flags = (casting, *row_pieces(n_cols, blocks["BLOCK_SIZE"]))
-        grid = (-(-n_rows // blocks["ROWS"]),)
+        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+        flags = (casting, *pieces)
+        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
         launch(plan, _rms_norm_fwd_kernel, grid, (x, w, y, rstd, stride, n_rows, n_cols, eps, offset), flags)
     return y, rstd
 

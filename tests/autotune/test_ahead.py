@@ -71,7 +71,7 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
     key = registry.row_key(2, 16, 4)
     plan = rms_norm.FWD.plan(x.device, key)
     plan.compiled = {}
-    flags, args = (0, True, 0), (x, None, y, torch.empty(2), 16, 2, 16, 1e-6, 0.0)
+    flags, args = (0, True, 0, 1), (x, None, y, torch.empty(2), 16, 2, 16, 1e-6, 0.0)
     future, ran = Future(), []
     plan.compiled[_launch.likeness(rms_norm._rms_norm_fwd_kernel, args, flags)] = future
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
