@@ -19,12 +19,6 @@ def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
     return [logits], [logits, (math.prod(rows), hidden, vocab, "nn"), (vocab, hidden, math.prod(rows), "tn")]
 
 
-def _head_twice(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """A head whose backward computes its logits once more."""
-    forward, both = _linear_head(*sizes)
-    return forward, [*forward, *both]
-
-
 def _two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
     """A head, and a teacher's or reference model's without gradient."""
     forward, both = _linear_head(*sizes)
@@ -35,7 +29,7 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_cross_entropy": _linear_head,
     "fused_linear_kl_div": _linear_head,
     "fused_linear_jsd": _two_heads,
-    "fused_linear_scaled_cross_entropy": _head_twice,
+    "fused_linear_scaled_cross_entropy": _linear_head,  # that a backward must have logits again is the way's, not the op's
     **{name: _two_heads if name in chunked.TWO_HEADS else _linear_head for name in chunked.OPS},
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""

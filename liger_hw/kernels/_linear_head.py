@@ -20,7 +20,7 @@ by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses wi
 How many rows a chunk has. LIGER_HW_LOSS_MEMORY_MIB set: as many as fit beside the gradients. Unset: as many as fit 1 GiB
 beside the weight's gradient, or 2/5 of that gradient's memory where this is more, LARGEST at most, half as much again as
 SMALLEST at least (one head). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient.
-Divergences (`generous`), whose peers keep more: GENEROUS times LARGEST at most, and for one head as much memory again as
+Divergences (`generous`), whose peers keep more: GENEROUS at most, and for one head as much memory again as
 the weight's gradient takes.
 Heights are multiples of STEP that the products like (`divide`).
 
@@ -47,8 +47,8 @@ from ._head_targets import FREQUENT, TargetEntries
 from ._op import cdiv
 
 SMALLEST = 1024
-LARGEST = 2048
-GENEROUS = 4
+LARGEST = 3072
+GENEROUS = 8192
 DEFAULT_MIB = 1024
 STEP = 256
 PLAIN_ROUNDINGS = 3
@@ -103,7 +103,7 @@ def plan_chunks(
     if budget is None:
         beside = weight if generous and buffers == 1 else 2 * weight // 5
         room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else beside)
-        most = scale * max(smallest, LARGEST) * (GENEROUS if generous else 1)
+        most = scale * max(smallest, GENEROUS if generous else LARGEST)
         rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), most)
     else:
         rows = ((scale * budget << 20) - weight - sums - (n_rows * hidden * itemsize if gradients else 0)) // row

@@ -88,7 +88,7 @@ _REDUCTIONS = ("batchmean", "mean", "sum")
 def _per_row(op: str, reduction: str, weight: torch.Tensor) -> int:
     """What a row's loss is divided by beside the number of rows; 0 for a sum."""
     check_reduction(op, reduction, _REDUCTIONS)
-    return {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0])
+    return {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0] if weight.dim() else 1)
 
 
 class LigerFusedLinearKLDivLoss(torch.nn.Module):

@@ -23,7 +23,7 @@ MANY = 140  # rows: chunks are whole multiples of 128
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 128 rows at most."""
-    for name, value in {"SMALLEST": 64, "LARGEST": 128, "MOST_ROUNDINGS": 100, "MOST_APART": 100, "GENEROUS": 1}.items():
+    for name, value in {"SMALLEST": 64, "LARGEST": 128, "MOST_ROUNDINGS": 100, "MOST_APART": 100, "GENEROUS": 128}.items():
         monkeypatch.setattr(_linear_head, name, value)
 
 
@@ -86,7 +86,7 @@ MIB = 1 << 20
     "n_rows, vocab, options, heights, most",
     [
         (8192, 131072, {"apart": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
-        (8192, 32768, {"apart": True}, (2048,) * 4, 480),
+        (8192, 32768, {"apart": True}, (3072, 2560, 2560), 512),  # Liger 384; in four chunks 448, and 6% slower
         (8192, 131072, {"scale": 2, "buffers": 2}, (2048,) * 4, 2150),
         (4096, 131072, {"buffers": 2, "generous": True}, (1024,) * 4, 1638),
         (8192, 32768, {"buffers": 2, "generous": True}, (4096,) * 2, 832),
