@@ -182,6 +182,8 @@ class Backend:
     """Compiled kernels may be launched without Triton's argument binder (only where that was tested on hardware)."""
     fast_log2 = False
     """`libdevice.fast_log2f` is there, and shorter than `tl.log2`."""
+    convolves_channels_last = False
+    """torch convolves 16-bit tensors faster with their channels last in memory (only where that was measured)."""
 
     def present(self) -> bool:
         """Whether torch was built for this vendor. MUST NOT create a device context."""

@@ -92,27 +92,45 @@ def _causal_softmax_bwd_kernel(
             tl.store(DX_ptr + places + start, dx, mask=there & (start + cols < n_keys))
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_queries"])
+@triton.jit(do_not_specialize=["n_rows", "n_queries", "n_channels"])
 def _causal_fill_kernel(
     X_ptr,
     Y_ptr,
+    Bias_ptr,
+    Sums_ptr,
     n_rows,
     n_queries,
     n_keys,
+    n_channels,
     INFINITE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: only what lies after it is written."""
+    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: only what lies after it is written.
+
+    Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [n_rows]: what of a row lies there, summed in fp32. Or None.
+    """
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
+    if Bias_ptr is not None:
+        bias = tl.load(Bias_ptr + (rows // n_queries) % n_channels, mask=there, other=0.0).to(tl.float32)
+    if Sums_ptr is not None:
+        total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     for start in range(0, n_keys, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)[None, :]
         places = rows * n_keys + cols
         mask = there & (cols < n_keys)
+        seen = mask & (cols <= last)
         filler = float("-inf") if INFINITE else 0.0
         if IN_PLACE:
             nothing = tl.full([ROWS, BLOCK_SIZE], filler, dtype=tl.float32).to(Y_ptr.dtype.element_ty)
             tl.store(Y_ptr + places, nothing, mask=mask & (cols > last))
         else:
-            tl.store(Y_ptr + places, tl.load(X_ptr + places, mask=mask & (cols <= last), other=filler), mask=mask)
+            x = tl.load(X_ptr + places, mask=seen, other=filler)
+            if Sums_ptr is not None:
+                total += x.to(tl.float32)
+            if Bias_ptr is not None:
+                x = tl.where(seen, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
+            tl.store(Y_ptr + places, x, mask=mask)
+    if Sums_ptr is not None:
+        tl.store(Sums_ptr + rows, tl.sum(total, axis=1)[:, None], mask=there)

@@ -8,7 +8,7 @@ Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_
 Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is torch's,
 with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
 torch.backends.cudnn).
-Saved for backward: P and weight. The mask costs nothing: masked scores are not read, neither are masked gradients.
+Saved for backward: P, with its channels last in memory where that convolves faster, and weight. The mask costs nothing: masked scores are not read, neither are masked gradients.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -19,6 +19,16 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._multi_token_attention_channels import (
+    CHANNELS_BWD,
+    CHANNELS_FILL,
+    CHANNELS_FWD,
+    convolves_channels_last,
+    empty_channels_last,
+    filled,
+    softmax_gradient,
+    softmax_to_channels_last,
+)
 from ._multi_token_attention_kernels import (
     _causal_fill_kernel,
     _causal_softmax_bwd_kernel,
@@ -31,6 +41,7 @@ from ._op import (
     check_numbers,
     check_tensors,
     define,
+    dense,
     empty_like,
     first_order,
     launch,
@@ -114,35 +125,54 @@ FILL = _tunable("fill", _causal_fill_kernel)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _over_rows(tunable, kernel, tensors, flags=(), whole=True) -> None:
-    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]."""
+def _over_rows(tunable, kernel, tensors, flags=None, n_channels=()) -> None:
+    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]. flags: if not
+    WHOLE_ROW."""
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
     if n_rows:
         plan = tunable.plan(x.device, row_key(n_rows, n_keys, x.itemsize))
         blocks = plan.config.blocks
-        flags = (*flags, blocks["BLOCK_SIZE"] >= n_keys) if whole else flags
-        launch(plan, kernel, (cdiv(n_rows, blocks["ROWS"]),), (*tensors, n_rows, n_queries, n_keys), flags)
+        flags = (blocks["BLOCK_SIZE"] >= n_keys,) if flags is None else flags
+        launch(plan, kernel, (cdiv(n_rows, blocks["ROWS"]),), (*tensors, n_rows, n_queries, n_keys, *n_channels), flags)
+
+
+def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
+    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: fp32, those of each row of x."""
+    in_place = x is y and bias is None
+    _over_rows(FILL, _causal_fill_kernel, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     scores = scores.contiguous()
+    if convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
+        p = softmax_to_channels_last(scores)
+        y = torch.conv2d(*_summable(p, _last(weight), None), stride, padding, dilation, groups).to(p.dtype)
+        return filled(y, torch.empty(y.shape, dtype=y.dtype, device=y.device), dense(bias), None), p
     p = empty_like(scores, scores.dtype)
     if sparse:
-        _over_rows(FILL, _causal_fill_kernel, (scores, p), (True, False), whole=False)
+        _fill(scores, p, infinite=True)
         p = sparsemax_fwd(p)
     else:
         _over_rows(FWD, _causal_softmax_fwd_kernel, (scores, p))
-    y = _convolved(p, weight, bias, stride, padding, dilation, groups)
-    _over_rows(FILL, _causal_fill_kernel, (y, y), (False, True), whole=False)
+    y = _convolved(p, weight, None, stride, padding, dilation, groups)
+    _fill(y, y, bias=dense(bias))  # torch's convolution would add the bias in a launch of its own, and sum its gradient
     return y, p
 
 
 def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    how = stride, padding, dilation, groups
+    if p.stride(1) == 1 and not p.is_contiguous():
+        return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    _over_rows(FILL, _causal_fill_kernel, (dy, g), (False, False), whole=False)
-    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted)
+    sums = None
+    if has_bias and wanted[2]:
+        sums = (torch.empty if dy.numel() else torch.zeros)(dy.shape[:-1], dtype=torch.float32, device=dy.device)
+    _fill(dy, g, sums=sums)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
+    if sums is not None:
+        dbias = sums.sum((0, 2)).to(p.dtype)
     if wanted[0]:
         dp = dp.contiguous()
         if sparse:
@@ -152,6 +182,24 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
     return dp, dweight, dbias
 
 
+def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
+    """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
+    batch, n_filters, n_queries, _ = dy.shape
+    sums, dbias = None, no_weight(p)
+    if wants_bias:
+        make = torch.empty if dy.numel() else torch.zeros
+        sums = make((batch, n_queries, n_filters), dtype=torch.float32, device=dy.device)
+    g = filled(dy, empty_channels_last(dy), None, sums)
+    dp, dweight, _ = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
+    if sums is not None:
+        dbias = sums.sum((0, 1)).to(p.dtype)
+    return softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+
+
+def _last(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous(memory_format=torch.channels_last)
+
+
 # -- the convolution, torch's ----------------------------------------------------------------------------------------
 
 
@@ -159,12 +207,13 @@ def _convolved(p, weight, bias, *how):
     return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
 
 
-def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted):
-    """Gradients of p, weight and bias, empty where none is wanted."""
+def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted, dense=True):
+    """Gradients of p, weight and bias, empty where none is wanted; contiguous if `dense`."""
     wanted = [*wanted[:2], has_bias and wanted[2]]
     how = ([weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, wanted)
     found = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
-    return tuple(grad.to(p.dtype).contiguous() if wants else no_weight(p) for grad, wants in zip(found, wanted))
+    found = [grad.to(p.dtype) if wants else no_weight(p) for grad, wants in zip(found, wanted)]
+    return tuple(grad.contiguous() for grad in found) if dense else tuple(found)
 
 
 def _summable(*tensors):
@@ -200,7 +249,9 @@ def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
         (scores.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1
         for i in range(2)
     )
-    return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), scores.new_empty(scores.shape)
+    last = convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
+    p = empty_channels_last(scores) if last else scores.new_empty(scores.shape)
+    return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), p
 
 
 def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
@@ -403,7 +454,7 @@ OP = registry.register(
         name="multi_token_attention",
         function=liger_multi_token_attention,
         reference=multi_token_attention_reference,
-        tunables=(FWD, BWD, FILL),
+        tunables=(FWD, BWD, FILL, CHANNELS_FWD, CHANNELS_BWD, CHANNELS_FILL),
         workloads=WORKLOADS,
         sample=_sample,
         small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),

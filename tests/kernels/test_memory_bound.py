@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from harness import make, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels import group_norm
+from liger_hw.kernels import group_norm, multi_token_attention
 from liger_hw.kernels._row_pieces import pieces_key, row_pieces
 
 COLUMN_TILES = LaunchConfig({"BLOCK_SIZE": 16, "ROWS": 2}, 1)
@@ -93,6 +95,25 @@ def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
     with torch.no_grad():
         sample.args[0].add_(300.0)
     verify(op, sample, seed)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 9, 8), (1, 21, 24)], ids=str)
+@pytest.mark.lanes("interpret", "gpu")
+def test_attention_convolved_channels_last(lane, sizes, bias, seed):
+    """Between softmax and convolution: what goes in and comes out is contiguous either way, and P is where it can be."""
+    op = registry.get_op("multi_token_attention")
+    with contextlib.ExitStack() as stack:
+        for variant in ("fwd", "bwd", "fill"):
+            config = LaunchConfig({"BLOCK_SIZE": 32, "CHANNELS": 16}, 1)
+            stack.enter_context(registry.override(f"multi_token_attention.channels_{variant}", config))
+        sample = make(op, sizes, torch.float16, lane.device, seed, {"bias": bias})
+        verify(op, sample, seed)
+        scores, weight, shift = (None if t is None else t.detach() for t in sample.args)
+        y, p = multi_token_attention._fwd(scores, weight, shift, [1, 1], [1, 1], [1, 1], 1, False)
+        assert y.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
+        dx, dw, _ = multi_token_attention._bwd(y, p, weight, bias, [1, 1], [1, 1], [1, 1], 1, False, [True] * 3)
+        assert dx.is_contiguous() and dw.is_contiguous()
 
 
 @pytest.mark.cpu

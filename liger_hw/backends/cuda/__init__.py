@@ -38,6 +38,7 @@ class CudaBackend(Backend):
     device_type = "cuda"
     options = frozenset({"maxnreg", "num_ctas"})
     fast_launch = True
+    convolves_channels_last = True
     fast_log2 = True  # one instruction (2^-22 near 1); tl.log2 is a polynomial of about 28
 
     def present(self) -> bool:
