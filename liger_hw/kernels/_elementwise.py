@@ -50,18 +50,18 @@ def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
     return row_key(n_rows, n_cols, itemsize)
 
 
-def heuristic(target: Target, key: Key, most: int = 16, few: int = 8192) -> LaunchConfig:
+def heuristic(target: Target, key: Key, most: int = 16, few: int = 8192, small: int = 512) -> LaunchConfig:
     """One load of `most` bytes a thread and tensor, 1024 elements a program.
 
-    Of 8 bytes where there are at most `few` elements a multiprocessor, of 4 where they are a handful: what is short then
-    is threads. (On an H200, swiglu, forward and backward: a row of 4096 columns 2.04 us against 2.30, 512 rows of 2048 6.87
-    against 7.14.)
+    Of 8 bytes, `small` elements a program, where there are at most `few` elements a multiprocessor, of 4 bytes where they
+    are a handful: what is short then is threads. (On an H200, swiglu, forward and backward: a row of 4096 columns 2.04 us
+    against 2.30, 512 rows of 2048 6.82 against 7.14.)
     """
     elements = key[0] << key[1]
     if elements <= 128 * target.multiprocessors:
         return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, max(1, 4 // key[2]), 8))
     if elements <= few * target.multiprocessors:
-        most = 8
+        return LaunchConfig({"BLOCK_SIZE": small}, target.warps(small, 8 // key[2], 8))
     return LaunchConfig({"BLOCK_SIZE": 1024}, target.warps(1024, most // key[2], 8))
 
 
