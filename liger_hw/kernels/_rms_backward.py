@@ -25,6 +25,7 @@ from ._row_groups import (
     _store_part,
     _tile_rows,
     group_pieces,
+    grouped_key,
     programs_of,
     row_group,
     tiles_of,
@@ -38,7 +39,6 @@ from ._row_pieces import (
     _second_piece,
     _to_columns,
     _wide,
-    pieces_key,
     widest,
 )
 from ._triton import tl, triton
@@ -255,6 +255,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas, deepest = 1, 4, 4  # modulated_rms_norm: four rows' gradients and scales spill
     elif block == 4096 and grads > 1 and streams == 2 and (1 + many) * 3 * piece_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1 + many, 4
+    elif block == 4096 and len(key) > 3:
+        rows, ctas = 1, 1  # rows that begin anywhere: masks and parts of groups leave registers for one program
     elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
         rows, ctas = 2, 1
     tile, held = block * rows, (widest(block) if grads else block) * rows
@@ -321,7 +323,7 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
         op,
         "bwd",
         kernels=RMS_BACKWARD,
-        key=pieces_key,
+        key=grouped_key,
         dims=DIMS,
         heuristic=lambda target, key: bwd_heuristic(target, key, streams, grads=1),
         safe=safe,
@@ -356,7 +358,7 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
         return dx, torch.zeros_like(w) if needs_dw else no_weight(x)
     dy_stride, ds_stride = rows_of(dy)[2], 0 if ds is None else rows_of(ds)[2]
     group = row_group(n_rows, n_cols, x, dy, ds)
-    plan = bwd.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
+    plan = bwd.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
     n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])

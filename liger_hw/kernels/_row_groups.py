@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import next_power_of_2
-from ._row_pieces import _at, _below, _first_piece, row_pieces
+from ..registry import Key, next_power_of_2
+from ._row_pieces import _at, _below, _first_piece, pieces_key, row_pieces
 from ._triton import tl, triton
 
 _REAL = (torch.Tensor, torch.nn.Parameter)
@@ -26,23 +26,39 @@ def _address(t: torch.Tensor) -> int:
     return t.data_ptr() if type(t) in _REAL else t.storage_offset() * t.itemsize
 
 
-def row_group(n_rows: int, n_cols: int, *tensors: torch.Tensor | None, whole_rows: bool = True) -> int:
-    """GROUP for row-major `tensors` of [n_rows, n_cols]: 16 bytes of the first, or two elements where tiles hold whole rows
-    and that of n_cols would not fit more lanes; 1 where rows begin at 16 bytes, or do not all begin alike.
-
-    Triton sees that rows begin at 16 bytes only where their width is a multiple of 16 elements. On the H200 forward and
-    backward of fused_add_rms_norm took 82 us instead of 250 at 8192 x 2047 and 692 instead of 1059 at 16384 x 8191, of
-    rms_norm 514 instead of 611 there (2026-11-22); 16 bytes and a second piece of 8 columns were slower than two elements.
-    """
-    if n_cols & 15 == 0 or n_rows == 1:
+def _widest_group(n_cols: int, itemsize: int, whole_rows: bool = True) -> int:
+    """16 bytes, or two elements where tiles hold whole rows and that of n_cols would not fit more lanes; 1 where rows begin
+    at 16 bytes as far as Triton sees: their width is a multiple of 16 elements."""
+    if n_cols & 15 == 0:
         return 1
-    group = 16 // tensors[0].itemsize
+    group = 16 // itemsize
     if n_cols < 4 * group or whole_rows and next_power_of_2(n_cols + group - 1) > next_power_of_2(n_cols):
-        group = 2
+        return 2
+    return group
+
+
+def row_group(n_rows: int, n_cols: int, *tensors: torch.Tensor | None, whole_rows: bool = True) -> int:
+    """GROUP for row-major `tensors` of [n_rows, n_cols], which must all begin alike; else 1.
+
+    On the H200 forward and backward of fused_add_rms_norm took 82 us instead of 250 at 8192 x 2047 and 692 instead of 1059
+    at 16384 x 8191, of rms_norm 514 instead of 611 there (2026-11-22); groups of 16 bytes with a second piece for the
+    lanes that do not fit were no faster than two elements.
+    """
+    group = _widest_group(n_cols, tensors[0].itemsize, whole_rows)
+    if group == 1 or n_rows == 1:
+        return 1
     for t in tensors:
         if t is not None and (not t.is_contiguous() or _address(t) & 15):
             return 1
     return group
+
+
+def grouped_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """`pieces_key`, and a last 0 where rows do not begin at 16 bytes: with their masks and parts of groups they want other
+    configurations. On the H200 4095 columns took 22 us with the best of 4096, by 4 warps, and 12 by 8 (2026-11-22)."""
+    group = _widest_group(n_cols, itemsize)
+    key = pieces_key(n_rows, n_cols + group - 1, itemsize)
+    return key if group == 1 else (*key, 0)
 
 
 def group_pieces(n_cols: int, block: int, group: int) -> tuple[bool, int, int]:

@@ -171,6 +171,12 @@ def _dyt_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
+def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """`row_key`, and a last 0 where rows do not begin at 16 bytes, as `grouped_key`."""
+    key = row_key(n_rows, n_cols, itemsize)
+    return (*key, 0) if n_cols & 15 else key
+
+
 def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
     """(columns, rows, by how much less a thread takes): fewer rows than `most` elements allow where programs would be few.
 
@@ -228,7 +234,7 @@ FWD = Tunable(
     "dyt",
     "fwd",
     kernels=(_dyt_fwd_kernel, _tanh_and_slope, *GROUPS),
-    key=row_key,
+    key=_key,
     dims=DIMS,
     heuristic=_fwd_heuristic,
     safe=safe,
@@ -240,7 +246,7 @@ BWD = Tunable(
     "dyt",
     "bwd",
     kernels=(_dyt_bwd_kernel, _tanh_and_slope, *GROUPS),
-    key=row_key,
+    key=_key,
     dims=DIMS,
     heuristic=_bwd_heuristic,
     safe=safe,
@@ -257,7 +263,7 @@ def _fwd(x, alpha, gamma, beta):
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, x.dtype)
     if n_rows:
-        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         group = row_group(n_rows, n_cols, x, whole_rows=False)
         grid = (tiles_of(n_rows, blocks["ROWS"], group), -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"]))
@@ -274,7 +280,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
     if not n_rows:
         return dx, params, dalpha
-    plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+    plan = BWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     group = row_group(n_rows, n_cols, x, dy, whole_rows=False)
     n_tiles = tiles_of(n_rows, blocks["ROWS"], group)

@@ -43,6 +43,7 @@ from ._row_groups import (
     _store_part,
     _tile_rows,
     group_pieces,
+    grouped_key,
     row_group,
     tiles_of,
 )
@@ -54,7 +55,6 @@ from ._row_pieces import (
     _second_piece,
     _squares,
     _to_columns,
-    pieces_key,
 )
 from ._row_tiles import _after
 from ._triton import tl, triton
@@ -228,7 +228,7 @@ def _fused_add_rms_norm_fwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 _KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_part, *NORMALISE)
-FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=pieces_key)
+FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=grouped_key)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _fwd(x, r, w, eps, offset, casting):
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         group = row_group(n_rows, n_cols, x, r)
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
+        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
         args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)

@@ -52,8 +52,7 @@ from ._rms_backward import (
     safe,
     tiles_rows_persistently,
 )
-from ._row_groups import group_pieces, programs_of, row_group, tiles_of
-from ._row_pieces import pieces_key
+from ._row_groups import group_pieces, grouped_key, programs_of, row_group, tiles_of
 from .rms_norm import forward_tunable, fwd_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -90,19 +89,19 @@ def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchC
 
 def _fwd_heuristic(target: Target, key: Key, widest: int) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row: on the H200
-    55 us instead of 63 at 8192 x 6144 (2026-11-21)."""
+    55 us instead of 63 at 8192 x 6144 (2026-11-21); rows that begin anywhere have more to do a thread."""
     config = fwd_heuristic(target, key, widest)
-    if key[0] == 4096 and 1 << key[1] > 16 * target.multiprocessors:
+    if key[0] == 4096 and len(key) == 3 and 1 << key[1] > 16 * target.multiprocessors:
         return replace(config, num_warps=target.warps(key[0], 32))
     return config
 
 
-FWD = forward_tunable("layer_norm", *FWD_KERNELS, widest=32768, key=pieces_key, heuristic=_fwd_heuristic)
+FWD = forward_tunable("layer_norm", *FWD_KERNELS, widest=32768, key=grouped_key, heuristic=_fwd_heuristic)
 BWD = Tunable(
     "layer_norm",
     "bwd",
     kernels=BWD_KERNELS,
-    key=pieces_key,
+    key=grouped_key,
     dims=DIMS,
     heuristic=narrow_bwd_heuristic,
     safe=safe,
@@ -131,7 +130,7 @@ def _fwd(x, w, b, eps):
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
         group = row_group(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
+        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
         grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
@@ -149,7 +148,7 @@ def _bwd(dy, x, w, b, stats, needs_params):
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     dy_stride = rows_of(dy)[2]
     group = row_group(n_rows, n_cols, x, dy)
-    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
+    plan = BWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
     n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])

@@ -47,6 +47,7 @@ from ._row_groups import (
     _store_part,
     _tile_rows,
     group_pieces,
+    grouped_key,
     row_group,
     tiles_of,
 )
@@ -60,7 +61,6 @@ from ._row_pieces import (
     _second_piece,
     _squares,
     _to_columns,
-    pieces_key,
 )
 from ._row_tiles import _after
 from ._triton import tl, triton
@@ -223,7 +223,7 @@ def forward_tunable(
     heuristic: Callable[[Target, Key, int], LaunchConfig] = fwd_heuristic,
 ) -> Tunable:
     """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`, and
-    `key` is `pieces_key` where its kernel takes rows in two pieces."""
+    `key` is `grouped_key` where its kernel takes rows in two pieces."""
     return Tunable(
         op,
         "fwd",
@@ -238,7 +238,7 @@ def forward_tunable(
 
 
 NORMALISE = (_normalise_and_store, _after, *GROUPS, *PIECES)
-FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=pieces_key)
+FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=grouped_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _fwd(x, w, eps, offset, casting):
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         group = row_group(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols + group - 1, x.itemsize))
+        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
         flags = (casting, *pieces)
