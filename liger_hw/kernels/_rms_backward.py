@@ -239,9 +239,9 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 
     On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20). With rows in two pieces those of
     2048 columns are best taken singly with three more in flight. So are those of 4096 where there are two gradients to
-    keep: few rows by one program a multiprocessor (layer_norm at 1500 x 5120 takes 20 us instead of 26), many by two,
-    which 8192 x 6144 wants one of (78 us instead of 86) but whole rows of 4096, of the same key, as many as fit. With one
-    gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-21).
+    keep, by one program a multiprocessor: layer_norm takes 20 us instead of 26 at 1500 x 5120, 78 instead of 86 by two at
+    8192 x 6144, 107 instead of 116 at 16384 x 4096 (102 two at a time, which rows in two pieces, of the same key, have no
+    registers for). With one gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-22).
     """
     block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
     rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
@@ -253,8 +253,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas, deepest = 1, 2, 4
     elif block == 1024 and many and grads > 1 and streams > 2:
         rows, ctas, deepest = 1, 4, 4  # modulated_rms_norm: four rows' gradients and scales spill
-    elif block == 4096 and grads > 1 and streams == 2 and (1 + many) * 3 * piece_bytes <= target.shared_memory:
-        rows, ctas, deepest = 1, 1 + many, 4
+    elif block == 4096 and grads > 1 and streams == 2 and 3 * piece_bytes <= target.shared_memory:
+        rows, ctas, deepest = 1, 1, 4
     elif block == 4096 and len(key) > 3:
         rows, ctas = 1, 1  # rows that begin anywhere: masks and parts of groups leave registers for one program
     elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
