@@ -21,8 +21,9 @@ import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable
 from ._op import cdiv, launch
+from ._stable_sort import sort_indices
 from ._triton import tl, triton
-from .embedding import sort_indices, sum_rows
+from .embedding import sum_rows
 
 FREQUENT = 16
 
@@ -88,7 +89,7 @@ class TargetEntries:
     def __init__(self, targets: torch.Tensor, vocab: int, hidden: int, plain: bool) -> None:
         n_rows, device = targets.shape[0], targets.device
         self.plain = plain
-        self.places, self.order = sort_indices(targets, vocab)
+        self.places, self.order = sort_indices(targets, vocab, plain)
         self.taken = torch.empty(n_rows, dtype=torch.float32, device=device)
         slots = n_rows // FREQUENT
         self.frequent = self.sums = None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import verify
 
+from liger_hw.kernels._stable_sort import CHUNK, sort_indices
 from liger_hw.kernels.embedding import LigerEmbedding, liger_embedding
 from liger_hw.registry import Sample, get_op
 
@@ -44,6 +45,28 @@ def test_outside_the_table(lane, generator):
     assert out.isnan().all(1).tolist() == [False, True, True, False, True, True, True]
     (found,) = torch.autograd.grad(out, weight, torch.ones_like(out))
     assert found.sum(1).tolist() == [9, 0, 0, 9, 0, 0, 0]
+
+
+SORTED = {
+    "one": [3],
+    "a chunk and one more": torch.arange(CHUNK + 1).flip(0).tolist(),
+    "one row over three chunks": [4] * (2 * CHUNK + 5),
+    "rows in every chunk, some outside the table": [(i * i) % 23 - 2 for i in range(3 * CHUNK - 7)],
+    "full chunks": [i % 7 for i in range(2 * CHUNK)],
+}
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("given", SORTED)
+def test_sort_is_stable(lane, given, dtype):
+    """The same as torch's, which does the sorting where there are no kernels and for more tokens than MOST_TOKENS."""
+    rows = CHUNK + 1 if given == "a chunk and one more" else 19
+    indices = torch.tensor(SORTED[given], dtype=dtype, device=lane.device)
+    places, order = sort_indices(indices, rows)
+    expected, at = sort_indices(indices.clamp(-1, rows), rows, plain=True)
+    assert places.tolist() == expected.tolist() and order.tolist() == at.tolist()
+    assert places.dtype == torch.int32 and order.dtype == torch.int64
 
 
 @pytest.mark.cpu
