@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import backend
-from ..registry import Key, LaunchConfig, Target, Tunable, row_key
+from ..registry import Key, LaunchConfig, Target, Tunable, backend_of, row_key
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -142,12 +141,9 @@ def _channels_fill_kernel(
 
 
 def _heuristic(target: Target, key: Key, most: int) -> LaunchConfig:
-    """16 channels of a query, 32 bytes side by side, of at most `most` values in all; 64 values a thread.
-
-    One channel is none of these kernels, but those that leave the layout alone: elsewhere nobody measured which is faster.
-    """
+    """16 channels of a query, 32 bytes side by side, of at most `most` values in all; 64 values a thread."""
     block = min(key[0], WIDEST)
-    channels = max(2, min(16, most // block)) if backend(target.vendor).convolves_channels_last else 1
+    channels = max(1, min(16, most // block))
     return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
 
 
@@ -159,7 +155,7 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     block = min(key[0], WIDEST)
     return [
         LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, warps)
-        for channels in (2, 4, 8, 16, 32)
+        for channels in (1, 2, 4, 8, 16, 32)
         for warps in (1, 2, 4, 8, 16)
         if 8 <= channels * block // (warps * target.warp_size) <= 64
     ]
@@ -196,13 +192,9 @@ CHANNELS_FILL = _tunable("channels_fill", _channels_fill_kernel, 32768)
 
 def convolves_channels_last(scores: torch.Tensor, n_filters: int, padding: list[int], groups: int, sparse: bool) -> bool:
     """Whether the scores' softmax, and what is convolved after it, are to have their channels last."""
-    n_channels, n_queries, n_keys = scores.shape[1:]
-    if sparse or groups > 1 or scores.itemsize != 2 or n_channels % 8 or n_filters % 8:
+    if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
-    if n_keys + 2 * max(padding) > WIDEST:
-        return False
-    key = row_key(scores.shape[0] * n_channels * n_queries, n_keys, scores.itemsize)
-    return CHANNELS_FWD.plan(scores.device, key).config.blocks["CHANNELS"] > 1
+    return scores.shape[-1] + 2 * max(padding) <= WIDEST and backend_of(scores.device).convolves_channels_last
 
 
 def empty_channels_last(like: torch.Tensor) -> torch.Tensor:

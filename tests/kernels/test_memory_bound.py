@@ -100,9 +100,10 @@ def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", [(2, 9, 8), (1, 21, 24)], ids=str)
 @pytest.mark.lanes("interpret", "gpu")
-def test_attention_convolved_channels_last(lane, sizes, bias, seed):
+def test_attention_convolved_channels_last(lane, sizes, bias, seed, monkeypatch):
     """Between softmax and convolution: what goes in and comes out is contiguous either way, and P is where it can be."""
     op = registry.get_op("multi_token_attention")
+    monkeypatch.setattr(registry.backend_of(torch.device(lane.device)), "convolves_channels_last", True)
     with contextlib.ExitStack() as stack:
         for variant in ("fwd", "bwd", "fill"):
             config = LaunchConfig({"BLOCK_SIZE": 32, "CHANNELS": 16}, 1)
