@@ -131,10 +131,11 @@ MERGE = _tunable("merge", (_embedding_merge_kernel,), {"BLOCK_T": 64, "CHUNKS": 
 def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(the indices sorted, which token each place is of), stably; those outside the table stay outside.
 
-    indices: [n_tokens], int32 or int64. The first is int32 where the table's rows are, the second int64. plain: torch alone.
+    indices: [n_tokens], int32 or int64; n_rows: of the table. The first is int32 where every row's number is, the second
+    int64. torch sorts where `plain`, where tokens are too many, and where a word (`_words`) would not fit 32 bits.
     """
     n_tokens, device = indices.shape[0], indices.device
-    if plain or not 0 < n_tokens <= MOST_TOKENS or (n_rows + 2) * CHUNK > 2**31:
+    if plain or not 0 < n_tokens <= MOST_TOKENS or (n_rows + 2) * CHUNK >= 2**31:
         return _narrow(indices, n_rows).sort(stable=True)
     indices, key = indices.contiguous(), _key(n_tokens)
     words, places = torch.empty((2, n_tokens), dtype=torch.int32, device=device)

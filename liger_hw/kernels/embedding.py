@@ -5,7 +5,7 @@ padding_idx: that row is read as any other and gets no gradient. An index outsid
 gradient (on the CPU it raises): to raise, the host would have to wait for the device.
 Saved for backward: indices.
 Backward, dW[r] = sum of dy[i] over the i with indices[i] = r, in fp32, rounded once, in the order of i whatever the
-timing: indices are sorted (stably), a program sums a chunk of the sorted order, and a second kernel joins the sums of
+timing: indices are sorted (stably: _stable_sort.py), a program sums a chunk of the sorted order, and a second kernel joins the sums of
 rows that lie across chunks. So a row that occurs once and one that fills the batch cost alike, without atomics.
 """
 

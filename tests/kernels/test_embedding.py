@@ -47,12 +47,15 @@ def test_outside_the_table(lane, generator):
     assert found.sum(1).tolist() == [9, 0, 0, 9, 0, 0, 0]
 
 
-SORTED = {
-    "one": [3],
-    "a chunk and one more": torch.arange(CHUNK + 1).flip(0).tolist(),
-    "one row over three chunks": [4] * (2 * CHUNK + 5),
-    "rows in every chunk, some outside the table": [(i * i) % 23 - 2 for i in range(3 * CHUNK - 7)],
-    "full chunks": [i % 7 for i in range(2 * CHUNK)],
+WORDS = 2**31 // CHUNK  # a table of two rows less than this has words that do not fit
+SORTED = {  # rows of the table, indices
+    "one": (19, [3]),
+    "a chunk and one more": (CHUNK + 1, torch.arange(CHUNK + 1).flip(0).tolist()),
+    "one row over three chunks": (19, [4] * (2 * CHUNK + 5)),
+    "rows in every chunk, some outside the table": (19, [(i * i) % 23 - 2 for i in range(3 * CHUNK - 7)]),
+    "full chunks": (19, [i % 7 for i in range(2 * CHUNK)]),
+    "a table as large as words allow": (WORDS - 3, [WORDS, WORDS - 4, WORDS] * CHUNK),
+    "a larger table": (WORDS - 2, [WORDS - 2, WORDS - 3, WORDS - 2] * CHUNK),
 }
 
 
@@ -61,8 +64,8 @@ SORTED = {
 @pytest.mark.parametrize("given", SORTED)
 def test_sort_is_stable(lane, given, dtype):
     """The same as torch's, which does the sorting where there are no kernels and for more tokens than MOST_TOKENS."""
-    rows = CHUNK + 1 if given == "a chunk and one more" else 19
-    indices = torch.tensor(SORTED[given], dtype=dtype, device=lane.device)
+    rows, indices = SORTED[given]
+    indices = torch.tensor(indices, dtype=dtype, device=lane.device)
     places, order = sort_indices(indices, rows)
     expected, at = sort_indices(indices.clamp(-1, rows), rows, plain=True)
     assert places.tolist() == expected.tolist() and order.tolist() == at.tolist()
