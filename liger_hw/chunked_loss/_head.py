@@ -39,7 +39,7 @@ from ..kernels._linear_head import (
     sweep,
 )
 from ..kernels._log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
-from ..kernels._op import cdiv, define, first_order, is_interpreted
+from ..kernels._op import Function, cdiv, define, first_order, is_interpreted
 from ..registry import next_power_of_2
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
@@ -296,7 +296,7 @@ chunked_loss = define(
 )
 
 
-class _ChunkedLossFunction(torch.autograd.Function):
+class _ChunkedLossFunction(Function):
     """Autograd for every loss of this folder: saves the finished gradients."""
 
     @staticmethod

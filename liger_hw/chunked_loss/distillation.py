@@ -19,7 +19,16 @@ from ..kernels._distill_reference import Distillation, distill_reference, distil
 from ..kernels._distill_rows import DistillRows, distill_rows
 from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ..kernels._log_prob_rows import vocab_key
-from ..kernels._op import check, check_flags, check_floats, check_ignore_index, define, first_order, is_interpreted
+from ..kernels._op import (
+    Function,
+    check,
+    check_flags,
+    check_floats,
+    check_ignore_index,
+    define,
+    first_order,
+    is_interpreted,
+)
 from ..kernels.fused_linear_jsd import FWD
 from ._checks import checked_head, checked_target
 from ._head import check_in_range, gradient_scale, save_gradients, saved_gradients
@@ -104,7 +113,7 @@ chunked_distillation = define(
 )
 
 
-class _DistillationFunction(torch.autograd.Function):
+class _DistillationFunction(Function):
     """Autograd for both losses: saves the finished gradients of the student; the teacher has none."""
 
     @staticmethod

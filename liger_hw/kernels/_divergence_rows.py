@@ -26,7 +26,18 @@ from ._cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from ._cross_entropy_rows import RowResults, has_block_size
 from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import STATS, _stats_key, launch_sum
-from ._op import autocast_dtype, cdiv, check, check_ignore_index, check_tensors, define, first_order, launch, row_major
+from ._op import (
+    Function,
+    autocast_dtype,
+    cdiv,
+    check,
+    check_ignore_index,
+    check_tensors,
+    define,
+    first_order,
+    launch,
+    row_major,
+)
 from ._triton import libdevice, tl, triton
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
@@ -391,7 +402,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     return forward, backward
 
 
-class DivergenceFunction(torch.autograd.Function):
+class DivergenceFunction(Function):
     """Autograd for a divergence: saves the finished gradient, or the inputs for reduction="none"."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from ._distill_rows import DistillRows, distill_rows
 from ._divergence_rows import check_labels, label_share
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
 from ._log_prob_rows import vocab_key
-from ._op import autocast_dtype, check, check_floats, check_tensors, define, first_order
+from ._op import Function, autocast_dtype, check, check_floats, check_tensors, define, first_order
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
@@ -117,7 +117,7 @@ def _late(dtype: torch.dtype, per_row: int) -> bool:
     return dtype is torch.float16 and per_row != 0
 
 
-class LinearDistillationFunction(torch.autograd.Function):
+class LinearDistillationFunction(Function):
     """Autograd for the fused heads: saves the finished gradients."""
 
     @staticmethod

@@ -80,7 +80,7 @@ def define(
             if forward_ad._current_level >= 0:
                 _refuse_tangents(name, args)
             return overload(*args)
-        try:
+        try:  # `on_gpu`, without its frame where nothing fails
             return launcher(*args)
         except LaunchFailed as failure:
             _set_aside(failure)

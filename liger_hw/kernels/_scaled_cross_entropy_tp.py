@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._op import check_flags, first_order
+from ._op import Function, check_flags, first_order
 from .fused_linear_scaled_cross_entropy import _checked, _pack, scaled_cross_entropy_bwd, scaled_cross_entropy_fwd
 from .vocab_parallel_cross_entropy import _combined, _place, check_group
 
 _IGNORED = -1  # among a rank's own targets, which count from 0
 
 
-class LigerFusedLinearScaledCrossEntropyTPFunction(torch.autograd.Function):
+class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
     """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks and the entropy."""
 
     @staticmethod

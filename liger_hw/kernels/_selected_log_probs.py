@@ -10,7 +10,7 @@ import torch
 
 from ._cross_entropy_reference import check_targets
 from ._log_prob_rows import LogProbs, log_prob_buffers, log_probs_reference, row_log_prob_gradients, row_log_probs
-from ._op import define, first_order, is_interpreted
+from ._op import Function, define, first_order, is_interpreted
 from ._reuse import graph_is_kept
 
 IGNORED = -100
@@ -84,7 +84,7 @@ selected_log_probs_bwd_ = define(
 )
 
 
-class SelectedLogProbsFunction(torch.autograd.Function):
+class SelectedLogProbsFunction(Function):
     """Autograd: saves the logits and a log-sum-exp a row. inplace: the caller lets backward write over the logits."""
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._op import check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import Function, check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import DIMS, few_rows, safe, tiles_rows, tiles_rows_persistently
 from ._row_groups import (
@@ -343,7 +343,7 @@ dyt_bwd = define(
 )
 
 
-class LigerDyTFunction(torch.autograd.Function):
+class LigerDyTFunction(Function):
     """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
 
     @staticmethod

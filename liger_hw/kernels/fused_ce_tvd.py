@@ -24,7 +24,7 @@ from ._cross_entropy_stats import launch_stats
 from ._distill_reference import Distillation, distill_reference, distill_slopes
 from ._distill_rows import SAVED, DistillRows, distill_rows, distill_tunable
 from ._divergence_rows import TVD, label_share
-from ._op import check, check_tensors, define, first_order, row_major
+from ._op import Function, check, check_tensors, define, first_order, row_major
 from .cross_entropy import check_arguments, sample_targets
 
 _NAME = "liger_fused_ce_tvd"
@@ -118,7 +118,7 @@ fused_ce_tvd_bwd = define(
 )
 
 
-class LigerFusedCETVDFunction(torch.autograd.Function):
+class LigerFusedCETVDFunction(Function):
     """Autograd for both losses: saves the logits and six numbers a row."""
 
     @staticmethod

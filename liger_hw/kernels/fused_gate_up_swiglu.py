@@ -14,7 +14,7 @@ from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse, swiglu
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise
-from ._op import check, check_numbers, check_tensors, define, empty_like, first_order
+from ._op import Function, check, check_numbers, check_tensors, define, empty_like, first_order
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ fused_gate_up_swiglu_bwd_ = define(
 )
 
 
-class LigerFusedGateUpSiLUMulFunction(torch.autograd.Function):
+class LigerFusedGateUpSiLUMulFunction(Function):
     """Autograd for SwiGLU on the fused gate-up layout: saves y. `in_place` is accepted; the tensor decides."""
 
     @staticmethod

@@ -51,7 +51,7 @@ from ._cross_entropy_scale import scale_gradients
 from ._cross_entropy_stats import launch_stats, launch_sum
 from ._head_targets import TAKE
 from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
-from ._op import autocast_dtype, check, check_tensors, define, first_order
+from ._op import Function, autocast_dtype, check, check_tensors, define, first_order
 from .cross_entropy import check_arguments, check_settings, sample_targets
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ fused_linear_cross_entropy_bwd = define(
 )
 
 
-class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+class LigerFusedLinearCrossEntropyFunction(Function):
     """Autograd for the fused head: saves the finished gradients, or the inputs for reduction="none"."""
 
     @staticmethod

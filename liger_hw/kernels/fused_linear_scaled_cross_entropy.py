@@ -38,7 +38,7 @@ from ._log_prob_rows import (
     row_log_prob_gradients,
     row_log_probs,
 )
-from ._op import autocast_dtype, check, check_flags, check_floats, check_tensors, define, first_order
+from ._op import Function, autocast_dtype, check, check_flags, check_floats, check_tensors, define, first_order
 from ._reuse import graph_is_kept
 from .cross_entropy import check_arguments, sample_targets
 
@@ -273,7 +273,7 @@ scaled_cross_entropy_keep_bwd = define(
 )
 
 
-class LigerFusedLinearScaledCrossEntropyFunction(torch.autograd.Function):
+class LigerFusedLinearScaledCrossEntropyFunction(Function):
     """Autograd for the scaled cross entropy: saves the inputs and what is small; returns (nll, entropy, selected)."""
 
     @staticmethod

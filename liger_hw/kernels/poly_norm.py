@@ -18,7 +18,19 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from ._op import check, check_numbers, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
+from ._op import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
 from ._reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
 from ._rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows_persistently
 from ._triton import tl, triton
@@ -305,7 +317,7 @@ poly_norm_bwd = define(
 )
 
 
-class LigerPolyNormFunction(torch.autograd.Function):
+class LigerPolyNormFunction(Function):
     """Autograd for PolyNorm: saves x, w, b (only for its shape and dtype) and rstd. dw and db share one storage."""
 
     @staticmethod

@@ -20,7 +20,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import check, check_numbers, check_tensors, first_order
+from ._op import Function, check, check_numbers, check_tensors, first_order
 from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
 
@@ -200,7 +200,7 @@ FWD, BWD = row_tunables(
 sparsemax_fwd, sparsemax_bwd = row_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
 
 
-class LigerSparsemaxFunction(torch.autograd.Function):
+class LigerSparsemaxFunction(Function):
     """Autograd for sparsemax: saves y, with `dim` moved last."""
 
     @staticmethod

@@ -28,7 +28,7 @@ from ..registry import Op, Sample, next_power_of_2
 from ._cross_entropy_reference import NONE, Options, check_targets
 from ._cross_entropy_stats import launch_stats
 from ._log_prob_rows import LogProbs, log_prob_buffers, log_prob_tunables, row_log_prob_gradients, row_log_probs
-from ._op import check, check_floats, check_ignore_index, check_tensors, define, first_order, row_major
+from ._op import Function, check, check_floats, check_ignore_index, check_tensors, define, first_order, row_major
 from .cross_entropy import sample_targets
 
 _NAME = "liger_vocab_parallel_cross_entropy"
@@ -147,7 +147,7 @@ vocab_parallel_gradient = define(
 )
 
 
-class LigerVocabParallelCEFunction(torch.autograd.Function):
+class LigerVocabParallelCEFunction(Function):
     """Autograd for the loss of this rank's part of the vocabulary: saves the logits and one number a row."""
 
     @staticmethod
