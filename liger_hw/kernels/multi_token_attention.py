@@ -8,7 +8,8 @@ Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_
 Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is torch's,
 with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
 torch.backends.cudnn).
-Saved for backward: P, with its channels last in memory where that convolves faster, and weight. The mask costs nothing: masked scores are not read, neither are masked gradients.
+Saved for backward: P, with its channels last in memory where that convolves faster, and weight. The mask costs nothing:
+masked scores are not read, neither are masked gradients.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -35,6 +36,7 @@ from ._multi_token_attention_kernels import (
     _causal_softmax_fwd_kernel,
 )
 from ._op import (
+    Function,
     cdiv,
     check,
     check_flags,
@@ -125,9 +127,9 @@ FILL = _tunable("fill", _causal_fill_kernel)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _over_rows(tunable, kernel, tensors, flags=None, n_channels=()) -> None:
-    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]. flags: if not
-    WHOLE_ROW."""
+def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
+    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]. numbers: after the
+    sizes; flags: whether a block holds a row, unless given."""
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
@@ -135,13 +137,14 @@ def _over_rows(tunable, kernel, tensors, flags=None, n_channels=()) -> None:
         plan = tunable.plan(x.device, row_key(n_rows, n_keys, x.itemsize))
         blocks = plan.config.blocks
         flags = (blocks["BLOCK_SIZE"] >= n_keys,) if flags is None else flags
-        launch(plan, kernel, (cdiv(n_rows, blocks["ROWS"]),), (*tensors, n_rows, n_queries, n_keys, *n_channels), flags)
+        args = (*tensors, n_rows, n_queries, n_keys, *numbers)
+        launch(plan, tunable.kernels[0], (cdiv(n_rows, blocks["ROWS"]),), args, flags)
 
 
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
     """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: fp32, those of each row of x."""
     in_place = x is y and bias is None
-    _over_rows(FILL, _causal_fill_kernel, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
+    _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
@@ -149,13 +152,13 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     if convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
         p = softmax_to_channels_last(scores)
         y = torch.conv2d(*_summable(p, _last(weight), None), stride, padding, dilation, groups).to(p.dtype)
-        return filled(y, torch.empty(y.shape, dtype=y.dtype, device=y.device), dense(bias), None), p
+        return filled(y, y.new_empty(y.shape), dense(bias), None), p
     p = empty_like(scores, scores.dtype)
     if sparse:
         _fill(scores, p, infinite=True)
         p = sparsemax_fwd(p)
     else:
-        _over_rows(FWD, _causal_softmax_fwd_kernel, (scores, p))
+        _over_rows(FWD, (scores, p))
     y = _convolved(p, weight, None, stride, padding, dilation, groups)
     _fill(y, y, bias=dense(bias))  # torch's convolution would add the bias in a launch of its own, and sum its gradient
     return y, p
@@ -166,9 +169,7 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
     if p.stride(1) == 1 and not p.is_contiguous():
         return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    sums = None
-    if has_bias and wanted[2]:
-        sums = (torch.empty if dy.numel() else torch.zeros)(dy.shape[:-1], dtype=torch.float32, device=dy.device)
+    sums = _sums(dy, dy.shape[:-1]) if has_bias and wanted[2] else None
     _fill(dy, g, sums=sums)
     dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
     if sums is not None:
@@ -178,22 +179,24 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
         if sparse:
             dp = sparsemax_bwd(dp, p)
         else:
-            _over_rows(BWD, _causal_softmax_bwd_kernel, (dp, p, dp))
+            _over_rows(BWD, (dp, p, dp))
     return dp, dweight, dbias
 
 
 def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
     """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
     batch, n_filters, n_queries, _ = dy.shape
-    sums, dbias = None, no_weight(p)
-    if wants_bias:
-        make = torch.empty if dy.numel() else torch.zeros
-        sums = make((batch, n_queries, n_filters), dtype=torch.float32, device=dy.device)
+    sums = _sums(dy, (batch, n_queries, n_filters)) if wants_bias else None
     g = filled(dy, empty_channels_last(dy), None, sums)
-    dp, dweight, _ = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
+    dp, dweight, dbias = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
     if sums is not None:
         dbias = sums.sum((0, 1)).to(p.dtype)
     return softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+
+
+def _sums(dy: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """For a fill's sums over the keys; zeros where there is nothing to launch over."""
+    return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
 
 
 def _last(weight: torch.Tensor) -> torch.Tensor:
@@ -276,7 +279,7 @@ multi_token_attention_bwd = define(
 )
 
 
-class LigerMultiTokenAttentionFunction(torch.autograd.Function):
+class LigerMultiTokenAttentionFunction(Function):
     """Autograd for multi-token attention: saves the attention weights and the kernel."""
 
     @staticmethod
