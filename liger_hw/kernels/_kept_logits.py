@@ -32,12 +32,12 @@ from ._linear_head import STEP, _add_product, divide, logits_buffer
 from ._log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ._op import _with_fallback, cdiv
 
-SLICES = 8
-GRAIN = 128
-NARROWEST = 2048
+SLICES = 8  # of a whole slab, fewer of less; logits of hidden / SLICES rows are so few that they are kept beside the gradient
+GRAIN = 128  # words that a slice's width is a multiple of
+NARROWEST = 2048  # words of a slab's slice at least
 SPARE = 4 / 7
-MOST_SLABS = 5
-_CHUNK = 4096
+MOST_SLABS = 5  # with more rows than so many slabs, too few logits are kept: chunks instead
+_CHUNK = 4096  # rows at a time, at most, in the forward of those that are not kept
 _IGNORED, _OUTSIDE = -1, -2
 
 
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
     tail: int
     late: int
 
-    def memory(self, x: torch.Tensor, weight: torch.Tensor) -> "Memory":
+    def memory(self, x: torch.Tensor, weight: torch.Tensor) -> Memory:
         """What it is kept in, not yet written."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)

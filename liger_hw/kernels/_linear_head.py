@@ -20,9 +20,8 @@ by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses wi
 How many rows a chunk has. LIGER_HW_LOSS_MEMORY_MIB set: as many as fit beside the gradients. Unset: as many as fit 1 GiB
 beside the weight's gradient, or 2/5 of that gradient's memory where this is more, LARGEST at most, half as much again as
 SMALLEST at least (one head). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient.
-Divergences (`generous`), whose peers keep more: GENEROUS at most, and for one head as much memory again as
-the weight's gradient takes.
-Heights are multiples of STEP that the products like (`divide`).
+Divergences (`generous`), whose peers keep more: GENEROUS at most, and as much as the weight's gradient takes instead of
+those 2/5 where there is one head. Heights are multiples of STEP that the products like (`divide`).
 
 Precision. A weight gradient in 16 bits is rounded once a chunk; the promise is an error within 1.5 times that of one
 GEMM over all rows. Simulated (benchmarks/rounding.py; ratios at 4, 6 and 8 chunks), a running sum alone breaks it for
@@ -90,7 +89,7 @@ def plan_chunks(
     """Chunks for a head; see the top of this file.
 
     apart: whether targets are given to HeadGradients; scale: multiplies the memory budget; buffers: logits of so many
-    heads exist at a time; generous: larger ones where no budget is set
+    heads exist at a time; generous: as divergences have them, larger ones where no budget is set
     """
     row = vocab * itemsize * buffers
     weight = vocab * hidden * (4 if wide else itemsize) if gradients else 0

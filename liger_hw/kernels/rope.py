@@ -88,8 +88,8 @@ def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
 
-    Few tokens are 16 bytes a thread, in four warps or, where they are a handful, one. On an H200 from 512 to 131072 tokens the best
-    of 8 shapes, or within 1.5% of it, and ahead of what was tuned for programs of up to 5000 elements.
+    Few tokens are 16 bytes a thread, in four warps or, where they are a handful, one. On an H200 from 512 to 131072 tokens
+    the best of 8 shapes, or within 1.5% of it, and ahead of what was tuned for programs of up to 5000 elements.
     """
     q_heads, k_heads, width, tokens_bucket, itemsize = key
     elements = q_heads * width << tokens_bucket
