@@ -178,7 +178,8 @@ def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered)
 @pytest.mark.parametrize("count", [3, 8])
 def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count):
     """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of the
-    targets' entries nearly cancel: of eight chunks, all entries kept apart, or the running sum alone, would miss it."""
+    targets' entries nearly cancel: of eight chunks, all entries kept apart, or the running sum alone, would miss it. Of
+    three, the running sum alone does on an H200 and not on the CPU: not asked."""
     n_rows, hidden, vocab = 8192, 16, 2048
     frequency = 1 / torch.arange(1, vocab + 1).float()
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
@@ -212,7 +213,7 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count):
     one = (dlogits.float().t() @ x.float()).bfloat16()
     plain, apart, base = (float((g.double() - exact).norm() / exact.norm()) for g in (*found, one))
     assert apart <= 1.5 * base, f"{apart} with targets, {plain} without, {base} of one GEMM"
-    assert (plain > 1.5 * base) == (count == 8), f"{plain} without targets, {base} of one GEMM"
+    assert count == 3 or plain > 1.5 * base, f"{plain} without targets, {base} of one GEMM"
 
 
 @pytest.mark.parametrize("column", [3, 200])
