@@ -61,7 +61,7 @@ class Sample:
 
     Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
     one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
-    them); `moved` and `flops` are what the roofline counts, forward plus backward.
+    them); `moved` is the bytes that must move, forward plus backward: what floors are made of.
     """
 
     args: tuple[Any, ...]
@@ -69,7 +69,6 @@ class Sample:
     reduction: int = 1
     grad_reduction: int = 1
     moved: int = 0
-    flops: int = 0
 
 
 _ops: dict[str, Op] = {}

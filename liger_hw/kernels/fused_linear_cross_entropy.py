@@ -449,14 +449,12 @@ def _sample(
     target = sample_targets(n_rows, vocab, device, generator, ignored)
     if options.get("use_token_scaling"):  # of a model that has learnt: else p, and with it every gradient, underflows
         x = (0.3 * x + math.log(vocab) * weight[target.clamp_min(0)]).detach().requires_grad_()
-    products = 2 if frozen else 3
     return Sample(
         args=(x, weight.requires_grad_(not frozen), target, bias, ce_weight),
         kwargs=options,
         reduction=max(hidden, vocab),
         grad_reduction=max(n_rows, hidden, vocab),
         moved=(2 * n_rows * hidden + 3 * vocab * hidden) * dtype.itemsize,
-        flops=2 * products * n_rows * hidden * vocab,
     )
 
 

@@ -136,14 +136,12 @@ def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **
         labels = labels.masked_fill(labels == -1, -100)
     student = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
     student[1].requires_grad_(not frozen)
-    products = 3 if frozen else 4
     return Sample(
         args=(*student, random(n_rows, hidden), random(vocab, hidden, scale=hidden**-0.5), labels),
         kwargs=options,
         reduction=n_rows * vocab,
         grad_reduction=max(n_rows, hidden, vocab),
         moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
-        flops=2 * products * n_rows * hidden * vocab,
     )
 
 

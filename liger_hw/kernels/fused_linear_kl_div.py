@@ -152,7 +152,6 @@ def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) 
         reduction=n_rows * vocab,
         grad_reduction=max(n_rows, hidden, vocab),
         moved=(2 * n_rows * hidden + 3 * vocab * hidden + n_rows * vocab) * dtype.itemsize,
-        flops=6 * n_rows * hidden * vocab,
     )
 
 

@@ -405,7 +405,6 @@ def _sample(sizes, dtype, device, generator, *, ignored=0.1, select=0, **options
         reduction=max(hidden, vocab),
         grad_reduction=max(n_rows, hidden, vocab),
         moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
-        flops=8 * n_rows * hidden * vocab,
     )
 
 

@@ -448,7 +448,6 @@ def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=
         reduction=max(seq_len, 9 * channels // groups),
         grad_reduction=max(seq_len, 9 * channels, batch * seq_len * seq_len),
         moved=23 * elements // 2 * dtype.itemsize,
-        flops=3 * 2 * 9 * elements * channels // groups,
     )
 
 
