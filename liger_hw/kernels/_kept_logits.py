@@ -11,8 +11,11 @@ or computed again, a fourth product beside the head's three. What is kept, in tw
 
 Late rows are one group or two (`late_groups`). A group that is kept whole is one chunk. Of another, backward goes
 through the vocabulary by slices, too, in the tail's memory: logits that are not kept are computed again, of all the
-group's rows. So the gradient of a weight is rounded twice or three times whatever the memory, within the 1.5 times of
-_linear_head.py without anything apart: sqrt(1.5) with one group, sqrt(1.5 + 1.5 slab / n_rows) with two.
+group's rows. So the gradient of a weight is rounded twice, three times from more than 3 x hidden rows on, whatever the
+memory, without anything apart: sqrt(1.5) of one GEMM's error with one group, and by the same reckoning sqrt(1.5 + 1.5 slab /
+n_rows) with two, which no GPU has checked.
+
+Up to half as many rows as the hidden size have no slab: their logits, in a buffer of their own, are less to hold.
 
 dx over slices is summed in fp32: where the gradient of slice 0 will be while the slab is under way, if it fits there.
 
@@ -32,7 +35,7 @@ from ._linear_head import STEP, _add_product, divide, logits_buffer
 from ._log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ._op import _with_fallback, cdiv
 
-SLICES = 8  # of a whole slab, fewer of less; logits of hidden / SLICES rows are so few that they are kept beside the gradient
+SLICES = 8  # of a whole slab, fewer of less
 GRAIN = 128  # words that a slice's width is a multiple of
 NARROWEST = 2048  # words of a slab's slice at least
 SPARE = 4 / 7
@@ -75,7 +78,7 @@ def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> Kept | Non
     room = int(SPARE * weight) if budget is None else (budget << 20) - weight - n_rows * hidden * itemsize
     if not n_rows or budget is not None and room < 0:
         return None
-    if n_rows * SLICES <= hidden or vocab <= hidden:
+    if 2 * n_rows <= hidden or vocab <= hidden:
         return Kept(0, 0, 0, n_rows) if budget is None or n_rows * row <= room else None
     slab = min(n_rows, hidden)
     count = min(cdiv(SLICES * slab, hidden), vocab // NARROWEST)

@@ -301,10 +301,7 @@ class Rotary:
         if k is not None:
             out_k = _empty(k, geometry.k_strides)
         if geometry.tokens:
-            key = (*geometry.key, q.itemsize)
-            if self.flat and not (trig == COMPLEX and q.shape[3] % 2):  # flat tiles hold no pairs at odd places
-                key = _rotary_flat.as_it_is(key, q.shape[3])
-            plan = (self.bwd if back else self.fwd).plan(q.device, key)
+            plan = (self.bwd if back else self.fwd).plan(q.device, (*geometry.key, q.itemsize))
             name = plan, how, plane_stride
             known = geometry.launches.get(name)
             if known is None:
@@ -386,7 +383,7 @@ def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
 
 def misfit(q: torch.Size, k: torch.Size, head_axis: int) -> str:
     """What is wrong with the shapes of q and k and what was expected, or nothing."""
-    if head_axis not in (1, 2):
+    if type(head_axis) is not int or head_axis not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
     token_axis = 3 - head_axis
     if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, token_axis, 3)):

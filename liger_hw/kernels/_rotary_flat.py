@@ -155,16 +155,8 @@ KERNELS = (_flat_rotary_kernel, _load_partners, _partner, _places, _turn)
 
 
 def is_flat(key: Key) -> bool:
-    return key[2] & (key[2] - 1) != 0
-
-
-def as_it_is(key: Key, head_dim: int) -> Key:
-    """rope's key with the head width as it is, which says whether tiles are flat."""
-    return *key[:2], head_dim, *key[3:]
-
-
-def key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> Key:
-    return as_it_is(rope._key(batch, seq_len, n_q_heads, n_k_heads, head_dim, itemsize), head_dim)
+    """Whether heads of rope's key go through flat tiles: no power of two, and even, since pairs do not begin at odd places."""
+    return key[2] % 2 == 0 and key[2] & (key[2] - 1) != 0
 
 
 def heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -197,7 +189,7 @@ def valid(config: LaunchConfig, key: Key) -> str | None:
     return _elementwise.valid(config, key) if is_flat(key) else rope._valid(config, key)
 
 
-TUNABLES = {"key": key, "heuristic": heuristic, "safe": safe, "space": space, "valid": valid}
+TUNABLES = {"key": rope._key, "heuristic": heuristic, "safe": safe, "space": space, "valid": valid}
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def grouped_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
     configurations. On the H200 4095 columns took 22 us with the best of 4096, by 4 warps, and 12 by 8 (2026-11-22)."""
     group = _widest_group(n_cols, itemsize)
     key = pieces_key(n_rows, n_cols + group - 1, itemsize)
-    return key if group == 1 else (*key, 0)
+    return key if group == 1 else (*key[:3], 0)
 
 
 def group_pieces(n_cols: int, block: int, group: int) -> tuple[bool, int, int]:

@@ -346,7 +346,7 @@ def liger_fused_add_rms_norm(
     check_numbers(op, eps=eps, offset=offset)
     if X.shape != R.shape or X.dtype != R.dtype:
         check(False, op, f"R must be {X.dtype} of shape {tuple(X.shape)} like X, got {R.dtype} of {tuple(R.shape)}")
-    if casting_mode not in CASTING_MODES:
+    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     if W.shape != X.shape[-1:]:
         check(False, op, f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")

@@ -273,6 +273,13 @@ scaled_cross_entropy_keep_bwd = define(
 )
 
 
+def _are_batched(grads: list[torch.Tensor | None]) -> bool:
+    """Whether they are torch.func.vmap's or autograd.grad's is_grads_batched: torch batches no operator that writes its inputs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(
+        torch._C._functorch.is_legacy_batchedtensor(g) for g in grads if g is not None
+    )
+
+
 class LigerFusedLinearScaledCrossEntropyFunction(Function):
     """Autograd for the scaled cross entropy: saves the inputs and what is small; returns (nll, entropy, selected)."""
 
@@ -280,7 +287,8 @@ class LigerFusedLinearScaledCrossEntropyFunction(Function):
     def forward(ctx, x, weight, target, ids, temperature, ignore_index, return_entropy, wide):
         dinput, dweight = ctx.needs_input_grad[:2]
         kept = None
-        if dweight and ids is None and not wide and not torch.compiler.is_compiling():
+        seen = torch._C._len_torch_dispatch_stack()  # selective checkpointing may keep an operator's results, and not its memory
+        if dweight and ids is None and not wide and not seen and not torch.compiler.is_compiling():
             kept = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
         memory: list[torch.Tensor] = []
         if kept is None:
@@ -305,15 +313,15 @@ class LigerFusedLinearScaledCrossEntropyFunction(Function):
         if all(g is None for g in grads):
             return (None,) * 8
         saved = ctx.saved_tensors
-        if ctx.kept is None or graph_is_kept():
+        if ctx.kept is None or graph_is_kept() or _are_batched(grads):
             found = scaled_cross_entropy_bwd(*saved[:7], *grads, None, *ctx.call)
         else:
             x, weight, target, _, lse, entropy, _, *memory = saved
             temperature, ignore_index, _, dinput, _ = ctx.call
             call = *grads[:2], *memory, *ctx.kept, temperature, ignore_index, dinput
-            dx, dweight = scaled_cross_entropy_keep_bwd(x, weight, target, lse, entropy, *call)
-            for written in memory:  # whoever saved them too is told
+            for written in memory:  # first, so that a second backward raises, should this one run out of memory
                 torch.autograd.graph.increment_version(written)
+            dx, dweight = scaled_cross_entropy_keep_bwd(x, weight, target, lse, entropy, *call)
             found = dx, memory[0].detach() if ctx.kept[0] else dweight
         return *(g if w else None for g, w in zip(found, ctx.needs_input_grad)), *(None,) * 6
 

@@ -367,7 +367,7 @@ def liger_modulated_rms_norm(
     name = "liger_modulated_rms_norm"
     check_tensors(name, optional=("W", "shift"), X=X, W=W, scale=scale, shift=shift)
     check_numbers(name, eps=eps, offset=offset)
-    if casting_mode not in CASTING_MODES:
+    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     n_cols = X.shape[-1:]
     if W is not None and W.shape != n_cols:

@@ -371,7 +371,7 @@ def liger_qk_norm_rope(
     gradient.
     """
     check_tensors("liger_qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
-    if casting_mode not in MODES:
+    if not isinstance(casting_mode, str) or casting_mode not in MODES:
         check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     check_flags("liger_qk_norm_rope", shared_halves=shared_halves)

@@ -355,7 +355,7 @@ def liger_rms_norm(
     """
     check_tensors("liger_rms_norm", optional=("W",), X=X, W=W)
     check_numbers("liger_rms_norm", eps=eps, offset=offset)
-    if casting_mode not in CASTING_MODES:
+    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, "liger_rms_norm", f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
     if not X.dim():
         check(False, "liger_rms_norm", "X must be [..., n_cols], got a scalar")

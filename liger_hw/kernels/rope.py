@@ -80,8 +80,8 @@ _DIMS = ("batch", "seq_len", "n_q_heads", "n_k_heads", "head_dim")
 
 
 def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> registry.Key:
-    """Heads of q and k and head width rounded up to powers of two, log2 bucket of the tokens, bytes an element."""
-    sizes = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads), next_power_of_2(head_dim)
+    """Heads of q and k rounded up to powers of two, head width, log2 bucket of the tokens, bytes an element."""
+    sizes = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads), head_dim
     return *sizes, (batch * seq_len - 1).bit_length() if batch * seq_len > 1 else 0, itemsize
 
 
@@ -89,17 +89,20 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
 
     Few tokens are 16 bytes a thread, in four warps or, where they are a handful, one. On an H200 from 512 to 131072 tokens
-    the best of 8 shapes, or within 1.5% of it, and ahead of what was tuned for programs of up to 5000 elements.
+    the best of 8 shapes, or within 1.5% of it, and ahead of what was tuned for programs of up to 5000 elements. Tiles that
+    the head width does not fill are of twice that: 96 wide 40 us by 32 bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads.
     """
-    q_heads, k_heads, width, tokens_bucket, itemsize = key
+    q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
+    width = next_power_of_2(head_dim)
     elements = q_heads * width << tokens_bucket
     place = target.warp_size // itemsize  # elements of one byte a thread
     if elements <= 2048 * target.multiprocessors:
         warps = 4 if elements > 128 * target.multiprocessors else 1
         return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": min(q_heads, max(1, warps * 16 * place // width))}, warps)
+    wanted = (32 if width == head_dim else 64) * place
     together = min(q_heads // max(1, k_heads), max(1, 128 * place // width))
-    block_h = min(q_heads, max(1, 32 * place // width, together))
-    block_t = min(8, max(1, 32 * place // (block_h * width)))
+    block_h = min(q_heads, max(1, wanted // width, together))
+    block_t = min(8, max(1, wanted // (block_h * width)))
     return LaunchConfig(
         {"BLOCK_T": block_t, "BLOCK_H": block_h}, target.warps(block_t * block_h * width, 64 // itemsize, 8)
     )
@@ -111,6 +114,7 @@ def _safe(target: Target, key: registry.Key) -> LaunchConfig:
 
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     heads, _, width, _, _ = key
+    width = next_power_of_2(width)
     return [
         LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps, hint=hint)
         for block_t in (1, 2, 4, 8, 16)
@@ -378,7 +382,7 @@ def _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) -> str:
 @remembered
 def _shapes_misfit(q, k, cos, sin, positions, unsqueeze_dim, rotary_dim) -> str:
     """`_misfit` of shapes, and of the position_ids' (dtype, shape)."""
-    if unsqueeze_dim not in (1, 2):
+    if type(unsqueeze_dim) is not int or unsqueeze_dim not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {unsqueeze_dim!r}"
     token_axis = 3 - unsqueeze_dim
     if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, token_axis, 3)):

@@ -179,3 +179,57 @@ def test_a_budget_says_how_much(monkeypatch, mib, late):
     finally:
         monkeypatch.undo()
         env.clear()
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_selective_checkpointing_may_keep_the_operator_s_results(lane, narrow, generator):
+    """The operator's results are kept and its memory is made again, empty: nothing may be kept in it then."""
+    from torch.utils import checkpoint
+
+    narrow(7)
+    x, weight, target = _tensors(lane, generator)
+    slopes = torch.randn(len(target), generator=generator, dtype=torch.float64).to(lane.device)
+
+    def policy(ctx, operator, *args, **kwargs):
+        ours = "liger_hw" in str(operator)
+        return checkpoint.CheckpointPolicy.MUST_SAVE if ours else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    nll = checkpoint.checkpoint(
+        lambda x: liger_fused_linear_scaled_cross_entropy(x, weight, target),
+        x,
+        use_reentrant=False,
+        context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+    )
+    found = torch.autograd.grad(nll, (x, weight), slopes.float())
+    for a, b in zip(found, _exact(x, weight, target, (slopes,))):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_a_backward_that_failed_is_not_run_again(lane, narrow, generator, monkeypatch):
+    """It may have turned logits into gradients already: a second one raises and gives no wrong result."""
+    narrow(7)
+    x, weight, target = _tensors(lane, generator)
+    nll = liger_fused_linear_scaled_cross_entropy(x, weight, target).sum()
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(_kept_logits, "_add_product", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.autograd.grad(nll, (x, weight))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(nll, (x, weight))
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_batched_gradients(lane, narrow, generator):
+    narrow(7)
+    x, weight, target = _tensors(lane, generator)
+    nll = liger_fused_linear_scaled_cross_entropy(x, weight, target)
+    rows = torch.eye(len(target), device=lane.device)
+    found = torch.autograd.grad(nll, x, rows, is_grads_batched=True)[0]
+    for row in (0, len(target) - 1):
+        exact = _exact(x, weight, target, (rows[row].double(),))[0]
+        torch.testing.assert_close(found[row].double(), exact, rtol=1e-4, atol=1e-5)

@@ -24,7 +24,7 @@ def test_group_of_rows():
     x = torch.empty(9 * 777 + 8, dtype=half)
     assert row_group(9, 777, x[8:].view(9, 777)) == 8 and row_group(9, 777, x[:-8].view(9, 777), x[1:-7].view(9, 777)) == 1
     assert row_group(9, 777, torch.empty(9, 800, dtype=half)[:, :777]) == 1 and row_group(1, 777, x[:777].view(1, 777)) == 1
-    assert grouped_key(9, 2304, 2) == (2048, 4, 2) and grouped_key(9, 2305, 2) == (2048, 4, 2, 0)
+    assert grouped_key(9, 2304, 2) == (2048, 4, 2, 1) and grouped_key(9, 2305, 2) == (2048, 4, 2, 0)
     assert grouped_key(9, 4095, 2) == (4096, 4, 2, 0) and grouped_key(9, 4097, 2) == (4096, 4, 2, 0)
     assert row_group(9, 4095, torch.empty(9, 4095, dtype=half), whole_rows=False) == 8
     assert group_pieces(2305, 2048, 8) == (True, 512, 8) and group_pieces(2047, 2048, 8) == (True, 8, 8)
