@@ -273,6 +273,12 @@ scaled_cross_entropy_keep_bwd = define(
 )
 
 
+def _is_watched() -> bool:
+    """Whether torch.compile traces, or a dispatch mode sees the operators: selective checkpointing may keep an operator's
+    results, and not its memory."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _are_batched(grads: list[torch.Tensor | None]) -> bool:
     """Whether they are torch.func.vmap's or autograd.grad's is_grads_batched: torch batches no operator that writes its inputs."""
     return torch._C._functorch.peek_interpreter_stack() is not None or any(
@@ -287,8 +293,7 @@ class LigerFusedLinearScaledCrossEntropyFunction(Function):
     def forward(ctx, x, weight, target, ids, temperature, ignore_index, return_entropy, wide):
         dinput, dweight = ctx.needs_input_grad[:2]
         kept = None
-        seen = torch._C._len_torch_dispatch_stack()  # selective checkpointing may keep an operator's results, and not its memory
-        if dweight and ids is None and not wide and not seen and not torch.compiler.is_compiling():
+        if dweight and ids is None and not wide and not _is_watched():
             kept = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
         memory: list[torch.Tensor] = []
         if kept is None:
