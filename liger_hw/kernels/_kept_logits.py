@@ -204,8 +204,7 @@ def _slab_forward(x, weight, target, out, options, memory):
     at_target = torch.empty_like(parts.lse)
     for i, (words, logits) in enumerate(zip(slices, places)):
         torch.mm(x, weight[slice(*words)].t(), out=logits)
-        part = LogProbs(*(None if t is None else t[i] for t in parts))
-        row_log_probs(logits, mine[i], part, ignore_index=_IGNORED, temperature=options["temperature"])
+        row_log_probs(logits, mine[i], _part(parts, i), ignore_index=_IGNORED, temperature=options["temperature"])
         at_target[i] = logits.gather(1, mine[i].clamp_min(0)[:, None])[:, 0]
     ignored = mine[0] == _IGNORED
     lse = torch.logsumexp(parts.lse, 0)
@@ -254,8 +253,7 @@ def keeping_backward(
             _gradients(logits, mine[i], saved, pushed[i], **options)
             if total is not None:
                 _add_product(total, logits, weight[slice(*words)], i == 0)
-        if total is not None and total.dtype != dx.dtype:
-            dx[rows] = total
+        _round_into(dx, rows, total)
         del total
         for words, dlogits in zip(slices, places):
             torch.mm(dlogits.t(), x[rows], out=dweight[slice(*words)])
@@ -272,7 +270,7 @@ def keeping_backward(
         slices = _late_slices(vocab, tail.numel() // (stop - start) // 16 * 16)
         mine, here = _placed(target[rows], ignore_index, slices)
         pushed = torch.where(here, push[rows], 0.0)
-        part = LogProbs(*(None if t is None else t[rows] for t in saved))
+        part = _part(saved, rows)
         options = {"entropy_coef": None if bend is None else bend[rows], "pull": pull[rows]}
         options |= {"temperature": temperature, "ignore_index": _IGNORED}
         total = _summed(dx, rows)
@@ -285,8 +283,7 @@ def keeping_backward(
             if total is not None:
                 _add_product(total, dlogits, weight[first:last], i == 0)
             _add_product(dweight[first:last], dlogits.t(), x[rows], False)
-        if total is not None and total.dtype != dx.dtype:
-            dx[rows] = total
+        _round_into(dx, rows, total)
         del total
     return dx, dweight
 
@@ -299,6 +296,16 @@ def _summed(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = No
     if free is None or free.numel() < 2 * into.numel():
         return torch.empty(into.shape, dtype=torch.float32, device=into.device)
     return free.view(torch.float32)[: into.numel()].view(into.shape)
+
+
+def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None) -> None:
+    """The sum of `_summed` into dx, where it was not made in place."""
+    if total is not None and total.dtype != dx.dtype:
+        dx[rows] = total
+
+
+def _part(results: LogProbs, which: int | slice) -> LogProbs:
+    return LogProbs(*(None if t is None else t[which] for t in results))
 
 
 def _gradients(*args: torch.Tensor, **options: Any) -> None:

@@ -24,6 +24,7 @@ from ._row_groups import (
     _places,
     _store_part,
     _tile_rows,
+    begin_anywhere,
     group_pieces,
     grouped_key,
     programs_of,
@@ -255,7 +256,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas, deepest = 1, 4, 4  # modulated_rms_norm: four rows' gradients and scales spill
     elif block == 4096 and grads > 1 and streams == 2 and 3 * piece_bytes <= target.shared_memory:
         rows, ctas, deepest = 1, 1, 4
-    elif block == 4096 and key[3:] == (0,):
+    elif block == 4096 and begin_anywhere(key):
         rows, ctas = 1, 1  # rows that begin anywhere: masks and parts of groups leave registers for one program
     elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
         rows, ctas = 2, 1

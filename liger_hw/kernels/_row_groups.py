@@ -61,6 +61,11 @@ def grouped_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
     return key if group == 1 else (*key[:3], 0)
 
 
+def begin_anywhere(key: Key) -> bool:
+    """Whether a `grouped_key` is of rows that do not begin at 16 bytes."""
+    return key[3:] == (0,)
+
+
 def group_pieces(n_cols: int, block: int, group: int) -> tuple[bool, int, int]:
     """(WHOLE_ROW, TAIL, GROUP) for rows of `n_cols` in a tile of `block`; rows that it does not hold are read as they come."""
     whole, tail = row_pieces(n_cols + group - 1, block)

@@ -52,7 +52,7 @@ from ._rms_backward import (
     safe,
     tiles_rows_persistently,
 )
-from ._row_groups import group_pieces, grouped_key, programs_of, row_group, tiles_of
+from ._row_groups import begin_anywhere, group_pieces, grouped_key, programs_of, row_group, tiles_of
 from .rms_norm import forward_tunable, fwd_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def _fwd_heuristic(target: Target, key: Key, widest: int) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row: on the H200
     55 us instead of 63 at 8192 x 6144 (2026-11-21); rows that begin anywhere have more to do a thread."""
     config = fwd_heuristic(target, key, widest)
-    if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
+    if key[0] == 4096 and not begin_anywhere(key) and 1 << key[1] > 16 * target.multiprocessors:
         return replace(config, num_warps=target.warps(key[0], 32))
     return config
 
