@@ -97,20 +97,24 @@ def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str]
     """(problem sizes, dtype) that have this key, found by trying the numbers in it; None where none are found.
 
     A recorded miss holds a key only. Row counts are stored as log2 buckets and column counts as they are, so each number
-    of the key stands for itself or for a power of two; the largest sizes of a bucket are taken.
+    of the key stands for itself or for a power of two; the largest sizes of a bucket are taken. Then the same with rows
+    that begin anywhere (one column less), that need a second piece (a quarter more), both, and two sums side by side.
     """
     numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
     usable = sorted((n for n in numbers if n > 0), reverse=True)[:12]
     guesses: list[tuple[int, ...]] = []
     for sizes in op.workloads.values():
         guesses += [(max(1, sizes[0] * factor // 64), *sizes[1:]) for factor in (64, 1, 2, 4, 8, 16, 32, 128, 256, 512)]
-    if len(tunable.dims) <= 4:
-        guesses += itertools.product(usable, repeat=len(tunable.dims))
+    batch = (1,) if tunable.dims[:1] == ("batch",) and len(tunable.dims) > 4 else ()
+    if len(tunable.dims) - len(batch) <= 4:
+        guesses += [batch + rest for rest in itertools.product(usable, repeat=len(tunable.dims) - len(batch))]
     for itemsize, dtype in sorted(DTYPES.items(), key=lambda item: (item[0] not in key, item[0] != 2)):
-        for sizes in guesses:
-            try:
-                if tunable.key(*sizes, itemsize) == key:
-                    return tuple(sizes), dtype
-            except (ValueError, ArithmeticError):
-                continue
+        for widen in (lambda n: n, lambda n: n - 1, lambda n: n + n // 4, lambda n: n + n // 4 - 1, lambda n: n // 2):
+            for *rest, columns in guesses:
+                sizes = (*rest, widen(columns))
+                try:
+                    if tunable.key(*sizes, itemsize) == key:
+                        return sizes, dtype
+                except (ValueError, ArithmeticError):
+                    continue
     return None

@@ -27,7 +27,7 @@ from .inputs import Inputs, Work, sample_sets
 from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, first_line, interleave
 
 MODES = ("fwd", "bwd", "full")
-ARM_LIMIT, QUICK_ARM_LIMIT = 60, 20
+ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
 """Seconds in which an arm must have compiled, warmed up and been checked in one case; the second in a case that is only
 timed. (Liger's multi-token attention was not ready after 60 at some sizes: half the time of a run of many shapes.)"""
 

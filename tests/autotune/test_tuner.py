@@ -339,6 +339,11 @@ def test_sizes_are_found_for_recorded_keys():
         ("rms_norm.bwd", (8192, 4096)),
         ("rope.fwd", (4, 4096, 32, 8, 128)),
         ("cross_entropy.fwd", (8192, 128256)),
+        ("rms_norm.fwd", (8192, 8191)),
+        ("rms_norm.bwd", (8192, 5120)),
+        ("layer_norm.fwd", (4096, 5121)),
+        ("layer_norm.dw", (8192, 512)),
+        ("rope.bwd", (1, 1000, 5, 1, 96)),
     ):
         of, op = tunable(name), registry.get_op(name.split(".")[0])
         for rows in (sizes[0], 2 * sizes[0]):
