@@ -128,8 +128,32 @@ def first_call_table() -> str:
     return "\n".join(lines)
 
 
+HEADS = ("fused_linear_scaled_cross_entropy", "fused_linear_kl_div", "fused_linear_jsd")
+"""Losses whose way through a head is newer than the run of `losses_table`."""
+
+
+def heads_table() -> str:
+    """What a run of the heads' own has of HEADS: the products they need, each of them counted once."""
+    found = published.found("heads-trial")
+    assert found is not None
+    lines = ["| loss | sizes | floor | liger_hw | all logits kept | Liger 0.8.5 | torch.compile |", "|---" * 7 + "|"]
+    for op in HEADS:
+        for case in (case for case in found["cases"] if case["op"] == op):
+            arms = case["arms"]
+            floor = arms.get("floor of three", arms["floor"])["median"]
+            cells = [op, "x".join(map(str, case["sizes"])), f"{floor:.1f}"]
+            for name in ("new", "all kept", "liger", "compile"):
+                row = arms.get(name)
+                share = "" if row is None or name in ("liger", "compile") else f" ({floor / row['median']:.0%})"
+                cells.append("-" if row is None else f"{row['median']:.1f}{share}, {row['peak_mib']:.0f} MiB")
+            lines.append("| " + " | ".join(cells) + " |")
+    text = f"{found['device']}, {found['date']}, commit {found['commit']}, graph replay, all arms in turn; memory beyond the inputs."
+    return "\n".join([*lines, "", text])
+
+
 TABLES = {
     "losses": losses_table,
+    "heads": heads_table,
     "sweep": sweep_text,
     "largest": largest_table,
     "options": options_table,
