@@ -140,6 +140,8 @@ _quarantined_before: dict[tuple[str, str, Key, str], dict[str, str]] = {}
 _tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
+recordings: dict[tuple, Any] = {}
+"""What operators did with the plans they were given (see `kernels/_recorded.py`); another dictionary once plans changed."""
 _state: dict[str, Any] = {"pretend": None, "deterministic": None}
 
 
@@ -308,7 +310,9 @@ def _source_hash(kernels: tuple[Any, ...]) -> str:
 
 def invalidate() -> None:
     """Forget every resolved plan; the next launch resolves again."""
+    global recordings
     with _lock:
+        recordings = {}  # a new one: what another thread records meanwhile goes with the old
         for tunable in _tunables.values():
             tunable._plans.clear()
 
@@ -390,8 +394,10 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
 
     if plan.layer == "safe":
         return False
+    global recordings
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     with _lock:
+        recordings = {}
         plans = plan.tunable._plans
         for name, other in list(plans.items()):  # every device's: what is set aside is, for all of an architecture
             if (other.key, other.config) == (plan.key, plan.config):

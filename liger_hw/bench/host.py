@@ -37,7 +37,7 @@ import torch
 
 from .. import registry
 from ..cli._values import table
-from ..kernels import _launch
+from ..kernels import _launch, _recorded
 from . import ops, peers
 from .inputs import Inputs, Work
 from .timing import Budget, Meter, OutOfBudget, first_line
@@ -243,6 +243,7 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
             elif hasattr(value, "overload") and callable(value):
                 replaced.append((module, name, value, noted(value)))
     try:
+        _recorded.enabled = False  # a recorded call does not come by `launch`
         for module, name, _, instead in replaced:
             setattr(module, name, instead)
         outputs = work.forward(inputs)
@@ -253,6 +254,7 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
             work.gradients(inputs, outputs)
         seen.bwd_launches, seen.bwd_operators = launches, operators
     finally:
+        _recorded.enabled = True
         for module, name, value, _ in replaced:
             setattr(module, name, value)
     return seen

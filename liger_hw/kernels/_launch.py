@@ -52,15 +52,20 @@ class LaunchFailed(RuntimeError):
         self.plan, self.cause = plan, cause
 
 
-def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], flags: tuple[Any, ...] = ()) -> None:
-    """Launch `kernel` over `grid` on the current stream of the first tensor's device."""
+def launch(
+    plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], flags: tuple[Any, ...] = ()
+) -> tuple | None:
+    """Launch `kernel` over `grid` on the current stream of the first tensor's device.
+
+    Returns what it launched: the function, what that takes between the stream and the kernel's arguments, and what after
+    them; None where Triton or somebody else took the launch.
+    """
     if noted and (note := noted.get(get_ident())) is not None:
-        note(plan, kernel, grid, args, flags)
-        return
+        return note(plan, kernel, grid, args, flags)
     compiled = plan.compiled
     if compiled is None or not CAN_BE_FAST:
         _launch_ordinary(plan, kernel, grid, args, flags)
-        return
+        return None
     name = id(kernel)
     count = _tensor_counts.get(name)
     if count is None:
@@ -82,14 +87,15 @@ def launch(plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]
     if found is None:
         found = _find_or_compile(plan, kernel, grid, args, flags, key, index)
         if found is None:
-            return
+            return None
     if _get_device() != index or _profiled():
         _launch_ordinary(plan, kernel, grid, args, flags)
-        return
+        return None
     run, head, constants = found
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
     run(grid[0], y, z, _get_stream(index), *head, *pointers, *numbers, *constants)
+    return found
 
 
 def _count_tensors(kernel: Any, args: tuple) -> int:

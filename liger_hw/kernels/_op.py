@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from .. import registry
 from . import _launch
 from ._launch import LaunchFailed, launch  # noqa: F401  op files take `launch` from here
+from ._recorded import MISSED, NO_TENSORS, are_plain, replay
 from ._triton import INTERPRET
 
 __all__ = [
@@ -76,36 +77,31 @@ def define(
     overload = getattr(torch.ops.liger_hw, name).default
 
     def call(*args: Any) -> Any:
-        if is_compiling() or not _unobserved(args):
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(name, args)
-            return overload(*args)
-        try:  # `on_gpu`, without its frame where nothing fails
-            return launcher(*args)
-        except LaunchFailed as failure:
-            _set_aside(failure)
-        return on_gpu(*args)
+        if not (
+            torch.is_grad_enabled()
+            or is_compiling()
+            or _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or _profiler_enabled()
+            or _get_tracing_state() is not None
+        ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
+            try:
+                result = replay(name, launcher, args)
+                if result is not MISSED:
+                    return result
+                if are_plain(args):
+                    return launcher(*args)  # `on_gpu`, without its frame where nothing fails
+            except LaunchFailed as failure:
+                _set_aside(failure)
+                return on_gpu(*args)
+        elif forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        return overload(*args)
 
     call.__name__ = name
     call.overload = overload
     return call
-
-
-_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN = _NO_TENSORS | {torch.Tensor, torch.nn.Parameter}
-
-
-def _unobserved(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would do nothing with this call but pass it to the GPU's launcher: nobody traces, profiles,
-    transforms or differentiates it, and no argument is of a class (or a list) that asks to be handled."""
-    return not (
-        torch.is_grad_enabled()
-        or _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or _profiler_enabled()
-        or _get_tracing_state() is not None
-    ) and (_PLAIN.issuperset(map(type, args)) and args[0].get_device() >= 0)
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
@@ -147,7 +143,7 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         if kwargs or _are_functorch_transforms_active():
             return super().apply(*args, **kwargs)
-        args = [a if type(a) in _NO_TENSORS or not isinstance(a, torch.Tensor) else _unwrap_if_dead(a) for a in args]
+        args = [a if type(a) in NO_TENSORS or not isinstance(a, torch.Tensor) else _unwrap_if_dead(a) for a in args]
         return super(torch.autograd.Function, cls).apply(*args)
 
 

@@ -23,14 +23,13 @@ Counts = tuple[str, int, int, int, int]
 """How the tensor came out of the graph (`recipes.KEPT`, `FRESH` or `SHARED`; "" without our hooks), then four counts."""
 
 
-def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...]]:
-    """(saved tensors, whether each may be overwritten) of an autograd Function's context, inside its backward."""
+def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """(saved tensors, whether all may be overwritten) of an autograd Function's context, inside its backward."""
     private = frozenset() if graph_is_kept() else _private_counts("torch._dynamo" in sys.modules)
     if not private or torch._C._functorch.peek_interpreter_stack() is not None:
-        saved = ctx.saved_tensors
-        return saved, (False,) * len(saved)
-    saved, counts = _unpack_and_count(ctx)
-    return saved, tuple([count in private and type(t) is torch.Tensor for t, count in zip(saved, counts)])
+        return ctx.saved_tensors, False
+    saved, counts = _unpack_and_count(ctx, private)
+    return saved, private.issuperset(counts) and all([type(t) is torch.Tensor for t in saved])
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -49,7 +48,10 @@ _getrefcount = sys.getrefcount
 _uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)  # where torch has none, nothing is ever reused
 
 
-def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
+def _unpack_and_count(
+    ctx: Any, private: frozenset[Counts] = frozenset()
+) -> tuple[tuple[torch.Tensor, ...], list[Counts | None]]:
+    """(saved tensors, their counts), up to the first count that is not in `private`, where that is given."""
     saved, origins = recipes.watched(ctx)
     origins = iter(origins)
     counts: list[Counts | None] = []
@@ -62,6 +64,8 @@ def _unpack_and_count(ctx: Any) -> tuple[tuple[torch.Tensor, ...], list[Counts |
         uses = _getrefcount(t), t._use_count(), _uses_of_storage(storage._cdata), _getrefcount(storage)
         del storage
         counts.append((next(origins, ""), *uses))
+        if private and counts[-1] not in private:
+            break
     return saved, counts
 
 

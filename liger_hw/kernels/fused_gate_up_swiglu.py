@@ -117,7 +117,7 @@ class LigerFusedGateUpSiLUMulFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        (y,), (private,) = _reuse.unpack(ctx)
+        (y,), private = _reuse.unpack(ctx)
         if private and y.is_contiguous():
             fused_gate_up_swiglu_bwd_(dc, y, *ctx.multipliers)
             return y.detach(), None, None, None

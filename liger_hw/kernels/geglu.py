@@ -249,7 +249,7 @@ class LigerGELUMulFunction(Function):
     @first_order
     def backward(ctx, dc):
         (a, b), private = _reuse.unpack(ctx)
-        if all(private) and a.is_contiguous() and b.is_contiguous():
+        if private and a.is_contiguous() and b.is_contiguous():
             geglu_bwd_(dc, a, b, ctx.tanh)
             return a.detach(), b.detach(), None
         return *geglu_bwd(dc, a, b, ctx.tanh), None

@@ -257,7 +257,7 @@ class LigerSiLUMulFunction(Function):
     @first_order
     def backward(ctx, dc):
         (a, b), private = _reuse.unpack(ctx)
-        if all(private) and a.is_contiguous() and b.is_contiguous():
+        if private and a.is_contiguous() and b.is_contiguous():
             swiglu_bwd_(dc, a, b, *ctx.multipliers)
             return a.detach(), b.detach(), None, None
         return *swiglu_bwd(dc, a, b, *ctx.multipliers), None, None

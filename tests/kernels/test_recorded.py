@@ -1,0 +1,430 @@
+"""A recorded call launches what its launcher would, on its own tensors; where it may not, the launcher is asked.
+
+On the CPU the driver is left out: tensors say they are on the current device, and a compiled kernel notes what it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import pytest
+import torch
+from harness import few_sizes, make, run, tensors
+
+from liger_hw import registry
+from liger_hw.backends import LaunchConfig, known_target
+from liger_hw.kernels import _launch, _op, _recorded, rms_norm
+
+cpu = pytest.mark.cpu
+pytestmark = pytest.mark.unpoisoned  # to fill what a launcher allocates is more than it does
+
+
+class Driver:
+    """The device that tensors are on and the current one; every launch past Triton, as the compiled kernel sees it."""
+
+    def __init__(self) -> None:
+        self.tensors_on = self.current = 0
+        self.stream = 70
+        self.seen: list[tuple] = []
+        self.kernel = lambda *pointers: None
+
+    def find(self, plan, kernel, grid, args, flags, key, index):
+        def run(*given):
+            self.seen.append((kernel, *given))
+            self.kernel(*given[5:])
+
+        entry = plan.compiled[key] = run, ("head",), (*flags, "tunables")
+        return entry
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made, init = Driver(), registry.Plan.__init__
+
+    def fast(self, *args):
+        init(self, *args)
+        self.compiled = {}
+
+    monkeypatch.setattr(registry.Plan, "__init__", fast)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: made.tensors_on)
+    monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
+    monkeypatch.setattr(_launch, "_get_device", lambda: made.current)
+    monkeypatch.setattr(_launch, "_get_stream", lambda index: made.stream + index)
+    monkeypatch.setattr(_launch, "_find_or_compile", made.find)
+    with registry.pretend(known_target("sm90")):
+        yield made
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Names of the operators whose launcher ran, recording or not."""
+    names = []
+
+    def noting(name, launcher):
+        return lambda *args: names.append(name) or launcher(*args)
+
+    for name, call in (("rms_norm_fwd", rms_norm.rms_norm_fwd), ("rms_norm_bwd", rms_norm.rms_norm_bwd)):
+        cells = dict(zip(call.__code__.co_freevars, call.__closure__))
+        monkeypatch.setattr(cells["launcher"], "cell_contents", noting(name, cells["launcher"].cell_contents))
+    return names
+
+
+def norm(x, w, eps=1e-6):
+    with torch.no_grad():
+        return rms_norm.rms_norm_fwd(x, w, eps, 0.0, 0)
+
+
+def inputs(rows=3, columns=64, dtype=torch.float32):
+    return torch.randn(rows, columns, dtype=dtype), torch.randn(columns, dtype=dtype)
+
+
+def last(driver) -> tuple:
+    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd, then numbers."""
+    _, *given = driver.seen[-1]
+    assert given[4] == "head"
+    return tuple(given[:4]), tuple(given[5:9]), tuple(given[9:])
+
+
+def pointers(*tensors) -> tuple:
+    return tuple(t.data_ptr() for t in tensors)
+
+
+@cpu
+def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed, monkeypatch):
+    """Forward and backward five times: the later ones as the first, pointers of fresh tensors aside."""
+    op, options = case
+    monkeypatch.setattr(torch, "_assert_async", lambda *args: None)
+    sample = make(op, few_sizes(op), torch.float32, "cpu", seed, options)
+    grads = run(op.function, sample, seed).given
+    own = {t.data_ptr() for t in tensors((sample.args, sample.kwargs, [g for g in grads if g is not None]))}
+    registry.invalidate()
+    rounds = []
+    for _ in range(5):
+        driver.seen.clear()
+        run(op.function, sample, seed, grads)
+        rounds.append([_without_fresh(launch, own) for launch in driver.seen])
+    for again in rounds[1:]:
+        assert again == rounds[0]
+    assert rounds[0] or op.name == "multi_token_attention"  # lists of sizes go by the dispatcher, here to the reference
+
+
+def _without_fresh(launch: tuple, own: set) -> tuple:
+    """A launch with addresses of tensors that are not the caller's all called alike."""
+    return tuple(a if not isinstance(a, int) or a < 1 << 32 or a in own else "fresh" for a in launch)
+
+
+@cpu
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "softmax", "dyt", "cross_entropy"],
+)
+def test_foundation_ops_are_recorded(driver, name, seed):
+    op = registry.get_op(name)
+    sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
+    for _ in range(2):
+        run(op.function, sample, seed)
+    assert registry.recordings and {type(kept) for kept in registry.recordings.values()} == {tuple}
+
+
+@cpu
+def test_results_are_new_tensors_of_the_launchers_layout(driver, asked):
+    x, w = inputs()
+    results = [norm(x, w) for _ in range(4)]
+    assert asked == ["rms_norm_fwd"] * 2
+    assert last(driver)[1] == pointers(x, w, *results[-1])
+    assert len({t.data_ptr() for pair in results for t in pair}) == 8
+    for y, rstd in results:
+        assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride())
+        assert (rstd.shape, rstd.dtype) == ((3,), torch.float32)
+
+
+@cpu
+def test_one_tensor_passed_twice_is_two_arguments(driver, asked):
+    """Recorded with dy and x the same tensor, replayed with two."""
+    x, w = inputs()
+    rstd = torch.ones(3)
+
+    def back(dy):
+        driver.seen.clear()
+        with torch.no_grad():
+            rms_norm.rms_norm_bwd(dy, x, w, rstd, 0.0, 0, False)
+        return driver.seen[0][6:9]
+
+    assert [back(x) for _ in range(3)] == [pointers(x, x, w)] * 3
+    other = torch.randn_like(x)
+    assert back(other) == pointers(other, x, w) and asked == ["rms_norm_bwd"] * 2
+
+
+@cpu
+def test_layouts_that_differ_are_recorded_apart(driver, asked):
+    """Alignment, dtype, strides, and numbers: each its own, and each launched with its own."""
+    x, w = inputs()
+    moved = torch.randn(3 * 64 + 1)[1:].view(3, 64)
+    wide = torch.randn(3, 128)[:, :64]
+    x16, w16 = inputs(dtype=torch.float16)
+    assert moved.data_ptr() % 16 and not x.data_ptr() % 16
+    calls = [(x, w), (moved, w), (x, moved[0]), (wide, w), (x16, w16), (x, None), (x, w, 1e-5)]
+    for number, call in enumerate(calls, 1):
+        for _ in range(3):
+            norm(*call)
+        assert len(asked) == 2 * number
+    for call in calls:
+        y, rstd = norm(*call)
+        given = [None if t is None else t.data_ptr() for t in call[:2]]
+        _, found, rest = last(driver)
+        assert found == (*given, *pointers(y, rstd)) and y.dtype is call[0].dtype
+        assert rest[0] == call[0].stride(0) and rest[3] == (call[2] if len(call) > 2 else 1e-6)
+    assert len(asked) == 2 * len(calls)
+
+
+@cpu
+def test_a_device_that_is_not_the_current_one_goes_through_the_launcher(driver, asked, monkeypatch):
+    x, w = inputs()
+    ordinary = []
+    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *args: ordinary.append(args))
+    driver.tensors_on = driver.current = 1
+    for _ in range(3):
+        norm(x, w)
+    assert asked == ["rms_norm_fwd"] * 2 and last(driver)[0][3] == driver.stream + 1 and not ordinary
+    driver.tensors_on = 0
+    for _ in range(3):
+        norm(x, w)
+    assert asked == ["rms_norm_fwd"] * 5 and len(ordinary) == 3, "on 0, while 1 is current"
+    driver.current = 0
+    for _ in range(3):
+        norm(x, w)
+    assert asked == ["rms_norm_fwd"] * 7 and last(driver)[0][3] == driver.stream, "0 has a recording of its own"
+
+
+@cpu
+def test_the_stream_is_asked_at_every_call(driver, asked):
+    x, w = inputs()
+    streams = []
+    for driver.stream in range(70, 75):
+        norm(x, w)
+        streams.append(last(driver)[0][3])
+    assert streams == [70, 71, 72, 73, 74] and len(asked) == 2
+
+
+@cpu
+def test_whoever_takes_launches_gets_them(driver, asked, monkeypatch):
+    x, w = inputs()
+    for _ in range(3):
+        norm(x, w)
+    asked.clear()
+    taken = []
+    monkeypatch.setitem(_launch.noted, _launch.get_ident(), lambda *launch: taken.append(launch))
+    norm(x, w)
+    assert len(taken) == 1 and len(asked) == 1
+    _launch.noted.clear()
+    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *launch: taken.append(launch))
+    with monkeypatch.context() as hooked:
+        hooked.setattr(_launch, "_profiled", lambda: True)
+        norm(x, w)
+    assert len(taken) == 2 and len(asked) == 2
+    with monkeypatch.context() as redirected:
+        redirected.setattr(_launch, "redirect", lambda *launch: None)
+        norm(x, w)
+    assert len(asked) == 3
+    norm(x, w)
+    assert len(asked) == 3
+
+
+@cpu
+def test_recordings_go_with_the_plans(driver, asked):
+    """An override, a quarantine and `invalidate` are each seen by the next call."""
+    x, w = inputs()
+
+    def configured():
+        norm(x, w)
+        return registry.plans()[0].config
+
+    for _ in range(3):
+        before = configured()
+    asked.clear()
+    config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
+    assert config != before
+    with registry.override("rms_norm.fwd", config):
+        assert [configured() for _ in range(3)] == [config] * 3 and last(driver)[0][0] == 2
+        assert len(asked) == 2
+        plan = registry.plans()[0]
+        known = dict(registry._quarantined)
+        assert registry.quarantine(plan, RuntimeError("out of resource"))
+        assert configured() == before and last(driver)[0][0] != 2 and len(asked) == 3
+        for mark in set(registry._quarantined) - set(known):
+            del registry._quarantined[mark]
+    assert configured() == before and len(asked) == 4
+    configured()
+    registry.invalidate()
+    norm(x, w)
+    assert len(asked) == 6
+
+
+@cpu
+def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypatch):
+    """The configuration compiles no more at the second call: the next layer answers, and nothing stays in the way."""
+    x, w = inputs()
+    config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
+    known = dict(registry._quarantined)
+    with registry.override("rms_norm.fwd", config):
+        norm(x, w)
+        plan = registry.plans()[0]
+        plan.compiled.clear()
+
+        def fails(*args):
+            if args[0] is plan:
+                raise _launch.LaunchFailed(plan, RuntimeError("out of resource"))
+            return driver.find(*args)
+
+        monkeypatch.setattr(_launch, "_find_or_compile", fails)
+        y, _ = norm(x, w)
+        assert last(driver)[1][2] == y.data_ptr() and registry.plans()[0].layer != "explicit"
+        assert not _launch.noted and not torch._C._len_torch_dispatch_stack()
+    for mark in set(registry._quarantined) - set(known):
+        del registry._quarantined[mark]
+
+
+@cpu
+def test_a_recording_made_while_plans_change_is_lost(driver, asked, monkeypatch):
+    x, w = inputs()
+    norm(x, w)
+    stale = registry.recordings
+    monkeypatch.setattr(_launch, "_get_stream", lambda index: registry.invalidate() or 0)
+    norm(x, w)
+    assert not registry.recordings and registry.recordings is not stale
+
+
+@pytest.fixture
+def probe(driver, monkeypatch):
+    """An operator of any launcher."""
+    library = torch.library.Library("liger_hw", "FRAGMENT")
+    monkeypatch.setattr(_op, "_library", library)
+    made = []
+
+    def define(launcher):
+        name = f"recorded_probe_{len(made)}"
+        made.append(name)
+        how = {"reference": launcher, "fake": launcher}
+        return _op.define(f"{name}(Tensor x, Tensor? y, float z) -> Tensor", launcher=launcher, **how)
+
+    yield define
+    for name in made:
+        _op.launchers.pop(name)
+    library._destroy()
+
+
+def _launched(x, y, out, z=0.0):
+    plan = rms_norm.FWD.plan(x.device, rms_norm.grouped_key(3, 64, 4))
+    _launch.launch(plan, rms_norm._rms_norm_fwd_kernel, (3,), (x, y, out, None, 1, 2, 3, z, 0.0), (0, True, 0, 1))
+    return out
+
+
+@cpu
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        lambda x, y, z: _launched(x.t().contiguous(), y, torch.empty_like(x)),
+        lambda x, y, z: _launched(x, y, torch.zeros_like(x)),
+        lambda x, y, z: _launched(x, y, torch.empty_like(x), x[0, 0].item()),
+        lambda x, y, z: _launched(x, _KEPT, torch.empty_like(x)),
+        lambda x, y, z: _launched(x, y, torch.empty(2, *x.shape))[1],
+        lambda x, y, z: _launched(x, y, x),
+    ],
+    ids=["a copy", "zeros", "a value read", "a tensor of its own", "part of an allocation", "an argument"],
+)
+def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
+    calls = []
+    call = probe(lambda *args: calls.append(args) or launcher(*args))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        for _ in range(4):
+            call(x, None, 1.0)
+    assert len(calls) == 4
+
+
+_KEPT = torch.randn(64)
+
+
+@cpu
+def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
+    """Of the tensor of this call, after it was written."""
+    asserted, calls = [], []
+
+    def launcher(x, y, z):
+        calls.append(x)
+        ok = torch.empty(1, dtype=torch.int32)
+        out = _launched(x, ok, torch.empty_like(x))
+        torch._assert_async(ok, "said")
+        return out
+
+    real, call, x = torch._assert_async, probe(launcher), torch.randn(3, 64)
+    monkeypatch.setattr(torch, "_assert_async", lambda ok, said: asserted.append(said) or real(ok, said))
+    for _ in range(4):
+        for value in (1, 0):
+            driver.kernel = lambda x, ok, *rest, value=value: ctypes.memset(ok, value, 4)
+            with torch.no_grad(), contextlib.nullcontext() if value else pytest.raises(RuntimeError, match="said"):
+                call(x, None, 1.0)
+    assert len(calls) == 3 and asserted == ["said"] * 8, "the second call raised, and was not recorded"
+
+
+@cpu
+def test_a_view_of_an_allocation_is_returned_in_its_shape(probe):
+    calls = []
+    call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty(x.numel())).view(x.shape))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert {call(x, None, 1.0).shape for _ in range(4)} == {x.shape} and len(calls) == 2
+
+
+@cpu
+def test_layouts_that_never_repeat_are_not_kept_without_end(driver, monkeypatch):
+    monkeypatch.setattr(_recorded, "_MOST", 8)
+    for rows in range(1, 40):
+        norm(*inputs(rows))
+    assert len(registry.recordings) <= 8
+
+
+@pytest.mark.lanes("gpu")
+def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, monkeypatch):
+    """Four calls of a layout with other values each, the last two on another stream, against Triton's own launcher."""
+    op, options = case
+    module = torch.get_device_module(torch.device(lane.device).type)
+
+    first = make(op, few_sizes(op), torch.bfloat16, lane.device, seed, options)
+    grads = run(op.function, first, seed).given
+
+    def all_of_them():
+        found, stream = [], module.Stream()
+        for number in range(4):
+            sample = make(op, few_sizes(op), torch.bfloat16, lane.device, seed + number, options)
+            module.synchronize()
+            with module.stream(stream if number > 1 else module.current_stream()):
+                found += run(op.function, sample, grads=grads).bits()
+            module.synchronize()
+        return found
+
+    recorded = all_of_them()
+    monkeypatch.setenv("LIGER_HW_FAST_LAUNCH", "0")
+    clean_registry.reload()
+    for a, b in zip(recorded, all_of_them(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.lanes("gpu")
+def test_recorded_while_a_graph_is_captured(lane, seed, clean_registry):
+    """The second call of a layout, which records it, and the third may both lie in a captured graph."""
+    if torch.device(lane.device).type != "cuda":
+        pytest.skip("torch captures graphs on its cuda device type")
+    x, w = torch.randn(5, 64, device=lane.device), torch.randn(64, device=lane.device)
+    expected = norm(x, w)[0]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [norm(x, w)[0] for _ in range(3)]
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    wanted = norm(x, w)[0]
+    assert not torch.equal(wanted, expected)
+    for y in captured:
+        assert torch.equal(y, wanted)
