@@ -168,6 +168,24 @@ def host_table() -> str:
     return "\n".join(lines)
 
 
+def host_limits() -> str:
+    """Ops whose forward and backward take over half of Liger's host time, and how far they are from what cannot be left out."""
+    found = published.read("host")
+    arms = {(row["op"], row["arm"]): row.get("full_us") for row in found["calls"]}
+    lines = ["| over half of Liger's | liger_hw | torch alone | + launches | + allocations = least | Liger 0.8.5 | why |"]
+    lines.append("|---" * 7 + "|")
+    for part in found["parts"]:
+        ours, theirs, floor = (arms.get((part["op"], arm)) for arm in ("liger_hw", "liger", "floor"))
+        least = part.get("least_full_us")
+        if None in (ours, theirs, floor, least) or ours <= theirs / 2:
+            continue
+        allocations = part["allocs_full"] * part["alloc"]
+        why = "torch, driver and allocator alone are over half" if least > theirs / 2 else f"{ours - least:.0f} us are ours"
+        cells = [part["op"], *(f"{us:.0f}" for us in (ours, floor, least - allocations, least, theirs)), why]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else "No op takes over half of Liger's host time, forward and backward."
+
+
 def regret_table() -> str:
     lines = ["| run | shapes judged | median | p90 | worst | worst kernel |", "|---" * 6 + "|"]
     found = [json.loads(path.read_text()) for path in published.RESULTS.glob("bucketing-regret*-h200.json")]
@@ -316,7 +334,7 @@ def examples_table() -> str:
 PAGES = {
     "README.md": {
         **{"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
-        **{"host": host_table, "first step": first_step_table, "regret": regret_table},
+        **{"host": host_table, "host limits": host_limits, "first step": first_step_table, "regret": regret_table},
     },
     "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
     "docs/activations.md": {"activations": activations_table, "longest": longest_table},

@@ -14,13 +14,14 @@ computes nothing. What it costs, no op in Python can save; `net` compares what i
 on the same device.
 
     registry      Tunable.plan on a hit                  launch        the fast path, the driver's launch included
-    alloc         one torch.empty                        ordinary      the same launch through Triton's own launcher
-    launcher      allocate, resolve and launch           operator      the same through torch.library, under compile
+    alloc         one torch.empty_like                   ordinary      the same launch through Triton's own launcher
+    bare          that compiled kernel's launch alone    operator      the launcher through torch.library, under compile
+    launcher      allocate, resolve and launch, or a recorded call that repeats it
     dispatch      operator minus launcher                autograd      forward minus launcher: checks and the Function
     bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
 
-`least_full_us` of an op is the floor with the op's launches and allocations added, at what one costs on the main thread:
-what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of Liger's time,
+`least_full_us` of an op is the floor with the op's bare launches and allocations added, at what one costs on the main
+thread: what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of Liger's time,
 it says which share can be reached at all.
 """
 
@@ -71,8 +72,8 @@ def measure(
         rows += [{**row, "sizes": list(sizes)} for row in arms.values()]
         try:
             part, floor = breakdown(op, sets[0], meter), arms[FLOOR].get("full_us")
-            if None not in (floor, part["launch"], part["allocs_full"]):
-                part["least_full_us"] = floor + part["launches_full"] * part["launch"] + part["allocs_full"] * part["alloc"]
+            if None not in (floor, part["bare"], part["allocs_full"]):
+                part["least_full_us"] = floor + part["launches_full"] * part["bare"] + part["allocs_full"] * part["alloc"]
             parts.append({"op": op.name, **part})
         except Exception as error:
             parts.append({"op": op.name, "note": first_line(error)})
@@ -155,7 +156,7 @@ def _floor(op: registry.Op, inputs: Inputs) -> Callable[..., Any]:
 FLOOR = "floor"
 ALLOCATED = "allocation.all.allocated"
 BATCH = 8
-PARTS = ("registry", "alloc", "launch", "ordinary", "launcher", "dispatch", "operator", "autograd", "forward")
+PARTS = ("registry", "alloc", "bare", "launch", "ordinary", "launcher", "dispatch", "operator", "autograd", "forward")
 PARTS += ("bwd_launcher", "engine", "full")
 
 
@@ -177,9 +178,10 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
         found["registry"] = us(lambda: plan.tunable.plan(device, plan.key), 1000)
         found["launch"] = us(lambda: _launch.launch(*arguments))
         found["ordinary"] = us(lambda: _launch._launch_ordinary(*arguments))
+        found["bare"] = _bare(us, _launch.launch(*arguments), *arguments[2:4])
     found["allocs_full"] = _allocations(op, inputs, meter)
     first = inputs.given[0]
-    found["alloc"] = us(lambda: torch.empty(first.shape, dtype=first.dtype, device=first.device))
+    found["alloc"] = us(lambda: torch.empty_like(first))
     found["operator"] = sum(us(partial(call.overload, *args)) for call, args in seen.operators)
     found["launcher"] = sum(us(partial(call, *args)) for call, args in seen.operators)
     found["bwd_launcher"] = sum(us(partial(call, *args)) for call, args in seen.bwd_operators)
@@ -190,6 +192,17 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
     found["autograd"] = found["forward"] - found["launcher"]
     found["engine"] = found["full"] - found["forward"] - found["bwd_launcher"]
     return found
+
+
+def _bare(us: Callable[..., float], found: tuple | None, grid: tuple, args: tuple) -> float | None:
+    """The launch of a compiled kernel, arguments ready; None where Triton launches."""
+    if found is None:
+        return None
+    run, head, constants = found
+    passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    index = args[0].get_device()
+    given = (*(*grid, 1, 1)[:3], _launch._get_stream(index), *head, *passed, *constants)
+    return us(lambda: run(*given))
 
 
 def _allocations(op: registry.Op, inputs: Inputs, meter: Meter) -> int | None:
