@@ -62,8 +62,9 @@ def define(
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`_recorded`); reference: the same results in plain torch; fake: empty results of the same
-    shapes. All three take the schema's arguments by position. None may return one of its inputs.
+    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`_recorded`); reference: the same
+    results in plain torch; fake: empty results of the same shapes. All three take the schema's arguments by position. None
+    may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
     on_gpu = _with_fallback(launcher)
