@@ -21,9 +21,9 @@ import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable
 from ._op import cdiv, launch
+from ._row_sums import sum_rows
 from ._stable_sort import sort_indices
 from ._triton import tl, triton
-from .embedding import sum_rows
 
 FREQUENT = 16
 

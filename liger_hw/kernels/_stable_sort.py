@@ -2,7 +2,7 @@
 
 torch's takes about 50 us on an H200, for 16384 tokens or 32768; these two launches 22 and 39 (2026-11-22). Chunks of CHUNK
 tokens are sorted each on its own: a token's rank is how many of its chunk come before it, all compared with all. Its rank
-among all adds, for every other chunk, how many of that come before it, by bisection.
+among all adds, for every other chunk, how many of that come before it, by bisection. One chunk takes one launch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,29 @@ def _words(Index_ptr, start, at, n_tokens, n_rows, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_rows"])
-def _embedding_sort_kernel(Index_ptr, Words_ptr, n_tokens, n_rows, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr):
-    """BLOCK_T tokens of a chunk a program: their words to where they belong in it."""
+def _embedding_sort_kernel(
+    Index_ptr,
+    Sorted_ptr,
+    Order_ptr,
+    n_tokens,
+    n_rows,
+    CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """BLOCK_T tokens of a chunk a program: their words to where they belong in it; with an Order, of the only chunk, their
+    rows and their numbers."""
     PARTS: tl.constexpr = CHUNK // BLOCK_T
     start = tl.program_id(0) // PARTS * CHUNK
     own = tl.program_id(0) % PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
     word = _words(Index_ptr, start, own, n_tokens, n_rows, CHUNK)
     all_words = _words(Index_ptr, start, tl.arange(0, CHUNK), n_tokens, n_rows, CHUNK)
     rank = tl.sum((all_words[None, :] < word[:, None]).to(tl.int32), axis=1)
-    tl.store(Words_ptr + start + rank, word, mask=start + own < n_tokens)
+    there = start + own < n_tokens
+    if Order_ptr is None:
+        tl.store(Sorted_ptr + start + rank, word, mask=there)
+    else:
+        tl.store(Sorted_ptr + rank, word // CHUNK - 1, mask=there)
+        tl.store(Order_ptr + rank, own.to(tl.int64), mask=there)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_chunks"])
@@ -142,7 +156,10 @@ def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tup
     order = torch.empty(n_tokens, dtype=torch.int64, device=device)
     plan = SORT.plan(device, key)
     grid = (cdiv(n_tokens, plan.config.blocks["BLOCK_T"]),)
-    launch(plan, _embedding_sort_kernel, grid, (indices, words, n_tokens, n_rows), (CHUNK,))
+    if n_tokens <= CHUNK:
+        launch(plan, _embedding_sort_kernel, grid, (indices, places, order, n_tokens, n_rows), (CHUNK,))
+        return places, order
+    launch(plan, _embedding_sort_kernel, grid, (indices, words, None, n_tokens, n_rows), (CHUNK,))
     plan = MERGE.plan(device, key)
     grid = (cdiv(n_tokens, plan.config.blocks["BLOCK_T"]),)
     args = (words, places, order, n_tokens, cdiv(n_tokens, CHUNK))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from harness import verify
 
+from liger_hw.kernels._row_sums import FEW
 from liger_hw.kernels._stable_sort import CHUNK, sort_indices
-from liger_hw.kernels.embedding import LigerEmbedding, liger_embedding
+from liger_hw.kernels.embedding import LigerEmbedding, embedding_bwd, liger_embedding
 from liger_hw.registry import Sample, get_op
 
 
@@ -16,6 +17,9 @@ def _weight(generator, lane, rows=7, cols=9):
 
 
 BATCHES = {
+    "some rows twice, few tokens": [5, 1, 5, 0, 6, 1, 5],
+    "a row between others, as many tokens as one launch takes": [4, 2] * (FEW // 2),
+    "one token more": [4, 2] * (FEW // 2) + [0],
     "one row fills the batch": [3] * 150,
     "two rows meet at a chunk's end": [1] * 16 + [2] * 16 + [4] * 32,
     "a row over many chunks between single ones": [0, 1] + [2] * 70 + [3, 5],
@@ -31,20 +35,59 @@ def test_batches(lane, generator, seed, batch, dtype):
     verify(get_op("embedding"), Sample((_weight(generator, lane), indices, 6), {}, 1, indices.numel()), seed)
 
 
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64, 65, 150])
+def test_rows_that_no_token_names_are_zero(lane, generator, tokens):
+    """The gradient's memory is not zeroed before: neither the table's ends nor neighbours of named rows are left out."""
+    named = torch.tensor([0, 1, 64, 400, 401, 402, 767, 998, 999])
+    indices = named[torch.randint(len(named), (tokens,), generator=generator)]
+    weight, counts = _weight(generator, lane, rows=1000, cols=5), torch.bincount(indices, minlength=1000).float()
+    out = liger_embedding(weight, indices.to(lane.device), 401)
+    (found,) = torch.autograd.grad(out, weight, torch.ones_like(out))
+    counts[401] = 0
+    assert torch.equal(found.cpu(), counts[:, None].expand(-1, 5))
+
+
 def test_order_of_the_batch_does_not_matter_to_its_shape(lane, generator, seed):
     indices = torch.randint(7, (2, 3, 5), generator=generator).to(lane.device)
     verify(get_op("embedding"), Sample((_weight(generator, lane), indices.transpose(0, 2)), {}, 1, 30), seed)
 
 
 @pytest.mark.lanes("interpret", "gpu")
-def test_outside_the_table(lane, generator):
+@pytest.mark.parametrize("times", [1, FEW])
+def test_outside_the_table(lane, generator, times):
     """Neither memory of others is read nor a gradient written: NaN, and zero."""
     weight = _weight(generator, lane)
-    indices = torch.tensor([0, -1, 7, 3, 2**31 - 1, 2**32 + 2, -(2**32) + 2], device=lane.device)
+    indices = torch.tensor([0, -1, 7, 3, 2**31 - 1, 2**32 + 2, -(2**32) + 2] * times, device=lane.device)
     out = liger_embedding(weight, indices)
-    assert out.isnan().all(1).tolist() == [False, True, True, False, True, True, True]
+    assert out.isnan().all(1).tolist() == [False, True, True, False, True, True, True] * times
     (found,) = torch.autograd.grad(out, weight, torch.ones_like(out))
-    assert found.sum(1).tolist() == [9, 0, 0, 9, 0, 0, 0]
+    assert found.sum(1).tolist() == [9 * times, 0, 0, 9 * times, 0, 0, 0]
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("times", [1, FEW])
+def test_indices_and_gradient_may_be_strided(lane, generator, times):
+    weight = _weight(generator, lane)
+    indices = torch.tensor([1, 5, 2, 5, 1, 5] * times, device=lane.device)[::2]
+    out = liger_embedding(weight, indices)
+    grad = torch.arange(1.0, 10.0).to(lane.device)[:, None].expand(9, len(indices)).t()
+    (found,) = torch.autograd.grad(out, weight, grad)
+    expected = torch.zeros(7, 9)
+    expected[1], expected[2] = 2 * times * torch.arange(1.0, 10.0), times * torch.arange(1.0, 10.0)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.lanes("gpu")
+@pytest.mark.parametrize("times", [1, FEW])
+def test_gradient_past_2_31_elements(lane, times):
+    rows, cols = 2**21 + 5, 1024
+    if torch.get_device_module(torch.device(lane.device).type).mem_get_info()[0] < 2**34:
+        pytest.skip("needs 16 GiB of device memory")
+    indices = torch.tensor([rows - 1, 5, rows - 1] * times, device=lane.device)
+    found = embedding_bwd(torch.ones(len(indices), cols, dtype=torch.bfloat16, device=lane.device), indices, rows, -1)
+    assert found.any(1).nonzero().flatten().tolist() == [5, rows - 1]
+    assert (found[5] == times).all() and (found[-1] == 2 * times).all()
 
 
 WORDS = 2**31 // CHUNK  # a table of two rows less than this has words that do not fit
