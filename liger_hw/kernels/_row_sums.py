@@ -298,8 +298,8 @@ def tunable(variant: str, kernels: tuple, blocks: dict[str, int], heuristic, spa
 
 
 def _rows_to_zero(key: Key) -> int:
-    """16384 elements a program."""
-    return max(1, min(64, 16384 // key[0]))
+    """At most 16384 elements a program, and 8 rows where they are long: each takes registers of its own."""
+    return max(1, min(16384 // key[0], 8 * max(1, 512 // key[0]), 64))
 
 
 def _few_heuristic(target: Target, key: Key) -> LaunchConfig:
