@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._rms_backward import _scale_of, _store_sums, _values_of
+from ._rms_backward import _all_rows, _scale_of, _store_sums, _values_of
 from ._row_groups import (
     GROUPS,
     _are_columns,
@@ -187,6 +187,32 @@ def _two_row_sums(a, b):
     return _one_a_row(sum_a), _one_a_row(sum_b)
 
 
+@triton.jit
+def _sums_of_columns(
+    DY_ptr,
+    X_ptr,
+    STATS_ptr,
+    Sums_ptr,
+    DY_row_stride,
+    X_row_stride,
+    tile,
+    n_rows,
+    n_cols,
+    HAS_BIAS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """dw and, if HAS_BIAS, db of WIDTH columns, from all rows."""
+    rows, row_mask, cols, exist = _all_rows(tile, n_rows, n_cols, AT_ONCE, WIDTH)
+    mask = row_mask[:, None] & exist[None, :]
+    x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    mean = _values_of(STATS_ptr, rows, row_mask)
+    rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
+    h, _ = _centred_and_m(x, dy, mean, rstd, None)
+    _store_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _layer_norm_bwd_kernel(
     DY_ptr,
@@ -204,6 +230,8 @@ def _layer_norm_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -215,8 +243,27 @@ def _layer_norm_bwd_kernel(
     With a TAIL the one column tile is a row's first piece, and the second is taken along with it.
     MEANS_ptr: mean(m) and mean(m * h) of every row, or None when the tile holds whole rows.
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
+    AT_ONCE, WIDTH: as in rms_norm's backward; programs behind those of the rows leave dw and db themselves.
     """
     pid = tl.program_id(0)
+    SUMS: tl.constexpr = Partial_ptr is not None and AT_ONCE < 2
+    if AT_ONCE > 1:
+        if pid >= n_tiles:
+            _sums_of_columns(
+                DY_ptr,
+                X_ptr,
+                STATS_ptr,
+                Partial_ptr,
+                DY_row_stride,
+                X_row_stride,
+                pid - n_tiles,
+                n_rows,
+                n_cols,
+                HAS_BIAS,
+                AT_ONCE,
+                WIDTH,
+            )
+            return
     lead = _lead_of(pid, n_cols, GROUP)
     lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
     cols = _columns(lanes, lead, GROUP)
@@ -225,13 +272,14 @@ def _layer_norm_bwd_kernel(
     tail_cols = _columns(tail, lead, GROUP)
     w = _scale_of(W_ptr, cols, exist, 0.0)
     w_tail = _scale_of(W_ptr, tail_cols, tail_exist, 0.0)
-    if Partial_ptr is not None:
+    if SUMS:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if TAIL:
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+    end, step = (pid + 1, 1) if AT_ONCE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(pid, end, step, num_stages=STAGES):
         rows = _tile_rows(tile, ROWS, GROUP)
         row_mask = rows < n_rows
         mask = _both(row_mask, exist)
@@ -247,13 +295,13 @@ def _layer_norm_bwd_kernel(
         mean = _values_of(STATS_ptr, rows, row_mask)
         rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
         h, m = _centred_and_m(x, dy, mean, rstd, w)
-        if Partial_ptr is not None:
+        if SUMS:
             dw += dy * h
             if HAS_BIAS:
                 db += dy
         if TAIL:
             h_tail, m_tail = _centred_and_m(x_tail, dy_tail, mean, rstd, w_tail)
-            if Partial_ptr is not None:
+            if SUMS:
                 dw_tail += dy_tail * h_tail
                 if HAS_BIAS:
                     db_tail += dy_tail
@@ -275,7 +323,7 @@ def _layer_norm_bwd_kernel(
             dx = rstd * (m_tail - shift - h_tail * dot)
             dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
             _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
-    if Partial_ptr is not None:
+    if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         _store_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
         if TAIL:
@@ -287,6 +335,8 @@ BWD_KERNELS = (
     _layer_norm_bwd_kernel,
     _centred_and_m,
     _two_row_sums,
+    _all_rows,
+    _sums_of_columns,
     _store_sums,
     _scale_of,
     _values_of,

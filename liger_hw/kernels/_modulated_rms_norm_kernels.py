@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._modulated_rms_norm_sums import _store_gradients, _store_if, _sums_of_columns
 from ._rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums, _values_of
 from ._row_pieces import (
     PIECES,
@@ -82,39 +83,50 @@ def _modulated_rms_norm_fwd_kernel(
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one piece or two (TAIL).
 
-    KEEP: a group is the rows of one modulation, which the program keeps in registers; else all rows are one group, and
-    every row's modulation is read with it. Rows too wide to hold are read twice, the second time from cache.
+    KEEP: 1 where a group is the rows of one modulation, which the program keeps in registers; else all rows are one group,
+    and every row's modulation is read with it: once its sum is known, or, by programs of one tile each, at once (2).
+    Rows too wide to hold are read twice, the second time from cache.
     """
     pid = tl.program_id(0)
-    group = (pid // chunks).to(tl.int64)
+    if KEEP == 1:
+        group = (pid // chunks).to(tl.int64)
+        first, end, step = pid % chunks, n_tiles, chunks
+    else:
+        group = (pid * 0).to(tl.int64)
+        first, end, step = (pid, pid + 1, 1) if KEEP == 2 else (pid, n_tiles, chunks)
     if WHOLE_ROW:
         cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
         tail = _second_piece(BLOCK_SIZE, TAIL)
         tail_exist = _below(tail, n_cols)
-    if KEEP:
+    if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
         gain = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
         shift = _shift_of(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :])
         there = _both(tl.full([1], 1, tl.int1), tail_exist)
         gain_tail = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, there, offset)
         shift_tail = _shift_of(Shift_ptr, mods, Shift_row_stride, tail, there)
-    for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
+    for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        own = rows // rows_per_mod
+        own = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
         if WHOLE_ROW:
             mask = _both(row_mask, exist)
             tail_mask = _both(row_mask, tail_exist)
             x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
             x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            if KEEP == 2:
+                gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
+                shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
+                gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
+                shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
             rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
-            if not KEEP:
+            if KEEP == 0:
                 gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
                 shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
             _modulate_and_store(x, rstd, gain, shift, _at(Y_ptr, rows, n_cols, cols), mask, CASTING)
             if TAIL:
-                if not KEEP:
+                if KEEP == 0:
                     gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
                     shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
                 y_ptrs = _at(Y_ptr, rows, n_cols, tail)
@@ -183,12 +195,6 @@ def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
 
 
 @triton.jit
-def _store_if(ptrs, value, mask):
-    if ptrs is not None:
-        tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _own_modulation(scale, share, seen, dy, m, DScale_ptrs, DShift_ptrs, mask):
     """Where every row has a modulation of its own: stores one piece's gradients by it (None: nobody wants them), and
     gives (share, m) times 1 + scale."""
@@ -198,7 +204,7 @@ def _own_modulation(scale, share, seen, dy, m, DScale_ptrs, DShift_ptrs, mask):
     return share * scale, m * scale
 
 
-@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks"])
+@triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks", "n_mods"])
 def _modulated_rms_norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -217,11 +223,16 @@ def _modulated_rms_norm_bwd_kernel(
     rows_per_group,
     n_tiles,
     chunks,
+    n_mods,
     offset,
     CASTING: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     TAIL: tl.constexpr,
+    ONCE: tl.constexpr,
+    MODS: tl.constexpr,
+    PER_MOD: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -234,9 +245,42 @@ def _modulated_rms_norm_bwd_kernel(
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. Gradients nobody wants are None.
+    ONCE: every program has one tile, and no loop stands between its loads. With a WIDTH (else 0) the programs behind those
+    leave dscale, dshift and dw themselves, of so many columns each; MODS and PER_MOD: powers of two that are no less than
+    the modulations and the rows of one.
     """
     pid = tl.program_id(0)
-    group = (pid // chunks).to(tl.int64)
+    SUMS: tl.constexpr = Partial_ptr is not None and WIDTH == 0
+    if WIDTH:
+        row_programs = chunks if PER_ROW else n_mods * chunks
+        if pid >= row_programs:
+            _sums_of_columns(
+                DY_ptr,
+                X_ptr,
+                W_ptr,
+                Scale_ptr,
+                RSTD_ptr,
+                DScale_ptr,
+                DShift_ptr,
+                Partial_ptr,
+                DY_row_stride,
+                X_row_stride,
+                Scale_row_stride,
+                pid - row_programs,
+                n_mods,
+                1 if PER_ROW else rows_per_group,
+                n_cols,
+                offset,
+                CASTING,
+                MODS,
+                PER_MOD,
+                WIDTH,
+            )
+            return
+    if PER_ROW:
+        group, first_tile = (pid * 0).to(tl.int64), pid
+    else:
+        group, first_tile = (pid // chunks).to(tl.int64), pid % chunks
     cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
     tail = _second_piece(BLOCK_SIZE, TAIL)
     tail_exist = _below(tail, n_cols)
@@ -245,13 +289,14 @@ def _modulated_rms_norm_bwd_kernel(
         mod_ptr = Scale_ptr + group * Scale_row_stride
     w = _factor_of(W_ptr, mod_ptr, cols, exist, offset)
     w_tail = _factor_of(W_ptr, mod_ptr, tail, tail_exist, offset)
-    if Partial_ptr is not None:
+    if SUMS:
         first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if TAIL:
             first_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             second_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-    for tile in tl.range(pid % chunks, n_tiles, chunks, num_stages=STAGES):
+    end, step = (first_tile + 1, 1) if ONCE else (n_tiles, chunks)
+    for tile in tl.range(first_tile, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
@@ -267,10 +312,10 @@ def _modulated_rms_norm_bwd_kernel(
         share = dy * seen
         if PER_ROW:
             scale = _load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            ds_ptrs = _at(DScale_ptr, rows, n_cols, cols)
-            dh_ptrs = _at(DShift_ptr, rows, n_cols, cols)
+            ds_ptrs = _at(None if WIDTH else DScale_ptr, rows, n_cols, cols)
+            dh_ptrs = _at(None if WIDTH else DShift_ptr, rows, n_cols, cols)
             share, m = _own_modulation(scale, share, seen, dy, m, ds_ptrs, dh_ptrs, mask)
-        if Partial_ptr is not None:
+        if SUMS:
             first += share
             if HAS_SHIFT:
                 second += dy
@@ -279,11 +324,11 @@ def _modulated_rms_norm_bwd_kernel(
             share = dy_tail * seen
             if PER_ROW:
                 scale = _load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-                ds_ptrs = _at(DScale_ptr, rows, n_cols, tail)
-                dh_ptrs = _at(DShift_ptr, rows, n_cols, tail)
+                ds_ptrs = _at(None if WIDTH else DScale_ptr, rows, n_cols, tail)
+                dh_ptrs = _at(None if WIDTH else DShift_ptr, rows, n_cols, tail)
                 share, m_tail = _own_modulation(scale, share, seen, dy_tail, m_tail, ds_ptrs, dh_ptrs, tail_mask)
             mh_tail = m_tail * h_tail
-            if Partial_ptr is not None:
+            if SUMS:
                 first_tail += share
                 if HAS_SHIFT:
                     second_tail += dy_tail
@@ -295,58 +340,15 @@ def _modulated_rms_norm_bwd_kernel(
         if TAIL:
             dx_ptrs = _at(DX_ptr, rows, n_cols, tail)
             _store_dx(dx_ptrs, None, rstd, h_tail, m_tail, dot, tail_mask, LOAD_CACHE, LOAD_EVICT)
-    if Partial_ptr is not None:
+    if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
         _store_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
         if TAIL:
             _store_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def _modulated_rms_norm_bwd_sums_kernel(
-    Partial_ptr,
-    W_ptr,
-    Scale_ptr,
-    DScale_ptr,
-    DShift_ptr,
-    DW_partial_ptr,
-    Scale_row_stride,
-    n_cols,
-    chunks,
-    offset,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Adds up the chunks of one modulation and turns q into dscale and this modulation's share of dw."""
-    mod = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = cols < n_cols
-    width = n_cols
-    if DShift_ptr is not None:
-        width = 2 * n_cols
-        shift = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    q = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(0, chunks, BLOCK_M):
-        chunk = start + tl.arange(0, BLOCK_M)
-        mask = (chunk < chunks)[:, None] & col_mask[None, :]
-        partial_ptrs = Partial_ptr + (mod * chunks + chunk)[:, None] * width + cols[None, :]
-        q += tl.load(partial_ptrs, mask=mask, other=0.0)
-        if DShift_ptr is not None:
-            shift += tl.load(partial_ptrs + n_cols, mask=mask, other=0.0)
-    total = tl.sum(q, axis=0)
-    dscale = total
-    if W_ptr is not None:
-        dscale = total * (tl.load(W_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset)
-        scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
-        tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
-    tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
-    if DShift_ptr is not None:
-        dshift = tl.sum(shift, axis=0)
-        tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
-
-
 FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _scale_of, _modulate_and_store, *PIECES)
-_OWN = (_factor_of, _own_modulation, _store_if)
+_OWN = (_factor_of, _own_modulation, _store_if, _sums_of_columns, _store_gradients)
 BWD_KERNELS = (
     _modulated_rms_norm_bwd_kernel,
     *_OWN,

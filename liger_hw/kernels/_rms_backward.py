@@ -4,14 +4,15 @@ With s = offset + w, m = dy * s and h = x * rstd:  dx = rstd * (m - h * mean(m *
 
 A persistent grid walks over row tiles with the next loads in flight; each program keeps its share of dw in registers and
 leaves one fp32 row, summed by `_reduce.column_sum`. Rows too wide to hold get mean(m * h) from a kernel of their own,
-and then work on column tiles.
+and then work on column tiles. Where rows are few, a launch costs more than reading them twice: programs of the same launch
+sum dw, a few columns of all rows each, for which they need no row's mean.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..registry import Key, LaunchConfig, Target, Tunable, row_key
+from ..registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
 from ._row_groups import (
@@ -35,6 +36,7 @@ from ._row_pieces import (
     PIECES,
     _both,
     _columns_of,
+    _load_tile,
     _one_a_row,
     _row_sums,
     _second_piece,
@@ -117,6 +119,38 @@ def _store_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr)
         tl.store(Line_ptr + width + cols, tl.sum(second, axis=0).to(Line_ptr.dtype.element_ty), mask=exist)
 
 
+@triton.jit
+def _all_rows(tile, n_rows, n_cols, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
+    """(rows, which of them there are, columns, which of them there are) of a program that sums columns over all rows."""
+    rows = tl.arange(0, AT_ONCE).to(tl.int64)
+    cols = tile * WIDTH + tl.arange(0, WIDTH)
+    return rows, rows < n_rows, cols, cols < n_cols
+
+
+@triton.jit
+def _dw_of_columns(
+    DY_ptr,
+    X_ptr,
+    RSTD_ptr,
+    DW_ptr,
+    DY_row_stride,
+    X_row_stride,
+    tile,
+    n_rows,
+    n_cols,
+    CASTING: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """dw of WIDTH columns, from all rows."""
+    rows, row_mask, cols, exist = _all_rows(tile, n_rows, n_cols, AT_ONCE, WIDTH)
+    mask = row_mask[:, None] & exist[None, :]
+    x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    _, seen, _ = _h_and_m(x, dy, _values_of(RSTD_ptr, rows, row_mask), None, CASTING)
+    tl.store(DW_ptr + cols, tl.sum(dy * seen, axis=0).to(DW_ptr.dtype.element_ty), mask=exist)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _rms_norm_bwd_kernel(
     DY_ptr,
@@ -137,6 +171,8 @@ def _rms_norm_bwd_kernel(
     CASTING: tl.constexpr,
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -148,8 +184,28 @@ def _rms_norm_bwd_kernel(
     With a TAIL the one column tile is a row's first piece, and the second is taken along with it.
     DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. DS_ptr: a gradient to add to dx, or None.
     DW_partial_ptr: one row a program, or None when dw is not wanted.
+    AT_ONCE: 0, or 1 where every program has one tile: no loop then stands between its loads. More, a power of two that is no
+    less than the rows: the programs behind those leave dw itself, of WIDTH columns each.
     """
     pid = tl.program_id(0)
+    SUMS: tl.constexpr = DW_partial_ptr is not None and AT_ONCE < 2
+    if AT_ONCE > 1:
+        if pid >= n_tiles:
+            _dw_of_columns(
+                DY_ptr,
+                X_ptr,
+                RSTD_ptr,
+                DW_partial_ptr,
+                DY_row_stride,
+                X_row_stride,
+                pid - n_tiles,
+                n_rows,
+                n_cols,
+                CASTING,
+                AT_ONCE,
+                WIDTH,
+            )
+            return
     lead = _lead_of(pid, n_cols, GROUP)
     lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
     cols = _columns(lanes, lead, GROUP)
@@ -158,11 +214,12 @@ def _rms_norm_bwd_kernel(
     tail_cols = _columns(tail, lead, GROUP)
     w = _scale_of(W_ptr, cols, exist, offset)
     w_tail = _scale_of(W_ptr, tail_cols, tail_exist, offset)
-    if DW_partial_ptr is not None:
+    if SUMS:
         dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         if TAIL:
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+    end, step = (pid + 1, 1) if AT_ONCE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(pid, end, step, num_stages=STAGES):
         rows = _tile_rows(tile, ROWS, GROUP)
         row_mask = rows < n_rows
         mask = _both(row_mask, exist)
@@ -175,15 +232,20 @@ def _rms_norm_bwd_kernel(
         x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         dy_ptrs = _places(DY_ptr, rows, DY_row_stride, tail, GROUP)
         dy_tail = _wide(_load_part(dy_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        if AT_ONCE:  # ds is asked for with the rest, not after the row is summed
+            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, lanes, GROUP)
+            ds = _load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, tail, GROUP)
+            ds_tail = _load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         rstd = _values_of(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
         mh_tail = None
-        if DW_partial_ptr is not None:
+        if SUMS:
             dw += dy * seen
         if TAIL:
             h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
             mh_tail = m_tail * h_tail
-            if DW_partial_ptr is not None:
+            if SUMS:
                 dw_tail += dy_tail * seen
         if DOT_ptr is None:
             dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
@@ -192,26 +254,28 @@ def _rms_norm_bwd_kernel(
         dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
         ds_ptrs = _places(DS_ptr, rows, DS_row_stride, lanes, GROUP)
         dx = rstd * (m - h * dot)
-        ds = _wide(_load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        if not AT_ONCE:
+            ds = _load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
         if DS_ptr is not None:
-            dx += ds
+            dx += ds.to(tl.float32)
         _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
         if TAIL:
             dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
             ds_ptrs = _places(DS_ptr, rows, DS_row_stride, tail, GROUP)
             dx = rstd * (m_tail - h_tail * dot)
-            ds = _wide(_load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+            if not AT_ONCE:
+                ds_tail = _load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
             if DS_ptr is not None:
-                dx += ds
+                dx += ds_tail.to(tl.float32)
             _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
-    if DW_partial_ptr is not None:
+    if SUMS:
         dw_ptr = DW_partial_ptr + pid.to(tl.int64) * n_cols
         tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=exist)
         if TAIL:
             tl.store(dw_ptr + tail_cols, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
 
 
-RMS_BACKWARD = (_rms_norm_bwd_kernel, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
+RMS_BACKWARD = (_rms_norm_bwd_kernel, _all_rows, _dw_of_columns, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
 WIDEST_TILE = 16384
 """Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
 DIMS = ("n_rows", "n_cols")
@@ -220,6 +284,23 @@ DIMS = ("n_rows", "n_cols")
 def few_rows(target: Target, rows_bucket: int, rows: int) -> int:
     """`rows` a program, or fewer (a power of two) where that would leave multiprocessors without a program."""
     return max(1, min(rows, 1 << max(0, rows_bucket - target.multiprocessors.bit_length())))
+
+
+def few_at_most(target: Target) -> int:
+    """Rows up to which one launch sums parameter gradients beside the rows' own programs: those that leave none of the
+    device's multiprocessors a second row, and fit a tile a few columns wide."""
+    return min(128, target.multiprocessors)
+
+
+def at_once(plan: Plan, n_rows: int, n_tiles: int, programs: int, sums: bool) -> tuple[int, int]:
+    """(AT_ONCE, WIDTH) of a backward that holds whole rows; `sums`: whether it has to sum over them. With many rows a loop of
+    one turn costs nothing that counts."""
+    if programs < n_tiles or n_rows > 4 * plan.target.multiprocessors:
+        return 0, 0
+    if not sums or n_rows == 1 or n_rows > few_at_most(plan.target):
+        return 1, 0
+    rows = next_power_of_2(n_rows)
+    return rows, max(16, 1024 // rows)
 
 
 def row_warps(target: Target, rows_bucket: int, elements: int) -> int:
@@ -370,8 +451,10 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
         plan_of_dot = bwd_dot.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_dot, _rms_norm_bwd_dot_kernel, (n_rows,), args)
     programs = programs_of(plan.programs // col_tiles, n_tiles, group)
-    partial = partial_sums(x, programs, n_cols, w.dtype) if needs_dw else None
+    few, width = at_once(plan, n_rows, n_tiles, programs, needs_dw) if whole else (0, 0)
+    by_columns = -(-n_cols // width) if width else 0
+    partial = partial_sums(x, 1 if by_columns else programs, n_cols, w.dtype) if needs_dw else None
     strides = (dy_stride, x_stride, ds_stride)
     args = (dy, x, w, rstd, dot, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
-    launch(plan, _rms_norm_bwd_kernel, (programs, col_tiles), args, (casting, tail, group))
+    launch(plan, _rms_norm_bwd_kernel, (programs + by_columns, col_tiles), args, (casting, tail, group, few, width))
     return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)

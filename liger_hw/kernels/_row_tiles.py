@@ -5,7 +5,8 @@ tiles and again, from cache, for the result. Both kernels of such an op take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
-then WHOLE_ROW and the plan's BLOCK_SIZE, ROWS, STAGES, LOAD_CACHE and LOAD_EVICT.
+then WHOLE_ROW (2 where, besides, every program has one tile and there are few: no loop needs to stand before its load) and
+the plan's BLOCK_SIZE, ROWS, STAGES, LOAD_CACHE and LOAD_EVICT.
 """
 
 from __future__ import annotations
@@ -138,4 +139,5 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     n_tiles = -(-n_rows // blocks["ROWS"])
     grid = (min(plan.programs or n_tiles, n_tiles),)
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
-    launch(plan, tunable.kernels[0], grid, args, (blocks["BLOCK_SIZE"] >= n_cols,))
+    once = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
+    launch(plan, tunable.kernels[0], grid, args, ((blocks["BLOCK_SIZE"] >= n_cols) * (1 + once),))

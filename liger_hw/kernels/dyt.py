@@ -119,6 +119,7 @@ def _dyt_bwd_kernel(
     n_tiles,
     HAS_BETA: tl.constexpr,
     GROUP: tl.constexpr,
+    ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -128,7 +129,7 @@ def _dyt_bwd_kernel(
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
     Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
-    None when nobody wants them.
+    None when nobody wants them. ONCE: every program has one tile, and no loop stands between its loads.
     """
     pid = tl.program_id(0)
     lead = _lead_of(pid, n_cols, GROUP)
@@ -140,7 +141,8 @@ def _dyt_bwd_kernel(
         dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
+    end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(pid, end, step, num_stages=STAGES):
         rows = _tile_rows(tile, ROWS, GROUP)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
@@ -200,8 +202,9 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Half the forward's tile with two more in flight, four programs a multiprocessor."""
     if 1 << key[1] <= target.multiprocessors:  # too few rows to keep anything in flight: one tile a program, at once
-        block = min(key[0], 1024 if key[1] else 4096)  # a single row as a whole: its sums need no further launch
-        return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8), 1, 4)
+        rows = 1 << key[1]  # all of them, so that dgamma and dbeta need no further launch; a single row as a whole
+        block = min(key[0], max(16, 1024 // rows) if key[1] else 4096)
+        return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 8), 1, 4)
     block, rows, share = _tile(target, key, 2048)
     tile = block * rows
     stages = 3 if 4 * 2 * 2 * tile * key[2] <= target.shared_memory else 2
@@ -292,7 +295,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         alpha_partial = partial_sums(x, programs * col_tiles, 1, alpha.dtype)
     strides = rows_of(dy)[2], x_stride
     args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
-    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, group))
+    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, group, programs == n_tiles))
     if parts:
         params = column_sum(DW, partial, dtype)
         dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)

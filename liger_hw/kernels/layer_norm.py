@@ -44,6 +44,7 @@ from ._op import (
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
+    at_once,
     bwd_heuristic,
     bwd_space,
     dot_heuristic,
@@ -159,9 +160,12 @@ def _bwd(dy, x, w, b, stats, needs_params):
         plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
     programs = programs_of(plan.programs // col_tiles, n_tiles, group)
-    partial = partial_sums(x, programs, parts * n_cols, dtype) if parts else None
+    few, width = at_once(plan, n_rows, n_tiles, programs, parts > 0) if whole else (0, 0)
+    by_columns = -(-n_cols // width) if width else 0
+    partial = partial_sums(x, 1 if by_columns else programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
-    launch(plan, _layer_norm_bwd_kernel, (programs, col_tiles), args, (parts == 2, tail, group))
+    flags = (parts == 2, tail, group, few, width)
+    launch(plan, _layer_norm_bwd_kernel, (programs + by_columns, col_tiles), args, flags)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 

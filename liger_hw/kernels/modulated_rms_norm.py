@@ -28,9 +28,9 @@ from ._modulated_rms_norm_kernels import (
     FWD_KERNELS,
     _modulated_rms_norm_bwd_dot_kernel,
     _modulated_rms_norm_bwd_kernel,
-    _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
+from ._modulated_rms_norm_sums import ALL_SUMS, SUMS, columns_at_once, sum_chunks
 from ._op import (
     Function,
     check,
@@ -45,12 +45,13 @@ from ._op import (
     row_major,
     rows_of,
 )
-from ._reduce import column_sum, column_sum_tunable
+from ._reduce import column_sum, column_sum_tunable, partial_sums
 from ._rms_backward import (
     WIDEST_TILE,
     dot_heuristic,
     dot_safe,
     dot_space,
+    few_at_most,
     few_rows,
     safe,
     tiles_rows,
@@ -116,7 +117,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     room = 1 + target.shared_memory // (3 * widest(block) * rows * key[2])  # scale and shift are read by row at worst
     few = block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors
     stages = 1 if few else min(3, room)
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 32, 16), stages, ctas)
+    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -131,25 +133,6 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
         and 8 <= rows * block // (warps * target.warp_size) <= 64
         and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
         and 3 * (stages - 1) * rows * widest(block) * key[2] <= target.shared_memory
-    ]
-
-
-def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles for 4 chunks of a modulation: for 16, 64 x 16384 x 1152 takes 38.9 us backward on the H200, not 36.7 (2026-11-22)."""
-    return LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4))
-
-
-def _sums_safe(target: Target, key: Key) -> LaunchConfig:
-    return LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1)
-
-
-def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
-        for rows in (4, 8, 16, 32, 64)
-        for columns in (32, 64, 128, 256)
-        for warps in (1, 2, 4, 8)
-        if 4 <= rows * columns // (warps * target.warp_size) <= 32
     ]
 
 
@@ -177,9 +160,9 @@ BWD = _tunable(
     lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
     tiles_rows_persistently,
 )
-_DOT_KERNELS, _SUMS_KERNELS = (_modulated_rms_norm_bwd_dot_kernel,), (_modulated_rms_norm_bwd_sums_kernel,)
-BWD_DOT = _tunable("bwd_dot", _DOT_KERNELS, dot_heuristic, dot_safe, dot_space, key=_wide_key)
-BWD_SUMS = _tunable("bwd_sums", _SUMS_KERNELS, _sums_heuristic, _sums_safe, _sums_space, key=_wide_key)
+BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space, key=_wide_key)
+BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key)
+BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -197,8 +180,9 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
-        keep = whole and rows_per_mod >= 2 * blocks["ROWS"]
-        groups = n_rows // rows_per_mod if keep else 1
+        one_wave = n_rows <= blocks["ROWS"] * plan.programs
+        keep = 2 if whole and one_wave else int(whole and rows_per_mod >= 2 * blocks["ROWS"])
+        groups = n_rows // rows_per_mod if keep == 1 else 1
         n_tiles = -(-n_rows // groups // blocks["ROWS"])
         chunks = max(1, min(_chunks(plan.programs or n_rows, groups), n_tiles))
         strides = stride, scale_stride, shift_stride
@@ -237,23 +221,26 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     n_tiles = -(-n_rows // groups // blocks["ROWS"])
     chunks = max(1, min(_chunks(plan.programs // col_tiles, groups), n_tiles))
     has_shift = shift is not None and not per_row
+    once = whole and chunks == n_tiles
+    columns = columns_at_once(n_mods, n_rows, few_at_most(plan.target)) if once and needs_params else (0, 0, 0)
+    few = columns[2] > 0
     partial = None
-    if needs_params and not (per_row and w is None):
-        partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
-    stored = (dscale, dshift) if per_row else (None, None)
-    numbers = n_cols, n_rows // groups, n_tiles, chunks, offset
+    if needs_params and not (w is None and (few or per_row)):
+        if few or per_row:
+            partial = partial_sums(x, 1 if few else chunks, n_cols, w.dtype)
+        else:
+            partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
+    stored = (dscale, dshift) if few or per_row else (None, None)
+    numbers = n_cols, n_rows // groups, n_tiles, chunks, n_mods, offset
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
-    flags = (casting, per_row, has_shift, tail)
-    launch(plan, _modulated_rms_norm_bwd_kernel, (groups * chunks, col_tiles), args, flags)
+    flags = (casting, per_row, has_shift, tail, once, *columns)
+    programs = groups * chunks + (-(-n_cols // columns[2]) if few else 0)
+    launch(plan, _modulated_rms_norm_bwd_kernel, (programs, col_tiles), args, flags)
     if not needs_params:
         return dx, *grads
-    if not per_row:
-        of_dw = None if w is None else x.new_empty((n_mods, n_cols), dtype=torch.float32)
-        plan = BWD_SUMS.plan(x.device, key)
-        grid = (n_mods, -(-n_cols // plan.config.blocks["BLOCK_N"]))
-        args = (partial, w, scale, dscale, dshift, of_dw, scale_stride, n_cols, chunks, offset)
-        launch(plan, _modulated_rms_norm_bwd_sums_kernel, grid, args)
-        partial = of_dw
+    if not (few or per_row):
+        args = (w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
+        partial = sum_chunks(BWD_SUMS, BWD_ALL_SUMS, key, partial, *args)
     dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
     return dx, dw, dscale, no_weight(x) if dshift is None else dshift
 
@@ -464,7 +451,7 @@ OP = registry.register(
         name="modulated_rms_norm",
         function=liger_modulated_rms_norm,
         reference=modulated_rms_norm_reference,
-        tunables=(FWD, BWD, BWD_DOT, BWD_SUMS, DW),
+        tunables=(FWD, BWD, BWD_DOT, BWD_SUMS, BWD_ALL_SUMS, DW),
         workloads=WORKLOADS,
         sample=_sample,
         options=(

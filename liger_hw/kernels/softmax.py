@@ -75,7 +75,9 @@ def _softmax_fwd_kernel(
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
-        for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
+        first = tl.program_id(0)
+        end, step = (first + 1, 1) if WHOLE_ROW == 2 else (n_tiles, tl.num_programs(0))
+        for tile in tl.range(first, end, step, num_stages=STAGES):
             rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
             mask = (rows < n_rows) & (cols < n_cols)[None, :]
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
@@ -138,7 +140,9 @@ def _softmax_bwd_kernel(
     """As the forward, with y (always contiguous) and dy read instead of x."""
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
-        for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
+        first = tl.program_id(0)
+        end, step = (first + 1, 1) if WHOLE_ROW == 2 else (n_tiles, tl.num_programs(0))
+        for tile in tl.range(first, end, step, num_stages=STAGES):
             rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
             mask = (rows < n_rows) & (cols < n_cols)[None, :]
             dense = rows * n_cols + cols[None, :]
