@@ -17,6 +17,7 @@ Zhang and Sennrich's, https://arxiv.org/abs/1910.07467
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -94,6 +95,7 @@ def modulated_rms_norm_reference(
 # The row tiles of the backward are those of layer_norm's, which keeps two sums in registers as well.
 
 _DIMS = ("n_mods", "n_rows", "n_cols")
+_BWD_STREAMS = 3  # dy, x and scale
 
 
 def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
@@ -136,6 +138,15 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """layer_norm's, but of few rows with 8 elements a thread: on the H200 8 x 16 x 4096 takes 1.96 us by 16 warps and 2.68 by
+    4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4 (2026-11-22)."""
+    config = narrow_bwd_heuristic(target, key, _BWD_STREAMS)
+    if 1 << key[1] > target.multiprocessors:
+        return config
+    return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
+
+
 def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key) -> Tunable:
     return Tunable(
         "modulated_rms_norm",
@@ -151,11 +162,10 @@ def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, k
 
 
 FWD = _tunable("fwd", FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)
-_BWD_STREAMS = 3  # dy, x and scale
 BWD = _tunable(
     "bwd",
     BWD_KERNELS,
-    lambda target, key: narrow_bwd_heuristic(target, key, _BWD_STREAMS),
+    _bwd_heuristic,
     safe,
     lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
     tiles_rows_persistently,

@@ -200,7 +200,8 @@ def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_TILE) -> Launch
     if key[0] > (widest if key[2] <= 2 else WIDEST_TILE):
         return LaunchConfig({"BLOCK_SIZE": WIDEST_TILE, "ROWS": 1}, target.warps(WIDEST_TILE, 16))
     rows = few_rows(target, key[1], max(1, min(16, 2048 // key[0])))
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, key[1], key[0] * rows))
+    few = 1 << key[1] <= target.multiprocessors
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))
 
 
 def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:

@@ -43,6 +43,27 @@ def test_launches(arch):
     assert launches("dyt", 1, 512) == ["fwd", "bwd"] and launches("dyt", 16, 4096) == ["fwd", "bwd", "dw"]
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("arch", ["sm90", "sm120", "gfx942", "gfx1100", "bmg"])
+def test_threads(arch):
+    """What the H200's times say of threads holds for threads, however many make a warp; and for few rows only."""
+    target = known_target(arch)
+
+    def tiles(name: str, rows: int, columns: int) -> list[tuple[int, int]]:
+        """(rows, threads) of a program, forward and backward."""
+        found = ahead.trace(name, (rows, columns), torch.bfloat16, target, shipped=False)[:2]
+        return [(one.config.blocks["ROWS"], one.config.num_warps * target.warp_size) for one in found]
+
+    for name in ("rms_norm", "fused_add_rms_norm", "layer_norm"):
+        assert tiles(name, 1, 512) == [(1, 128), (1, 128)], name
+        assert tiles(name, 16, 4096) == [(1, 256), (1, 128)], name
+        assert tiles(name, 16, 5120) == [(1, 256), (1, 256)], name
+    few = 2 * target.multiprocessors + 1
+    assert tiles("softmax", few, 777) == [(1, 128), (1, 128)]
+    assert tiles("softmax", 16, 4096) == [(1, 256), (1, 256)]
+    assert tiles("softmax", 64 * few, 777)[0][0] == 2
+
+
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in FEW for sizes in FEW[name]])
 @pytest.mark.lanes("interpret", "gpu")
 def test_few_rows(lane, name, sizes, dtype, seed, clean_registry):
