@@ -201,9 +201,15 @@ class Arch:
         write_judged(self.all_judged)
 
 
+def asked(arguments: argparse.Namespace) -> list[str]:
+    """The ops asked for. All are loaded: an entry whose op is not would seem to be nobody's."""
+    loaded = list(registry.ops())
+    return arguments.ops.split(",") if arguments.ops else loaded
+
+
 def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    ops = arguments.ops.split(",") if arguments.ops else list(registry.ops())
+    ops = asked(arguments)
     judged = read_judged()
     failed = late = 0
     with Workers(arguments.workers, timeout=120.0) as workers:
@@ -233,7 +239,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    ops = arguments.ops.split(",") if arguments.ops else list(registry.ops())
+    ops = asked(arguments)
     judged, stale = read_judged(), 0
     for name in arguments.archs or archs():
         arch = Arch(name, judged)

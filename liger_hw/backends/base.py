@@ -19,7 +19,8 @@ class Target:
     """Facts of one device, as the launch rules need them.
 
     Sizes are bytes, `bandwidth` is GB/s of device memory (the data sheet's, a class rather than a measurement; 0 when
-    unknown), `multiprocessors` counts SMs, CUs or Xe-cores, `registers` is 32-bit registers of one of them.
+    unknown), `multiprocessors` counts SMs, CUs or Xe-cores, `registers` is 32-bit registers of one of them. `cooperative`:
+    the driver starts all programs of a launch at once if asked to, or refuses it (true only where we tested that).
     """
 
     vendor: str
@@ -35,6 +36,7 @@ class Target:
     bandwidth: int = 0
     family: str = ""
     max_threads_per_multiprocessor: int = 2048
+    cooperative: bool = False
 
     @property
     def max_warps(self) -> int:

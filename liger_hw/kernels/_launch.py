@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import Future
 from threading import get_ident
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 
@@ -28,6 +28,7 @@ _CONFIG_WORDS = (
     "too many resources",
     "PassManager::run failed",
     "invalid value",
+    "ooperative launch",  # more programs than can be resident, or a device that has none
 )
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
@@ -94,7 +95,10 @@ def launch(
     run, head, constants = found
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
-    run(grid[0], y, z, _get_stream(index), *head, *pointers, *numbers, *constants)
+    try:
+        run(grid[0], y, z, _get_stream(index), *head, *pointers, *numbers, *constants)
+    except Exception as error:
+        _raise(plan, error)
     return found
 
 
@@ -200,12 +204,16 @@ def _launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
         with torch.get_device_module(device).device(device):
             return kernel[grid](*values, **plan.options)
     except Exception as error:
-        if _blames_config(error):
-            raise LaunchFailed(plan, error) from error
-        raise
+        _raise(plan, error)
 
 
-def _blames_config(error: Exception) -> bool:
+def _raise(plan: Plan, error: Exception) -> NoReturn:
+    if blames_config(error):
+        raise LaunchFailed(plan, error) from error
+    raise error
+
+
+def blames_config(error: Exception) -> bool:
     """Whether another configuration may succeed. Memory, a broken device, a missing compiler and our own mistakes are
     nobody's configuration: they are raised as they are."""
     names = {base.__name__ for base in type(error).__mro__}

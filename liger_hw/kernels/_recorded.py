@@ -40,6 +40,8 @@ _ALLOCATIONS = frozenset(
     }
 )
 _SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
+_REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: torch.Tensor.zero_}
+"""Operators on an allocation that are done again, between the launches."""
 
 
 def are_plain(args: tuple) -> bool:
@@ -51,6 +53,9 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
     if not _launch.CAN_BE_FAST or _launch.noted or _launch.redirect is not None or not enabled:
         return MISSED
+    index = args[0].get_device() if type(args[0]) in _TENSORS else -1
+    if index < 0 or index != _launch._get_device():  # not asked for CPU tensors: without a driver, or forked, it raises
+        return MISSED
     key, pointers, together = [name], [None], 0
     for arg in args:
         if type(arg) in _TENSORS:
@@ -60,7 +65,6 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
             key += arg.dtype, arg.shape, arg.stride()
         else:
             key.append(arg)
-    index = _launch._get_device()
     key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
     recordings = registry.recordings
@@ -71,13 +75,13 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     if type(found) is not tuple:
         if found is _REFUSED or not are_plain(args):
             return MISSED
-        if found is _SEEN and args[0].get_device() == index and not _launch._profiled():
+        if found is _SEEN and not _launch._profiled():
             return _record(recordings, key, launcher, args)
         if len(recordings) >= _MOST:
             recordings.clear()
         recordings[key] = _SEEN
         return MISSED
-    if args[0].get_device() != index or _launch._profiled():
+    if _launch._profiled():
         return MISSED
 
     device, allocations, steps, give = found
@@ -90,11 +94,17 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
         made.append(new)
         pointers.append(new.data_ptr())
     stream = _launch._get_stream(index)
-    for run, grid, head, places, rest in steps:
-        if grid is None:
-            run(made[places], *rest)
-        else:
-            run(*grid, stream, *head, *places(pointers), *rest)
+    try:
+        for run, grid, head, places, rest in steps:
+            if grid is None:
+                run(made[places], *rest)
+            else:
+                run(*grid, stream, *head, *places(pointers), *rest)
+    except Exception as error:
+        if not _launch.blames_config(error):
+            raise
+        recordings.pop(key, None)  # the launcher knows which plan failed
+        return MISSED
     return give(made)
 
 
@@ -126,6 +136,11 @@ class _Recorder(TorchDispatchMode):
         self.plans: list[registry.Plan] = []
         self.refused = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To be skipped, torch would import torch._dynamo at the first operator we see: a second, and it need not be there."""
+        return False
+
     def __enter__(self) -> "_Recorder":
         _launch.noted[get_ident()] = self._launched
         return super().__enter__()
@@ -142,8 +157,8 @@ class _Recorder(TorchDispatchMode):
             self.allocated.append(result)
         elif func in _SAME_MEMORY and place is not None and result.data_ptr() == args[0].data_ptr():
             self._place(result, place)
-        elif func is _aten._assert_async.msg and place is not None and place >= self.first:
-            self.steps.append((torch._assert_async, None, None, place - self.first, args[1:]))
+        elif func in _REPEATED and place is not None and place >= self.first:
+            self.steps.append((_REPEATED[func], None, None, place - self.first, args[1:]))
         elif func is not _aten.promote_types.default:
             self.refused = True
         return result
@@ -162,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         self.plans.append(plan)
         count = _launch._tensor_counts.get(id(kernel), 0)
         places = [self.places.get(id(arg)) for arg in args[:count]]
-        if found is None or count < 2 or None in places:
+        if found is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
             self.refused = True
             return
         run, head, constants = found
@@ -178,11 +193,13 @@ class _Recorder(TorchDispatchMode):
         shown = dict(zip(places, results))
         allocations = []
         for number, tensor in enumerate(self.allocated):
-            if tensor.data_ptr() & 15 or shown.get(number, tensor).numel() != tensor.numel():
-                return None  # an allocator that does not align, or a part of what was allocated
+            if tensor.data_ptr() & 15 or tensor.device != given[0].device:
+                return None  # an allocator that does not align, or memory of the host
+            if shown.get(number, tensor).numel() != tensor.numel():
+                return None  # a part of what was allocated
             tensor = shown.get(number, tensor)
             allocations.append(_allocation(tensor, given))
-        if result is None:
+        if not results:
             give = _nothing
         elif isinstance(result, tuple):
             give = itemgetter(*places) if len(places) > 1 else lambda made: (made[places[0]],)

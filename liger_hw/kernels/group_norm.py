@@ -9,7 +9,8 @@ dy * h over each channel of each example give both means and, summed over exampl
 
 A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so that
 the second sweep is served by L2. Where there are fewer groups than programs, several share a group: one launch leaves their
-sums, another reads all of a group's and applies them.
+sums, another reads all of a group's and applies them. Where a launch can be cooperative, a team of programs holds a group,
+one tile each, and everything is read once (`_group_norm_teams.py`).
 
 Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub and
 LeVeque, "Algorithms for Computing the Sample Variance" (1983)
@@ -39,8 +40,17 @@ from ._group_norm_kernels import (
     _tile_of_group,
     _total,
 )
+from ._group_norm_teams import (
+    _bits,
+    _group_norm_team_bwd_kernel,
+    _group_norm_team_fwd_kernel,
+    _hear,
+    _tell,
+    _values_of_tile,
+)
 from ._op import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from ._row_tiles import _after
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -70,12 +80,15 @@ def group_norm_reference(
 
 _DIMS = ("batch", "groups", "spatial", "num_channels")
 _TILE = 4096
+_COOPERATIVE = "launch_cooperative_grid"
+_LARGEST_TEAM = 256
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
-    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize."""
-    rows = batch * groups
-    return next_power_of_2(spatial), next_power_of_2(num_channels // groups), (rows - 1).bit_length(), itemsize
+    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize, and 1
+    where every channel begins as a power of two would, 0 where threads read single values."""
+    sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
+    return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
 
 
 def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
@@ -85,19 +98,51 @@ def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+    """What one program or a team holds is read once, all else twice. Measured on the H200 in bf16, 2026-11-21 and 22."""
+    return _whole(target, key, tensors) or _team(target, key, tensors) or _twice(target, key, tensors)
+
+
+def _whole(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Groups of 2048 to 4096 values by programs enough that one loads while others sum, none with tiles in flight: 14.6 us
+    instead of 17.2 in the backward of 64 x 32 x 64 x 1280. Where threads read single values that takes twice the warps
+    (forward of 1 x 32 x 49 x 1280: 3.9 us instead of 5.2), and pays only while each has a multiprocessor."""
+    blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
+    if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
+        return None
+    per_thread, ctas = (32, 8 // tensors) if key[4] else (16, 1)
+    return LaunchConfig(blocks, target.warps(group, per_thread, 16), 1, ctas)
+
+
+def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Tiles of four warps, up to 64 in a group: forward + backward of 32 x 32 x 4096 x 512 take 207 us instead of 254, of
+    8 x 32 x 16384 x 320 155 instead of 174, of 3 x 32 x 197 x 1280 20 instead of 40. With 256 tiles in a group (2 x 32 x
+    262144 x 128) reading twice is faster. As many programs as registers hold: with four instead of six forward, the first
+    takes 100 us, not 82. `maxnreg` keeps them to what they have room for, whatever the compiler and the dtypes."""
+    tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
+    if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
+        return None
+    blocks = _blocks(key, tile)
+    ctas = max(1, 9 - tensors - blocks["CHANNELS"] // 3) if tile < _TILE else 8 - 2 * tensors
+    registers = min(248, target.registers // (ctas * 4 * target.warp_size) // 8 * 8)
+    vendor = {_COOPERATIVE: True, "maxnreg": registers}
+    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=vendor)
+
+
+def _twice(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """On as many programs as keep the groups they work on inside L2: tiles of 4096 values with two more in flight, 8192 in
     a forward with one program a multiprocessor. The backward sums each channel, so it takes four at a time, on two
-    programs at least: while one waits for a sum, the other loads (255 us instead of 295, fwd + bwd, on the H200). Of
-    more than four, each of four tiles and more, it takes one at a time: no tile is partly empty then, and sums are seldom
-    (backward of 8 x 32 x 16384 x 320: 104 us instead of 130). Groups that fit in a tile are read once by programs enough that one loads while others sum,
-    none with tiles in flight: 14.6 us instead of 17.2 in the backward of 64 x 32 x 64 x 1280 (2026-11-21)."""
+    programs at least: while one waits for a sum, the other loads (255 us instead of 295, fwd + bwd). Of more than four,
+    each of four tiles and more, it takes one at a time: no tile is partly empty then, and sums are seldom (backward of
+    8 x 32 x 16384 x 320: 104 us instead of 130). Of short channels whose values threads read one by one, 1024 at a time:
+    77 us instead of 86 for 64 x 32 x 49 x 1280, 102 instead of 214 for 32 x 32 x 197 x 1280."""
+    if not key[4] and key[0] < _TILE:
+        blocks = _blocks(key, _TILE // 4)
+        return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 8), 1, 8)
     group_bytes = tensors * key[0] * key[1] * key[3]
     ctas = max(tensors, min(4, 3 * target.l2 // (4 * target.multiprocessors * group_bytes)))
     channels = 1 if tensors == 1 or key[1] > 4 and key[0] >= 4 * _TILE else 4
     blocks = _blocks(key, _TILE if ctas > 1 else 2 * _TILE, channels)
     tile = blocks["BLOCK_SIZE"] * blocks["CHANNELS"]
-    if tile == key[0] * key[1] >= _TILE // 2:
-        return LaunchConfig(blocks, target.warps(tile, 32, 16), 1, 8 // tensors)
     ctas = max(ctas, min(8, _TILE // tile))
     room = target.shared_memory // (ctas * tensors * tile * key[3])
     stages = max(1, min(3 if key[3] <= 2 else 2, 1 + room))
@@ -126,6 +171,14 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
 def _valid(config: LaunchConfig, key: Key) -> str | None:
     if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
         return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
+    if _COOPERATIVE in config.vendor:
+        if config.vendor[_COOPERATIVE] is not True:
+            return f"{_COOPERATIVE} must be true, got {config.vendor[_COOPERATIVE]!r}; without it nobody waits"
+        if registry.interpreting():
+            return "the interpreter runs one program after another: those that wait for one another would hang"
+        team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
+        if team > _LARGEST_TEAM:
+            return f"{team} programs would share a group, more than {_LARGEST_TEAM}"
     return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
 
@@ -144,9 +197,11 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
     )
 
 
-_SHARED = (_tile_of_group, _lanes, _share_of)
-FWD = _tunable("fwd", (_group_norm_fwd_kernel, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits), 1)
-BWD = _tunable("bwd", (_group_norm_bwd_kernel, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
+_FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
+_BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
+_SHARED = (_tile_of_group, _lanes, _share_of, _bits, _tell, _hear, _after)
+FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
+BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -164,11 +219,12 @@ def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
 class _Shares(NamedTuple):
     """How groups are spread over programs; see `_share_of` in the kernels."""
 
-    programs: int  # over groups
+    programs: int  # over groups; all of a launch of teams
     splits: int  # of a group
     share: int  # tiles of a split
     parts: int  # splits of a run of channels
     flags: tuple[bool, bool]  # EVEN, WHOLE_GROUP
+    teams: bool = False  # a program a tile, which wait for one another
 
 
 @lru_cache(maxsize=1024)
@@ -177,6 +233,8 @@ def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
     c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
     n_tiles = c_tiles * s_tiles
     flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
+    if _COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
+        return _Shares(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, flags, True)
     splits = min(plan.programs // n_rows, n_tiles)
     if splits < 2:
         return _Shares(min(n_rows, plan.programs), 1, n_tiles, 1, flags)
@@ -188,14 +246,24 @@ def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
     return _Shares(n_rows, c_tiles * parts, share, parts, flags)
 
 
-def _launch_both(plan, kernel, tensors: tuple, numbers: tuple, shares: _Shares, flags: tuple, values: int, *last):
-    """One launch that sums and applies, or with several splits one of each, with `values` numbers a split between them."""
-    programs, splits, share, parts, (even, whole) = shares
+def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Shares, flags: tuple, values: int, *last):
+    """One launch that sums and applies, or with several splits one of each, with `values` numbers a split between them.
+
+    kernels: of programs that wait for nobody, of teams
+    """
+    programs, splits, share, parts, (even, whole), teams = shares
+    kernel, team_kernel = kernels
+    device = tensors[0].device
+    if teams:
+        lanes = next_power_of_2(splits)
+        words = torch.empty((numbers[0], lanes), dtype=torch.int64, device=device).zero_()
+        launch(plan, team_kernel, (programs,), (*tensors, words, *numbers, splits, *last), (*flags, even, lanes))
+        return
     args = (*numbers, splits, share, parts, *last)
     if splits == 1:
         launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, even, whole, True, True))
         return
-    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=tensors[0].device)
+    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=device)
     for phase in ((True, False), (False, True)):
         launch(plan, kernel, (programs, splits), (*tensors, shared, *args), (*flags, even, whole, *phase))
 
@@ -212,7 +280,7 @@ def _fwd(x, w, b, num_groups, eps):
         plan = FWD.plan(x.device, _key(*sizes, x.itemsize))
         shares = _shares(plan, n_rows, channels, spatial)
         numbers = n_rows, num_groups, channels, spatial
-        _launch_both(plan, _group_norm_fwd_kernel, (x, w, b, y, stats), numbers, shares, (), 3, eps)
+        _launch_shares(plan, _FWD_KERNELS, (x, w, b, y, stats), numbers, shares, (), 3, eps)
     return y, stats
 
 
@@ -228,7 +296,7 @@ def _bwd(dy, x, w, b, stats, num_groups, needs_params):
     shares = _shares(plan, n_rows, channels, spatial)
     partial = partial_sums(x, batch * shares.parts, parts * num_channels, dtype) if parts else None
     numbers = n_rows, num_groups, channels, spatial
-    _launch_both(plan, _group_norm_bwd_kernel, (dy, x, w, stats, dx, partial), numbers, shares, (parts == 2,), 2)
+    _launch_shares(plan, _BWD_KERNELS, (dy, x, w, stats, dx, partial), numbers, shares, (parts == 2,), 2)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 
@@ -325,19 +393,14 @@ def liger_group_norm(
     Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
     """
     W, B = affine_scaling_weight, affine_shifting_bias
-    check_tensors(
-        "liger_group_norm",
-        optional=("affine_scaling_weight", "affine_shifting_bias"),
-        X=X,
-        affine_scaling_weight=W,
-        affine_shifting_bias=B,
-    )
+    names = ("affine_scaling_weight", "affine_shifting_bias")
+    check_tensors("liger_group_norm", optional=names, X=X, affine_scaling_weight=W, affine_shifting_bias=B)
     check_numbers("liger_group_norm", num_channels=num_channels, num_groups=num_groups, eps=eps)
     if X.dim() < 2 or X.shape[1] != num_channels:
         check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
     if num_groups < 1 or num_channels % num_groups:
         check(False, "liger_group_norm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
-    for name, parameter in (("affine_scaling_weight", W), ("affine_shifting_bias", B)):
+    for name, parameter in zip(names, (W, B)):
         if parameter is not None and parameter.shape != (num_channels,):
             check(False, "liger_group_norm", f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
     check(B is None or W is not None, "liger_group_norm", "a bias needs a weight; pass ones for a shift alone")
@@ -409,11 +472,7 @@ OP = registry.register(
         tunables=(FWD, BWD, DW),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"bias": False},
-            {"affine": False},
-        ),
+        options=({}, {"bias": False}, {"affine": False}),
         small=((2, 3, 37, 15), (1, 2, 9, 6), (3, 1, 64, 4)),
     )
 )

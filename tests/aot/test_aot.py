@@ -36,6 +36,7 @@ SPILLS: dict[tuple[str, tuple[str, ...]], tuple[str | int, ...]] = {
     ("dyt.bwd", ("gfx1100", "gfx1201")): (16, "its tiles take all 256 registers; later releases need fewer", "3.5"),
     ("dyt.bwd", ("gfx950",)): (44, "the shipped choice, of 512 registers: 459 with the release it was chosen by", "3.5"),
     ("fused_linear_cross_entropy.fwd", ("sm90",)): (2, "the same kernel"),
+    ("group_norm.fwd", ("sm80", "sm120")): (4, "teams of 32 x 32 x 4096 x 512: 80 registers for six programs a multiprocessor"),
     ("group_norm.fwd", ("sm100",)): (2, "fp32 groups of 65536: 8 bytes a thread, around one barrier"),
     ("jsd.fwd", ("sm90",)): (2, "8 bytes a thread with labels and a beta between 0 and 1: ptxas stops at 64, takes 71 without labels"),
     ("layer_norm.fwd", ("sm90", "sm100")): (2, "8192 columns with weight and bias, Triton 3.6: ptxas stops at 64"),

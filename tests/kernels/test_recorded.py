@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import weakref
 
 import pytest
 import torch
 from harness import few_sizes, make, run, tensors
 
 from liger_hw import registry
+from liger_hw.autotune.record import everywhere, plan_for
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels import _launch, _op, _recorded, rms_norm
 
@@ -330,8 +336,12 @@ def _launched(x, y, out, z=0.0):
         lambda x, y, z: _launched(x, _KEPT, torch.empty_like(x)),
         lambda x, y, z: _launched(x, y, torch.empty(2, *x.shape))[1],
         lambda x, y, z: _launched(x, y, x),
+        lambda x, y, z: _launched(x, torch.empty(64, device="meta"), torch.empty_like(x)),
     ],
-    ids=["a copy", "zeros", "a value read", "a tensor of its own", "part of an allocation", "an argument"],
+    ids=[
+        *("a copy", "zeros", "a value read", "a tensor of its own", "part of an allocation", "an argument"),
+        "memory elsewhere",
+    ],
 )
 def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
     calls = []
@@ -360,6 +370,7 @@ def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
 
     real, call, x = torch._assert_async, probe(launcher), torch.randn(3, 64)
     monkeypatch.setattr(torch, "_assert_async", lambda ok, said: asserted.append(said) or real(ok, said))
+    monkeypatch.setitem(_recorded._REPEATED, torch.ops.aten._assert_async.msg, torch._assert_async)
     for _ in range(4):
         for value in (1, 0):
             driver.kernel = lambda x, ok, *rest, value=value: ctypes.memset(ok, value, 4)
@@ -369,12 +380,182 @@ def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
 
 
 @cpu
+def test_zeros_are_written_again(probe, driver):
+    """Before every launch, into that call's own allocation."""
+
+    def launcher(x, y, z):
+        return _launched(x, y, torch.empty_like(x).zero_())
+
+    def add_one(x, y, out, *rest):
+        values = (ctypes.c_float * 192).from_address(out)
+        values[:] = [value + 1 for value in values]
+
+    driver.kernel, call, x = add_one, probe(launcher), torch.randn(3, 64)
+    with torch.no_grad():
+        kept = [call(x, None, 0.0) for _ in range(5)]
+    assert all(torch.equal(out, torch.ones(3, 64)) for out in kept)
+    assert any(type(found) is tuple for found in registry.recordings.values())
+
+
+@cpu
+@pytest.mark.parametrize("calls", range(4))
+def test_a_launch_refused_later_is_set_aside(driver, asked, calls, clean_registry):
+    """At the first launch past Triton, while recorded, or recorded long ago: the next layer answers, and is recorded."""
+    x, w = inputs()
+    config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
+    with registry.pretend(known_target("sm90")), registry.override("rms_norm.fwd", config):
+        for _ in range(calls):
+            norm(x, w)
+
+        def refuse(*pointers):
+            if last(driver)[0][0] == 2:
+                raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+
+        driver.kernel = refuse
+        for _ in range(4):
+            y, _ = norm(x, w)
+            assert last(driver)[1][2] == y.data_ptr() and last(driver)[0][0] == 3
+        (why,) = registry._quarantined.values()
+        assert "cooperative launch" in why
+        asked.clear()
+        norm(x, w)
+        assert not asked
+
+
+@cpu
+@pytest.mark.parametrize("calls", range(4))
+def test_a_broken_device_is_nobodys_configuration(driver, calls, clean_registry):
+    x, w = inputs()
+    with registry.pretend(known_target("sm90")):
+        for _ in range(calls):
+            norm(x, w)
+
+        def broken(*pointers):
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+        driver.kernel = broken
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            norm(x, w)
+        assert not registry._quarantined
+
+
+@cpu
 def test_a_view_of_an_allocation_is_returned_in_its_shape(probe):
     calls = []
     call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty(x.numel())).view(x.shape))
     x = torch.randn(3, 64)
     with torch.no_grad():
         assert {call(x, None, 1.0).shape for _ in range(4)} == {x.shape} and len(calls) == 2
+
+
+@cpu
+def test_an_operator_without_results_is_repeated(probe, driver, monkeypatch):
+    calls = []
+    call = probe(lambda x, y, z: calls.append(x) or _launched(x, y, torch.empty_like(x)) is None or ())
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        for _ in range(4):
+            assert not call(x, None, 1.0)
+    assert len(calls) == 2 and len(driver.seen) == 4
+
+
+@cpu
+def test_a_tensor_in_place_of_a_number_is_of_this_call(probe, driver):
+    call, x = probe(lambda x, y, z: _launched(x, y, torch.empty_like(x), z)), torch.randn(3, 64)
+    with torch.no_grad():
+        for value in (1.0, 1.0, 2.0, 3.0):
+            call(x, None, torch.tensor(value))
+            assert last(driver)[2][3] == value
+
+
+@cpu
+def test_cpu_tensors_do_not_ask_for_the_current_device(monkeypatch):
+    """torch's answer is an error where there is no driver, and in a process forked after CUDA was used."""
+
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
+    monkeypatch.setattr(_launch, "_get_device", no_driver)
+    x, w = inputs()
+    torch.testing.assert_close(norm(x, w)[0], rms_norm.rms_norm_reference(x, w, 1e-6))
+    assert not registry.recordings
+
+
+@cpu
+def test_results_are_inference_tensors_where_they_would_be(driver, asked):
+    x, w = inputs()
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            found = rms_norm.rms_norm_fwd(x, w, 1e-6, 0.0, 0)
+        assert [t.is_inference() for t in found] == [mode is torch.inference_mode] * 2
+    assert len(asked) == 2
+
+
+@cpu
+def test_a_recording_holds_no_tensor(driver):
+    """Nor does a cycle that waits for Python's collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            x, w = inputs()
+            results = norm(x, w)
+            known = [weakref.ref(t) for t in (x, w, *results)]
+            del x, w, results
+            assert [t() for t in known] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@cpu
+def test_recording_does_not_import_the_compiler():
+    """It takes a second or more, in the middle of a training step."""
+    code = """
+import sys, torch
+from liger_hw.kernels import _recorded
+with _recorded._Recorder((torch.ones(2),)) as seen:
+    torch.empty(2)
+assert len(seen.allocated) == 1 and "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@cpu
+def test_threads_record_each_for_itself(driver):
+    """All record the same layouts, while the plans change under them."""
+    failed = []
+
+    def work():
+        try:
+            for number in range(100):
+                x, w = inputs(1 + number % 5)
+                y, rstd = norm(x, w)
+                assert (y.shape, rstd.shape) == (x.shape, x.shape[:1])
+                if number % 37 == 0:
+                    registry.invalidate()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not _launch.noted
+
+
+@cpu
+def test_the_tuner_checks_the_plan_it_says(driver):
+    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer."""
+    x, w = inputs()
+    for _ in range(3):
+        norm(x, w)
+    (plan,) = registry.plans()
+    other = plan_for(plan.tunable, plan.target, plan.device, plan.key, LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1))
+    with everywhere(other):
+        assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [2] * 4
+    assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [3] * 4
 
 
 @cpu

@@ -36,7 +36,7 @@ def _family(major: int, minor: int) -> str:
 class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
-    options = frozenset({"maxnreg", "num_ctas"})
+    options = frozenset({"launch_cooperative_grid", "maxnreg", "num_ctas"})
     fast_launch = True
     convolves_channels_last = True
     fast_log2 = True  # one instruction (2^-22 near 1); tl.log2 is a polynomial of about 28
@@ -71,6 +71,7 @@ class CudaBackend(Backend):
             bandwidth=bandwidth,
             family=_family(major, minor),
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+            cooperative=True,
         )
 
     def known_archs(self) -> tuple[str, ...]:
@@ -94,6 +95,7 @@ class CudaBackend(Backend):
             bandwidth=bandwidth,
             family=_family(*divmod(int(arch[2:]), 10)),
             max_threads_per_multiprocessor=threads,
+            cooperative=True,
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:

@@ -1,0 +1,33 @@
+"""Programs of group_norm that wait for one another: as many are resident as the heuristic asks for, or the launch is refused."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from liger_hw.autotune import compile as aot
+from liger_hw.backends import known_target
+from liger_hw.kernels import group_norm
+
+OTHERS = ((16, 32, 1024, 320), (32, 32, 256, 1280), (4, 32, 4096, 1280), (3, 32, 197, 1280), (4, 32, 121, 1920))
+SPILLS = 16  # 11 x 11 places of 60 channels on sm86 with Triton 3.6: 96 registers for five programs a multiprocessor
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "sm120"])
+def test_a_team_is_resident(arch, dtype):
+    target, found = known_target(arch), {}
+    for sizes in (*group_norm.WORKLOADS.values(), *OTHERS):
+        launches = aot.trace("group_norm", sizes, dtype, target, shipped=False)
+        found |= {one: sizes for one in launches if "launch_cooperative_grid" in dict(one.options)}
+    assert {one.tunable for one in found} == {"group_norm.fwd", "group_norm.bwd"}
+    with aot.Workers(min(4, os.cpu_count() or 1)) as workers:
+        for certificate in aot.certify(found, workers):
+            assert certificate.ok and certificate.resources.spills <= SPILLS, str(certificate)
+            resources, config = certificate.resources, certificate.launch.config
+            fit = round(resources.occupancy * target.max_threads_per_multiprocessor) // resources.threads
+            assert fit >= config.ctas_per_mp, f"{found[certificate.launch]}: {fit} of {certificate}"
