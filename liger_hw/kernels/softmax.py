@@ -150,7 +150,9 @@ def _softmax_bwd_kernel(
             y = tl.load(Y_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-            dx = _after(y, shift).to(tl.float32) * (_after(dy, shift).to(tl.float32) - shift)
+            if WHOLE_ROW == 1 or BLOCK_SIZE > 16384:  # of few rows every program has registers enough
+                y, dy = _after(y, shift), _after(dy, shift)
+            dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
