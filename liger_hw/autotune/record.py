@@ -220,6 +220,7 @@ def installed(plan: Plan) -> Iterator[None]:
 @contextlib.contextmanager
 def everywhere(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` whatever their key."""
+    registry.recordings = {}  # made with the plan there was; what is recorded in here with this one is not kept
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
     try:
         yield
