@@ -358,7 +358,7 @@ class LigerGroupNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-        Y, STATS = group_norm_fwd(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
+        Y, STATS = group_norm_fwd(X, affine_scaling_weight, affine_shifting_bias, num_groups, float(eps))
         ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, STATS)
         ctx.num_groups = num_groups
         return Y

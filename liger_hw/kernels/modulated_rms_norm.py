@@ -327,7 +327,7 @@ class LigerModulatedRMSNormFunction(Function):
     @staticmethod
     def forward(ctx, X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
-        Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, eps, ctx.offset, ctx.casting)
+        Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, float(eps), ctx.offset, ctx.casting)
         ctx.save_for_backward(X, W, scale, shift, RSTD)
         return Y
 

@@ -322,7 +322,7 @@ class LigerPolyNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, B, eps=1e-6, in_place=True):
-        Y, RSTD = poly_norm_fwd(X, W, B, eps)
+        Y, RSTD = poly_norm_fwd(X, W, B, float(eps))
         ctx.save_for_backward(X, W, B, RSTD)
         return Y
 
