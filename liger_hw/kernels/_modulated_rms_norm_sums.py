@@ -180,8 +180,8 @@ def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Narrow tiles, for there is a program for each column tile only."""
-    return LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 16))
+    """Narrow tiles, for there is a program for each column tile only. H200, 8 x 8192 x 2304: 34.7 us backward by 4 warps, 38.3 by 8."""
+    return LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32))
 
 
 def _all_sums_safe(target: Target, key: Key) -> LaunchConfig:

@@ -18,6 +18,7 @@ from threading import get_ident
 from typing import Any, Callable
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
@@ -45,8 +46,11 @@ _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: 
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are tensors on a GPU (the first is) and numbers: of no class, and in no list, that asks to be handled."""
-    return _PLAIN.issuperset(map(type, args)) and args[0].get_device() >= 0
+    """Whether these are tensors on a GPU (the first is) and numbers: of no class, and in no list, that asks to be handled,
+    nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
+        return False
+    return not any([_is_batched(arg) for arg in args if type(arg) in _TENSORS])
 
 
 def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
@@ -57,14 +61,17 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     if index < 0 or index != _launch._get_device():  # not asked for CPU tensors: without a driver, or forked, it raises
         return MISSED
     key, pointers, together = [name], [None], 0
-    for arg in args:
-        if type(arg) in _TENSORS:
-            pointer = arg.data_ptr()
-            together |= pointer
-            pointers.append(pointer)
-            key += arg.dtype, arg.shape, arg.stride()
-        else:
-            key.append(arg)
+    try:
+        for arg in args:
+            if type(arg) in _TENSORS:
+                pointer = arg.data_ptr()
+                together |= pointer
+                pointers.append(pointer)
+                key += arg.dtype, arg.shape, arg.stride()
+            else:
+                key.append(arg)
+    except RuntimeError:  # a tensor without memory of its own, as those of batched gradients
+        return MISSED
     key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
     recordings = registry.recordings

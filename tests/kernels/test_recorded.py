@@ -609,3 +609,20 @@ def test_recorded_while_a_graph_is_captured(lane, seed, clean_registry):
     assert not torch.equal(wanted, expected)
     for y in captured:
         assert torch.equal(y, wanted)
+
+
+@cpu
+def test_batched_gradients_go_by_the_dispatcher(driver, asked):
+    """Their tensors have no memory of their own: no launch is made with them, and none is recorded."""
+    x, w = inputs()
+    dy, rstd = torch.randn(2, *x.shape), torch.rand(x.shape[0])
+    exact = [rms_norm.rms_norm_bwd.overload(g, x, w, rstd, 0.0, 0, False)[0] for g in dy]
+
+    def backward(g):
+        with torch.no_grad():
+            return rms_norm.rms_norm_bwd(g, x, w, rstd, 0.0, 0, False)[0]
+
+    for _ in range(4):
+        found = torch._vmap_internals._vmap(backward)(dy)
+        torch.testing.assert_close(found, torch.stack(exact))
+    assert not driver.seen and not asked
