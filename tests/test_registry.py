@@ -472,6 +472,21 @@ def test_every_op_explains_itself_everywhere():
                         assert not last["heuristic"] and not last["safe"], f"{op.name} {name}: {found}"
 
 
+def test_heuristics_are_legal_at_many_shapes():
+    """Odd widths, one row, heads of 96: where a heuristic is not, the safe configuration answers, several times slower."""
+    from liger_hw import registry
+    from liger_hw.backends import VENDORS, backend
+    from liger_hw.bench.cases import MANY
+
+    registry.ops()
+    for target in (known_target(arch) for vendor in VENDORS for arch in backend(vendor).known_archs()):
+        for tunable in (t for name in MANY for t in get_op(name).tunables):
+            sizes = (shape for shape in MANY[tunable.op] if len(shape) == len(tunable.dims))
+            for key in {tunable.key(*shape, itemsize) for shape in sizes for itemsize in (2, 4)}:
+                config = tunable.heuristic(target, key)
+                assert tunable.illegal(target, key, config) is None, f"{tunable.name} {key} on {target.arch}: {config}"
+
+
 # -- configurations --------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ import torch
 
 from .. import registry
 from ..recompute.recipes import offer_all
-from ..registry import LaunchConfig, Op, Sample, Target, Tunable
+from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from . import _op
 from ._op import cdiv, check, check_flags, check_floats, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
@@ -98,7 +98,7 @@ def _normed_and_turned(x, w, eps, offset, casting, cos, sin, rotary_dim, head_ax
 def _tokens(target: Target, key: registry.Key) -> int:
     """As many as a warp covers with 16-byte loads, so that a thread's heads are all of one place."""
     _, _, width, tokens_bucket, itemsize = key
-    lanes = max(1, width // 2 * itemsize // 16)  # threads that load half a head
+    lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
     return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
 
 
