@@ -184,14 +184,15 @@ class Stage:
         return [c for c in space if self.tunable.illegal(self.target, self.key, c) is None]
 
     def _note(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
-        """Kernel -> (whether it is the tunable's own, what its launch looks like) under `config`; nothing runs."""
+        """Kernel -> (whether a launch of it is the tunable's own, what its launches look like) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
             self.call.again()
         found = {}
         for one in (one for call in seen.calls for one in call.launches):
             looks = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            found[id(one.kernel)] = (one.plan is plan, (one.grid, looks))
+            own, others = found.get(id(one.kernel), (False, ()))
+            found[id(one.kernel)] = (own or one.plan is plan, (*others, (one.grid, looks)))
         return found
 
     @contextlib.contextmanager

@@ -114,6 +114,16 @@ def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
     assert len(measurer._stage.timed) == 1
 
 
+def test_a_kernel_launched_with_two_keys_is_measured_with_either(measurer):
+    """dyt adds up dgamma and dbeta, then dalpha, by the same kernel."""
+    keys = [key for variant, key in measurer.scan("dyt", [512, 64], "float32") if variant == "dw"]
+    assert len(keys) == 2
+    for key in keys:
+        answer = measurer.open("dyt", [512, 64], "float32", "dw", key, [])
+        arm = measurer.prepare(answer["baseline"])
+        assert min(measurer.time([arm["id"]], 1)[0]) > 0 and len(measurer._stage.timed) == 1
+
+
 def test_a_wrong_heuristic_stops_the_job(measurer, monkeypatch):
     monkeypatch.setattr(check, "against_reference", lambda *args: "result 1: relative error 0.5")
     assert "disagrees with the reference" in opened(measurer, "swiglu", "fwd")["error"]
