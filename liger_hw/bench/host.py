@@ -52,33 +52,43 @@ def measure(
     budget: Budget | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Host microseconds of each op's first workload with few rows. Raises `ValueError` for an unknown op."""
+    """Host microseconds of each op's first workload with few rows; `ended` says why not of all. Raises `ValueError` for an
+    unknown op."""
     budget = budget or Budget()
     chosen = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
     rows, parts, ended = [], [], ""
-    for number, op in enumerate(chosen, 1):
-        progress(f"[{number}/{len(chosen)}] {budget.spent:.0f} s  {op.name}")
-        try:
+    try:
+        for number, op in enumerate(chosen, 1):
+            progress(f"[{number}/{len(chosen)}] {budget.spent:.0f} s  {op.name}")
             budget.check()
-        except OutOfBudget as stop:
-            ended = str(stop)
-            break
-        case = ops.Case(op, *next(iter(op.workloads.items())), dtype)
-        sizes = ops.with_few_rows(case, 16)
-        if meter.module is None:  # there the arithmetic is the host's too
-            sizes = tuple(min(size, 64) for size in sizes)
-        sets = [ops.make_inputs(case, sizes, meter.device, seed) for seed in range(BATCH)]
-        arms = {row["arm"]: row for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter)}
-        rows += [{**row, "sizes": list(sizes)} for row in arms.values()]
-        try:
-            part, floor = breakdown(op, sets[0], meter), arms[FLOOR].get("full_us")
-            if None not in (floor, part["bare"], part["allocs_full"]):
-                part["least_full_us"] = floor + part["launches_full"] * part["bare"] + part["allocs_full"] * part["alloc"]
-            parts.append({"op": op.name, **part})
-        except Exception as error:
-            parts.append({"op": op.name, "note": first_line(error)})
-        meter.forget()
+            found, part = _of_op(op, meter, dtype, against)
+            rows, parts = [*rows, *found], [*parts, part]
+            meter.forget()
+    except OutOfBudget as stop:
+        ended = str(stop)
+    except KeyboardInterrupt:
+        ended = "interrupted"
     return {"calls": rows, "parts": parts, "ended": ended}
+
+
+def _of_op(
+    op: registry.Op, meter: Meter, dtype: torch.dtype, against: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a row for each arm, what our own call consists of)."""
+    case = ops.Case(op, *next(iter(op.workloads.items())), dtype)
+    sizes = ops.with_few_rows(case, 16)
+    if meter.module is None:  # there the arithmetic is the host's too
+        sizes = tuple(min(size, 64) for size in sizes)
+    sets = [ops.make_inputs(case, sizes, meter.device, seed) for seed in range(BATCH)]
+    arms = {row["arm"]: row for row in compare(op, (peers.OURS, *against, FLOOR), sets, meter)}
+    rows = [{**row, "sizes": list(sizes)} for row in arms.values()]
+    try:
+        part, floor = breakdown(op, sets[0], meter), arms[FLOOR].get("full_us")
+        if None not in (floor, part["bare"], part["allocs_full"]):
+            part["least_full_us"] = floor + part["launches_full"] * part["bare"] + part["allocs_full"] * part["alloc"]
+    except Exception as error:
+        part = {"note": first_line(error)}
+    return rows, {"op": op.name, **part}
 
 
 def compare(

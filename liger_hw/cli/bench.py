@@ -238,7 +238,7 @@ def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         report.save(arguments.json, document)
     if arguments.json != "-":
         print(host.as_text(found))
-    return 0
+    return 130 if found["ended"] == "interrupted" else 0
 
 
 def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:

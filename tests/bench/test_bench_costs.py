@@ -37,3 +37,15 @@ def test_host_compares_arms_and_splits_the_call():
 def test_host_stops_at_the_budget():
     found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, [], Budget(0.0))
     assert found["calls"] == [] and "0 s is spent" in host.as_text(found)
+
+
+def test_host_keeps_what_it_has_when_interrupted(monkeypatch):
+    def of_op(op, *rest, whole=host._of_op):
+        if op.name == "rope":
+            raise KeyboardInterrupt
+        return whole(op, *rest)
+
+    monkeypatch.setattr(host, "_of_op", of_op)
+    found = host.measure(["softmax", "rope"], Meter("cpu"), torch.float32, [])
+    assert {row["op"] for row in found["calls"]} == {"softmax"} and found["ended"] == "interrupted"
+    assert "interrupted" in host.as_text(found)
