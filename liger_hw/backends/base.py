@@ -20,7 +20,8 @@ class Target:
 
     Sizes are bytes, `bandwidth` is GB/s of device memory (the data sheet's, a class rather than a measurement; 0 when
     unknown), `multiprocessors` counts SMs, CUs or Xe-cores, `registers` is 32-bit registers of one of them. `cooperative`:
-    the driver starts all programs of a launch at once if asked to, or refuses it (true only where we tested that).
+    the driver starts all programs of a launch at once if asked to, or refuses it (CUDA documents that for every architecture
+    we know; an H200 is where we ran it).
     """
 
     vendor: str

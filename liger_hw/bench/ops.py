@@ -29,7 +29,7 @@ from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, first_line
 MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
 """Seconds in which an arm must have compiled, warmed up and been checked in one case; the second in a case that is only
-timed. (Liger's multi-token attention was not ready after 60 at some sizes: half the time of a run of many shapes.)"""
+timed. (Liger's multi-token attention is not ready after 60 at some sizes, which took half of a run of many shapes.)"""
 
 
 class DeviceLost(RuntimeError):

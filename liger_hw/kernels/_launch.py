@@ -28,7 +28,8 @@ _CONFIG_WORDS = (
     "too many resources",
     "PassManager::run failed",
     "invalid value",
-    "ooperative launch",  # more programs than can be resident, or a device that has none
+    "ooperative launch",  # more programs than can be resident
+    "operation not supported",  # a device without that launch
 )
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
@@ -39,8 +40,8 @@ _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILA
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
 CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
 """Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
-noted: dict[int, Callable[[Plan, Any, tuple, tuple, tuple], None]] = {}
-"""Thread -> what takes (plan, kernel, grid, args, flags) of its launches instead of the device; see `autotune.ahead`."""
+noted: dict[int, Callable[[Plan, Any, tuple, tuple, tuple], tuple | None]] = {}
+"""Thread -> what takes (plan, kernel, grid, args, flags) in place of `launch`; see `autotune.ahead` and `_recorded`."""
 redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
 """Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 

@@ -303,8 +303,9 @@ class LigerFusedAddRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        eps = float(eps)
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
-        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, float(eps), ctx.offset, ctx.casting)
+        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
         ctx.save_for_backward(S, W, RSTD)
         offer(ctx, Y, _normalised_again, (S, W, eps, ctx.offset, ctx.casting))
         ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros

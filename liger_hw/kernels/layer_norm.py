@@ -222,7 +222,8 @@ class LigerLayerNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, B, eps):
-        Y, STATS = layer_norm_fwd(X, W, B, float(eps))
+        eps = float(eps)
+        Y, STATS = layer_norm_fwd(X, W, B, eps)
         ctx.save_for_backward(X, W, B, STATS)
         offer(ctx, Y, layer_norm_fwd, (X, W, B, eps), 0)
         return Y

@@ -321,8 +321,9 @@ class LigerRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        eps = float(eps)
         ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
-        Y, RSTD = rms_norm_fwd(X, W, float(eps), ctx.offset, ctx.casting)
+        Y, RSTD = rms_norm_fwd(X, W, eps, ctx.offset, ctx.casting)
         ctx.save_for_backward(X, W, RSTD)
         offer(ctx, Y, rms_norm_fwd, (X, W, eps, ctx.offset, ctx.casting), 0)
         return Y
