@@ -10,6 +10,7 @@ process: a large copy, and the exact matrix products an op consists of.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -358,17 +359,21 @@ def interleave(
     repeats: int = 3,
     budget: Budget | None = None,
     burst_ms: float = 30.0,
+    settle_ms: float = 0.0,
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
     """Time every runner in turn, `repeats` times over; returns (statistics, errors) by the runners' names.
+
+    settle_ms: how long each burst runs before its calls count, so that none is timed at the clock its neighbour left.
 
     An arm that fails is left out of what follows. Raises `OutOfBudget` only when not one whole repeat was made.
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
     errors: dict[Any, str] = {}
-    times: dict[Any, int] = {}
+    times: dict[Any, tuple[int, int]] = {}
     for name, runner in runners.items():
         try:
-            times[name] = int(max(3, min(50, burst_ms / max(runner.cost_ms(), 1e-3))))
+            cost = max(runner.cost_ms(), 1e-3)
+            times[name] = math.ceil(settle_ms / cost), int(max(3, min(50, burst_ms / cost)))
         except Exception as error:  # a peer's failure is a row of the table, not the end of it
             errors[name] = first_line(error)
     for repeat in range(max(1, repeats)):
@@ -383,7 +388,8 @@ def interleave(
             if name in errors:
                 continue
             try:
-                samples[name].append(runner.burst(times[name]))
+                settling, counted = times[name]
+                samples[name].append(runner.burst(settling + counted)[settling:])
             except Exception as error:
                 errors[name] = first_line(error)
     return {name: Stats.of(found) for name, found in samples.items() if found and name not in errors}, errors

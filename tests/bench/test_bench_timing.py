@@ -181,6 +181,20 @@ def test_a_spent_budget_keeps_the_repeats_that_were_made():
         budget.check()
 
 
+def test_calls_made_while_the_device_settles_do_not_count():
+    class Runner:
+        def cost_ms(self):
+            return 40.0
+
+        def burst(self, times):
+            return [33.0, 35.0, 37.0, 38.0, 38.0, 38.0, 38.0, 38.0][:times]
+
+    found, _ = interleave({"a": Runner()}, repeats=2, settle_ms=150.0)
+    assert found["a"].median == 38.0 and found["a"].samples == 6  # three of each seven
+    found, _ = interleave({"a": Runner()}, repeats=2)
+    assert found["a"].median == 35.0
+
+
 def test_stats_of_the_backward_are_full_minus_forward():
     full, fwd = Stats.of([[3.0, 4.0, 5.0]] * 2), Stats.of([[1.0, 1.5, 2.0]] * 2)
     bwd = full.minus(fwd)
