@@ -40,7 +40,7 @@ def wide_sizes(op: Op) -> Sizes:
     large = next(iter(op.workloads.values()))
     if large[-1] < 1024:
         return small_sizes(op)[-1]
-    return (min(3, large[0]), *(37 if s >= 1024 else min(s, 10) for s in large[1:-1]), 4500)
+    return (min(3, large[0]), *(7 if s >= 1024 else min(s, 10) for s in large[1:-1]), 4500)
 
 
 def real_sizes(op: Op) -> Sizes:
