@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
-from ._linear_head import STEP, _add_product, divide, logits_buffer
+from ._linear_head import STEP, divide, dweight_of, dx_of, logits_buffer, logits_of
 from ._log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ._op import _with_fallback, cdiv
 
@@ -175,7 +175,7 @@ def keeping_forward(
     waiting, _, late, slab, _ = memory
 
     def rows_of(logits: torch.Tensor, start: int) -> None:
-        torch.mm(x[start : start + logits.shape[0]], weight.t(), out=logits)
+        logits_of(x[start : start + logits.shape[0]], weight, logits)
         row_log_probs(logits, target, out, row_start=start, **options)
 
     if slab:
@@ -203,7 +203,7 @@ def _slab_forward(x, weight, target, out, options, memory):
         parts = parts._replace(entropy=torch.empty_like(parts.lse))
     at_target = torch.empty_like(parts.lse)
     for i, (words, logits) in enumerate(zip(slices, places)):
-        torch.mm(x, weight[slice(*words)].t(), out=logits)
+        logits_of(x, weight[slice(*words)], logits)
         row_log_probs(logits, mine[i], _part(parts, i), ignore_index=_IGNORED, temperature=options["temperature"])
         at_target[i] = logits.gather(1, mine[i].clamp_min(0)[:, None])[:, 0]
     ignored = mine[0] == _IGNORED
@@ -252,11 +252,11 @@ def keeping_backward(
         for i, (words, logits) in enumerate(zip(slices, places)):
             _gradients(logits, mine[i], saved, pushed[i], **options)
             if total is not None:
-                _add_product(total, logits, weight[slice(*words)], i == 0)
+                dx_of(logits, weight[slice(*words)], total, i == 0)
         _round_into(dx, rows, total)
         del total
         for words, dlogits in zip(slices, places):
-            torch.mm(dlogits.t(), x[rows], out=dweight[slice(*words)])
+            dweight_of(dlogits, x[rows], dweight[slice(*words)], True)
     for start, stop in late_groups(n_rows, slab):
         rows, known = slice(start, stop), min(max(slab + late.shape[0] - start, 0), stop - start)
         logits = late[start - slab :][:known, :vocab]
@@ -264,8 +264,8 @@ def keeping_backward(
             options = {"row_start": start, "temperature": temperature, "ignore_index": ignore_index}
             _gradients(logits, target, saved, push, entropy_coef=bend, **options)
             if dx is not None:
-                torch.mm(logits, weight, out=dx[rows])
-            _add_product(dweight, logits.t(), x[rows], not slab)
+                dx_of(logits, weight, dx[rows], True)
+            dweight_of(logits, x[rows], dweight, not slab)
             continue
         slices = _late_slices(vocab, tail.numel() // (stop - start) // 16 * 16)
         mine, here = _placed(target[rows], ignore_index, slices)
@@ -277,12 +277,12 @@ def keeping_backward(
         for i, (first, last) in enumerate(slices):
             dlogits = _view(tail, stop - start, last - first)
             new = dlogits[known:]
-            torch.mm(x[start + known : stop], weight[first:last].t(), out=new)
+            logits_of(x[start + known : stop], weight[first:last], new)
             _gradients(new, mine[i], part, pushed[i], row_start=known, **options)
             _gradients(logits[:, first:last], mine[i], part, pushed[i], dlogits=dlogits[:known], **options)
             if total is not None:
-                _add_product(total, dlogits, weight[first:last], i == 0)
-            _add_product(dweight[first:last], dlogits.t(), x[rows], False)
+                dx_of(dlogits, weight[first:last], total, i == 0)
+            dweight_of(dlogits, x[rows], dweight[first:last], False)
         _round_into(dx, rows, total)
         del total
     return dx, dweight

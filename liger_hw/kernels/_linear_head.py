@@ -197,15 +197,17 @@ class HeadGradients:
         """Take in the gradient of the logits of x, the rows `start`.. of the sweep and `rows` (slice, indices) of all."""
         if self.dx is not None:
             if isinstance(rows, slice):
-                torch.mm(dlogits, weight, out=self.dx[rows])
+                dx_of(dlogits, weight, self.dx[rows], True)
             else:
-                self.dx.index_copy_(0, rows, torch.mm(dlogits, weight))
+                part = x.new_empty(x.shape)
+                dx_of(dlogits, weight, part, True)
+                self.dx.index_copy_(0, rows, part)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
         if self.dweight is not None:
             if self._entries is not None:
                 self._entries.take(dlogits, x, start, _add_product)
-            _add_product(self.dweight, dlogits.t(), x, start == 0)
+            dweight_of(dlogits, x, self.dweight, start == 0)
 
     def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """After the last chunk; the logits' buffer may be overwritten."""
@@ -248,15 +250,44 @@ def sweep(
     for start, stop in chunks.bounds:
         rows = slice(start, stop) if order is None else order[start:stop]
         part, logits, logits2 = x[rows], buffer[: stop - start], None
-        torch.mm(part, weight.t(), out=logits)
+        logits_of(part, weight, logits)
         if other is not None:
             logits2 = other[: stop - start]
-            torch.mm(x2[rows], weight2.t(), out=logits2)
+            logits_of(x2[rows], weight2, logits2)
         yield start, logits, logits2
         if grads is not None:
             grads.add(logits, part, weight, rows, start)
     if grads is not None:
         grads.finish(x, order, buffer)
+
+
+def whole_words(vocab: int, itemsize: int) -> list[slice]:
+    """What of a vocabulary is multiplied at a time: all of it, or the few words after a multiple of 16 bytes and then the
+    rest. cuBLAS' fast kernels take whole 16 bytes only, however the rows are aligned: H200, 8192 x 4096 x 50257 bf16,
+    forward and backward took 67.2 ms at once and take 13.7 so (the three products of 50257 words 77.9, of 50256 12.7);
+    a multiple of 128 words is no better: 15.7 (heads-odd-h200.json)."""
+    whole = vocab - vocab % (16 // itemsize)
+    return [slice(0, vocab)] if whole in (0, vocab) else [slice(whole, vocab), slice(0, whole)]
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+    """logits [n, vocab] = x @ weight^T"""
+    for words in whole_words(logits.shape[1], logits.itemsize):
+        torch.mm(x, weight[words].t(), out=logits[:, words])
+
+
+def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
+    """dx = dlogits @ weight, or dx += it where not first. The few words come first: what they sum to is rounded once more,
+    and is small but for rows whose target is one of them; the sum of the others never is."""
+    for words in whole_words(dlogits.shape[1], dlogits.itemsize):
+        _add_product(dx, dlogits[:, words], weight[words], first)
+        first = False
+
+
+def dweight_of(dlogits: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, first: bool) -> None:
+    """dweight = dlogits^T @ x, or dweight += it where not first."""
+    for words in whole_words(dlogits.shape[1], dlogits.itemsize):
+        _add_product(dweight[words], dlogits[:, words].t(), x, first)
 
 
 _wide_output: dict[str, bool] = {}

@@ -216,7 +216,7 @@ def test_a_backward_that_failed_is_not_run_again(lane, narrow, generator, monkey
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_kept_logits, "_add_product", fails)
+        broken.setattr(_kept_logits, "dweight_of", fails)
         with pytest.raises(torch.OutOfMemoryError):
             torch.autograd.grad(nll, (x, weight))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
