@@ -41,6 +41,7 @@ def test_launches(arch):
         assert launches("modulated_rms_norm", 43, 129, 1152) == ["fwd", "bwd", "bwd_all_sums"]
     assert launches("modulated_rms_norm", 600, 6000, 1152) == ["fwd", "bwd", "bwd_sums", "dw"]
     assert launches("dyt", 1, 512) == ["fwd", "bwd"] and launches("dyt", 16, 4096) == ["fwd", "bwd", "dw"]
+    assert launches("dyt", 7, 4097) == ["fwd", "bwd", "dw"]
 
 
 @pytest.mark.cpu
@@ -62,6 +63,8 @@ def test_threads(arch):
     assert tiles("softmax", few, 777) == [(1, 128), (1, 128)]
     assert tiles("softmax", 16, 4096) == [(1, 256), (1, 256)]
     assert tiles("softmax", 64 * few, 777)[0][0] == 2
+    if arch == "sm90":
+        assert tiles("dyt", 128, 14336) == [(1, 128), (128, 256)] and tiles("dyt", 512, 2048)[0] == (4, 32)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in FEW for sizes in FEW[name]])
