@@ -99,6 +99,11 @@ class Work:
             for inputs, output in zip(self.sets, outputs):
                 self.gradients(inputs, output)
 
+    @property
+    def bytes(self) -> int:
+        """What all sets' arguments hold; the gradients that flow in differ from arm to arm."""
+        return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.given)
+
     def learn_overwrites(self) -> None:
         """Find which tensors a call overwrites, so that `restore` can put them back. Runs the call on every set."""
         with torch.no_grad():
@@ -127,15 +132,18 @@ class Work:
         self.restore()
 
     def restore(self) -> None:
-        for pairs in self.saved:
-            for tensor, kept in pairs:
-                tensor.copy_(kept)
+        """Write back what a call overwrote. In few launches: one a tensor keeps the host longer than tiny calls keep the
+        device, which then waits for the next replay's launch inside its time."""
+        pairs = [pair for pairs in self.saved for pair in pairs]
+        with torch.no_grad():
+            if pairs:
+                torch._foreach_copy_([tensor for tensor, _ in pairs], [kept for _, kept in pairs])
 
 
 def sample_sets(make: Callable[[int], Inputs], l2: int, most: int = 32) -> list[Inputs]:
     """As many input sets as keep a sweep out of L2: 4 times its size, one set when a single one is 16 times that.
 
-    `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use.
+    `make(seed)` draws one. At most `most`, so tiny inputs do stay in L2, as they would in use (`Replay` says when).
     """
     first = make(0)
     if first.bytes >= 16 * l2:

@@ -211,10 +211,11 @@ class Meter:
     def runner(self, work: Work, floor_ms: float) -> Replay | Calls:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
-        The graph is made long enough (about 2 ms at the floor) that its own launch does not count.
+        The graph is made long enough (about 2 ms at the floor) that its own launch does not count. Sets of more than half
+        as many as there can be make one sweep, whoever overwrites them: a second would find in L2 what the first one left.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
-        rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 64 // len(work.sets), 2.0 / sweep_ms)))
+        rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 32 // len(work.sets), 2.0 / sweep_ms)))
         try:
             return self.capture(work, rounds)
         except NotCapturable as error:
@@ -224,13 +225,21 @@ class Meter:
 
     def busy(self) -> None:
         """Give the device about a millisecond to do, so that the host is ahead when timing starts; flushes L2 too."""
+        for _ in range(8):
+            self._fill(1 << 62)
+
+    def flush(self) -> None:
+        """Leave nothing in L2 of what was there: four times as much is read and written."""
+        self._fill(2 * self.l2)
+
+    def _fill(self, most: int) -> None:
         if self.module is None:
             return
         if self._filler is None:
             size = max(4 * self.l2, 256 * MIB)
             self._filler = tuple(torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        for _ in range(8):
-            self._filler[0].copy_(self._filler[1])
+        target, source = self._filler
+        target[:most].copy_(source[:most])
 
     def event(self) -> Any:
         return self.module.Event(enable_timing=True)

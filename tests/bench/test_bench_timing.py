@@ -113,6 +113,28 @@ def test_overwritten_inputs_and_gradients_are_put_back(meter):
     assert meter.runner(work, floor_ms=1e-3).rounds == 1  # a second sweep would read what the first one wrote
 
 
+@pytest.mark.parametrize("function", [lambda x: 2 * x, Overwriting.apply])
+@pytest.mark.parametrize("fits", [True, False])
+def test_every_arm_finds_the_same_in_l2(meter, function, fits, monkeypatch):
+    """Sets that fit are left where they are; else L2 is flushed after inputs were put back, before every replay."""
+    work = ready(function, [inputs(i) for i in range(4)])
+    assert work.bytes == 4 * 8 * 4
+    meter.l2 = 8 * work.bytes - (not fits)
+    runner, order = meter.runner(work, floor_ms=0.1), []
+    fill, restore = meter._fill, work.restore
+    monkeypatch.setattr(meter, "busy", lambda: None)
+    monkeypatch.setattr(meter, "_fill", lambda most: (order.append(most), fill(most)))
+    monkeypatch.setattr(work, "restore", lambda: (order.append("restore"), restore()))
+    monkeypatch.setattr(runner.graph, "replay", lambda: order.append("replay"))
+    runner.burst(2)
+    assert order == ["restore", *([] if fits else [2 * meter.l2]), "replay"] * 2
+
+
+def test_tiny_sets_make_one_sweep_whoever_overwrites_them(meter):
+    sets = [inputs(i) for i in range(32)]
+    assert [meter.runner(ready(f, sets), floor_ms=1e-3).rounds for f in (lambda x: 2 * x, Overwriting.apply)] == [1, 1]
+
+
 def test_gradients_that_flow_in_are_the_same_for_every_arm():
     one, other = inputs(), inputs()
     a = one.gradient_for(0, torch.empty(4, 8, dtype=torch.bfloat16))
