@@ -52,7 +52,6 @@ from ._rms_backward import (
     dot_heuristic,
     dot_safe,
     dot_space,
-    few_at_most,
     few_rows,
     safe,
     tiles_rows,
@@ -140,10 +139,13 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """layer_norm's, but of few rows with 8 elements a thread: on the H200 8 x 16 x 4096 takes 1.96 us by 16 warps and 2.68 by
-    4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4 (2026-11-22)."""
+    4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4; a single row of 12289, in column tiles, 7.57 by 2048 and 8.12 by 4096
+    (2026-11-22)."""
     config = narrow_bwd_heuristic(target, key, _BWD_STREAMS)
     if 1 << key[1] > target.multiprocessors:
         return config
+    if not key[1] and config.blocks["BLOCK_SIZE"] < key[0]:
+        config = replace(config, blocks={"BLOCK_SIZE": 2048, "ROWS": 1})
     return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
 
 
@@ -232,7 +234,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     chunks = max(1, min(_chunks(plan.programs // col_tiles, groups), n_tiles))
     has_shift = shift is not None and not per_row
     once = whole and chunks == n_tiles
-    columns = columns_at_once(n_mods, n_rows, few_at_most(plan.target)) if once and needs_params else (0, 0, 0)
+    columns = columns_at_once(plan.target, n_mods, n_rows, n_cols) if once and needs_params else (0, 0, 0)
     few = columns[2] > 0
     partial = None
     if needs_params and not (w is None and (few or per_row)):

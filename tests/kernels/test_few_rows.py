@@ -39,6 +39,8 @@ def test_launches(arch):
     if arch == "sm90":  # another device may have more programs, whose sums do not fit one tile
         assert launches("modulated_rms_norm", 10, 1000, 1152) == ["fwd", "bwd", "bwd_all_sums"]
         assert launches("modulated_rms_norm", 43, 129, 1152) == ["fwd", "bwd", "bwd_all_sums"]
+        assert launches("modulated_rms_norm", 32, 128, 4096) == ["fwd", "bwd", "bwd_all_sums"]
+        assert launches("modulated_rms_norm", 32, 32, 8192) == ["fwd", "bwd"]
     assert launches("modulated_rms_norm", 600, 6000, 1152) == ["fwd", "bwd", "bwd_sums", "dw"]
     assert launches("dyt", 1, 512) == ["fwd", "bwd"] and launches("dyt", 16, 4096) == ["fwd", "bwd", "dw"]
     assert launches("dyt", 7, 4097) == ["fwd", "bwd", "dw"]
