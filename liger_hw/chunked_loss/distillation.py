@@ -17,7 +17,7 @@ import torch
 from ..kernels._cross_entropy_reference import absent
 from ..kernels._distill_reference import Distillation, distill_reference, distill_slopes
 from ..kernels._distill_rows import DistillRows, distill_rows
-from ..kernels._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
+from ..kernels._linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
 from ..kernels._log_prob_rows import vocab_key
 from ..kernels._op import (
     Function,
@@ -85,6 +85,8 @@ def _run(
     rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
     hidden, vocab, size = x.shape[1], weight.shape[0], x.dtype.itemsize
     chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, buffers=2)
+    if wanted[1] and teacher.dtype == weight.dtype:
+        chunks = lending(chunks, hidden, vocab)
     grads = HeadGradients(x, weight, wanted, chunks, target if hard_weight else None, rows.plain) if gradients else None
     for start, logits, other in sweep(chunks, x, weight, grads, second=(teacher, teacher_weight)):
         rows.step(logits, other, start, gradients)

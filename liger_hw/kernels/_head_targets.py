@@ -11,8 +11,8 @@ exact, so the one GEMM of all rows rounds once, and every chunk more is an error
   of the target's entries, and either alone, rounded, has an error as large as itself over their difference.
 
 Ratios of the error to one GEMM's: benchmarks/rounding.py. Nothing waits for the device; no order depends on timing. The
-sums of frequent targets take n_rows / FREQUENT x hidden fp32, 8 MiB at 8192 x 4096, and their columns of a chunk as much
-of its memory as n_rows / FREQUENT words more: `plan_chunks` counts both.
+sums of frequent targets, `most_frequent` of them, take so many x hidden fp32, 8 MiB at 8192 x 4096, and their columns of a
+chunk as much of its memory as so many words more: `plan_chunks` counts both.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ TAKE = Tunable(
 )
 
 
+def most_frequent(n_rows: int, vocab: int) -> int:
+    """How many words can be FREQUENT times among the targets."""
+    return min(n_rows // FREQUENT, vocab)
+
+
 class TargetEntries:
     """The targets' share of a weight gradient [vocab, hidden] that `add_product` sums: take every chunk, then restore.
 
@@ -91,7 +96,7 @@ class TargetEntries:
         self.plain = plain
         self.places, self.order = sort_indices(targets, vocab, plain)
         self.taken = torch.empty(n_rows, dtype=torch.float32, device=device)
-        slots = n_rows // FREQUENT
+        slots = most_frequent(n_rows, vocab)
         self.frequent = self.sums = None
         self.rare = targets.contiguous()
         if slots:

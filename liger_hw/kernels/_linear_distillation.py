@@ -20,7 +20,7 @@ from ._cross_entropy_stats import launch_sum
 from ._distill_reference import Distillation, distill_reference, distill_slopes
 from ._distill_rows import DistillRows, distill_rows
 from ._divergence_rows import check_labels, label_share
-from ._linear_head import HeadGradients, head_gradients, plan_chunks, sweep
+from ._linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
 from ._log_prob_rows import vocab_key
 from ._op import Function, autocast_dtype, check, check_floats, check_tensors, define, first_order
 
@@ -56,6 +56,8 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
         chunks = plan_chunks(
             n_rows, hidden, vocab, size, gradients=gradients, wide=wide, buffers=heads, generous=generous
         )
+        if heads == 2 and wanted[1] and teacher.dtype == weight.dtype:
+            chunks = lending(chunks, hidden, vocab)
         share = label_share(labels, n_rows, per_row, options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         grads = HeadGradients(x, weight, (*wanted, False), chunks) if gradients else None

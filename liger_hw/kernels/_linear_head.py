@@ -18,10 +18,13 @@ by the row kernel, in fp32; its gradient is the column sum of dlogits. Losses wi
 (`Chunks.of`); `order` sweeps rows in another order, or some of them only: row i of the sweep is then row order[i] of x.
 
 How many rows a chunk has. LIGER_HW_LOSS_MEMORY_MIB set: as many as fit beside the gradients. Unset: as many as fit 1 GiB
-beside the weight's gradient, or 2/5 of that gradient's memory where this is more, LARGEST at most, half as much again as
-SMALLEST at least (one head). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient.
+beside the weight's gradient, or 2/5 of that gradient's memory where this is more, half as much again as SMALLEST at least
+(one head), at most LARGEST or rows whose logits take as much as the gradient of x (H200, 32768 x 4096 x 1000: one chunk
+1.16 ms, eight 2.67). Never below SMALLEST, twice that where every chunk reads and writes an fp32 weight gradient.
 Divergences (`generous`), whose peers keep more: GENEROUS at most, and as much as the weight's gradient takes instead of
-those 2/5 where there is one head. Heights are multiples of STEP that the products like (`divide`).
+those 2/5 where there is one head. A distillation's first chunk has its teacher's logits in the memory of the weight's gradient
+(`lending`: H200, linear JSD 4096 x 4096 x 131072, 29.2 -> 28.4 ms in the same memory). Heights are multiples of STEP that
+the products like (`divide`).
 
 Precision. A weight gradient in 16 bits is rounded once a chunk; the promise is an error within 1.5 times that of one
 GEMM over all rows. Simulated (benchmarks/rounding.py; ratios at 4, 6 and 8 chunks), a running sum alone breaks it for
@@ -41,7 +44,7 @@ from typing import Iterator, NamedTuple, Sequence
 import torch
 
 from .. import env
-from ._head_targets import FREQUENT, TargetEntries
+from ._head_targets import TargetEntries, most_frequent
 from ._op import cdiv
 
 SMALLEST = 1024
@@ -56,10 +59,12 @@ _SLICE = 4096
 
 
 class Chunks(NamedTuple):
-    """bounds: (start, stop) of each chunk; wide: whether the weight gradient is summed in an fp32 buffer."""
+    """bounds: (start, stop) of each chunk; wide: whether the weight gradient is summed in an fp32 buffer; lent: whether the
+    second head's logits of the first chunk are in the memory of the weight's gradient."""
 
     bounds: tuple[tuple[int, int], ...]
     wide: bool
+    lent: bool = False
 
     @property
     def rows(self) -> int:
@@ -94,14 +99,14 @@ def plan_chunks(
     weight = vocab * hidden * (4 if wide else itemsize) if gradients else 0
     sums = 0
     if apart and gradients and itemsize == 2 and not wide:  # what _head_targets.py takes for the frequent ones
-        row += n_rows // FREQUENT * itemsize
-        sums = n_rows // FREQUENT * hidden * 4
+        row += most_frequent(n_rows, vocab) * itemsize
+        sums = most_frequent(n_rows, vocab) * hidden * 4
     smallest = 2 * SMALLEST if wide else SMALLEST
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     if budget is None:
         beside = weight if generous and buffers == 1 else 2 * weight // 5
         room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else beside)
-        most = scale * max(smallest, GENEROUS if generous else LARGEST)
+        most = scale * max(smallest, GENEROUS if generous else LARGEST, n_rows * hidden // vocab)
         rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), most)
     else:
         rows = ((scale * budget << 20) - weight - sums - (n_rows * hidden * itemsize if gradients else 0)) // row
@@ -109,6 +114,18 @@ def plan_chunks(
     if not gradients or itemsize != 2 or wide:
         most = n_rows
     return at_most(most, n_rows, max(smallest, rows), row, vocab * hidden, wide)
+
+
+def lending(chunks: Chunks, hidden: int, vocab: int) -> Chunks:
+    """Chunks of two heads in the same memory, or less: the first is twice as tall, its second logits lie where the weight's
+    gradient, of the logits' dtype, will be written after it."""
+    n_rows = chunks.bounds[-1][1] if chunks.bounds else 0
+    first = min(n_rows, 2 * chunks.rows, vocab * hidden // (cdiv(vocab, 16) * 16))
+    first = first if first == n_rows else first // STEP * STEP
+    if not n_rows or chunks.wide or first < chunks.rows:
+        return chunks
+    rest = divide(n_rows - first, chunks.rows) if first < n_rows else ()
+    return Chunks(((0, first), *((first + start, first + stop) for start, stop in rest)), False, True)
 
 
 def at_most(most: int, n_rows: int, rows: int, row: int, weight: int, wide: bool = False) -> Chunks:
@@ -153,7 +170,13 @@ def divide(n_rows: int, rows: int) -> tuple[tuple[int, int], ...]:
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
     """[rows, vocab], each row starting at a multiple of 16 elements: an odd vocabulary loads as wide as an even one."""
-    buffer = torch.empty((rows, cdiv(vocab, 16) * 16), dtype=like.dtype, device=like.device)
+    return logits_in(torch.empty(rows * cdiv(vocab, 16) * 16, dtype=like.dtype, device=like.device), rows, vocab)
+
+
+def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
+    """The same at the beginning of memory that is there already."""
+    stride = cdiv(vocab, 16) * 16
+    buffer = memory.view(-1)[: rows * stride].view(rows, stride)
     if vocab % 16:
         buffer[:, vocab:] = 0.0  # read, never used
     return buffer[:, :vocab]
@@ -242,16 +265,21 @@ def sweep(
     (the padding is ours: `owned`). When the body is done with a chunk, what it left there goes into `grads`.
     """
     x, weight = x.detach(), weight.detach()
-    buffer = logits_buffer(chunks.rows, weight.shape[0], x)
-    other = None
+    later = max((stop - start for start, stop in chunks.bounds[1:]), default=0) if chunks.lent else 0
+    buffer, other = logits_buffer(max(chunks.rows, 2 * later), weight.shape[0], x), None
     if second is not None:
         x2, weight2 = second[0].detach(), second[1].detach()
-        other = logits_buffer(chunks.rows, weight2.shape[0], x2)
+        if chunks.lent:
+            other = logits_in(grads.dweight, chunks.bounds[0][1], weight2.shape[0])
+        else:
+            other = logits_buffer(chunks.rows, weight2.shape[0], x2)
     for start, stop in chunks.bounds:
         rows = slice(start, stop) if order is None else order[start:stop]
         part, logits, logits2 = x[rows], buffer[: stop - start], None
         logits_of(part, weight, logits)
         if other is not None:
+            if chunks.lent and start:
+                other = buffer[later:]
             logits2 = other[: stop - start]
             logits_of(x2[rows], weight2, logits2)
         yield start, logits, logits2

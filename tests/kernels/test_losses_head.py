@@ -14,6 +14,7 @@ from liger_hw.kernels._linear_head import (
     divide,
     dx_of,
     head_gradients,
+    lending,
     plan_chunks,
     sweep,
     whole_words,
@@ -96,6 +97,7 @@ MIB = 1 << 20
     [
         (8192, 131072, {"apart": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
         (8192, 32768, {"apart": True}, (4096, 4096), 576),  # Liger 384; four chunks, with entries apart, 458, and 4% slower
+        (32768, 1000, {"apart": True}, (32768,), 328),  # logits of fewer words than `hidden` are less than the states' gradient
         (8192, 131072, {"scale": 2, "buffers": 2}, (2048,) * 4, 2150),
         (4096, 131072, {"buffers": 2, "generous": True}, (1024,) * 4, 1638),
         (8192, 32768, {"buffers": 2, "generous": True}, (4096,) * 2, 832),
@@ -110,6 +112,31 @@ def test_memory_of_the_heads_we_compare(n_rows, vocab, options, heights, most):
     assert tuple(b - a for a, b in chunks.bounds) == heights
     logits = chunks.rows * vocab * 2 * options.get("buffers", 1)
     assert (n_rows + vocab) * 4096 * 2 + logits <= most * MIB
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "n_rows, hidden, vocab, heights",
+    [
+        (4096, 4096, 131072, (2048, 1024, 1024)),
+        (1000, 4096, 131072, (1000,)),
+        (2048, 4096, 131072, (2048,)),
+        (8192, 4096, 131072, (4096, 2048, 2048)),
+        (4096, 2304, 256000, (2048, 1024, 1024)),
+        (4096, 768, 50257, (4096,)),  # nothing lent: chunks of more rows than the gradient's memory has
+    ],
+)
+def test_a_second_head_borrows_the_gradients_memory(n_rows, hidden, vocab, heights):
+    """No more memory, and no more chunks, than with a buffer for each head."""
+    before = plan_chunks(n_rows, hidden, vocab, 2, buffers=2, generous=True)
+    chunks = lending(before, hidden, vocab)
+    found = [b - a for a, b in chunks.bounds]
+    assert tuple(found) == heights and [a for a, _ in chunks.bounds[1:]] == [b for _, b in chunks.bounds[:-1]]
+    assert len(found) <= len(before.bounds)
+    if chunks.lent:
+        assert found[0] * vocab <= hidden * vocab and max(found[0], 2 * max(found[1:], default=0)) <= 2 * before.rows
+    else:
+        assert chunks is before
 
 
 @pytest.mark.cpu
@@ -151,6 +178,25 @@ def test_a_second_head_halves_the_rows(monkeypatch):
     monkeypatch.setattr(_linear_head, "LARGEST", 1 << 20)
     one, two = (plan_chunks(1 << 16, 512, 8192, 4, gradients=False, buffers=n) for n in (1, 2))
     assert two.rows == one.rows / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab", [37, 48])
+def test_second_logits_where_the_gradient_will_be(lane, generator, monkeypatch, vocab, dtype):
+    """The gradients of a slope of both heads' logits, of chunks 32, 16 and 12 rows tall, against fp64."""
+    monkeypatch.setattr(_linear_head, "STEP", 16)
+    n_rows, hidden = 60, 48
+    draw = lambda *shape: torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)  # noqa: E731
+    (x, x2), (weight, weight2) = (draw(2, n_rows, hidden), draw(2, vocab, hidden) / 8)
+    chunks = lending(Chunks.of([(0, 16), (16, 32), (32, 48), (48, 60)]), hidden, vocab)
+    assert chunks.lent and chunks.bounds == ((0, 32), (32, 48), (48, 60))
+    grads = HeadGradients(x, weight, (True, True, False), chunks)
+    for start, logits, other in sweep(chunks, x, weight, grads, second=(x2, weight2)):
+        assert (other.data_ptr() == grads.dweight.data_ptr()) == (start == 0)
+        logits.sub_(other)
+    slope = (x.double() @ weight.double().t()) - (x2.double() @ weight2.double().t())
+    for found, wanted in ((grads.dx, slope @ weight.double()), (grads.dweight, slope.t() @ x.double())):
+        assert (found.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
 
 
 # -- the targets' entries, kept apart --------------------------------------------------------------------------------
