@@ -292,15 +292,20 @@ def few_at_most(target: Target) -> int:
     return min(128, target.multiprocessors)
 
 
-def at_once(plan: Plan, n_rows: int, n_tiles: int, programs: int, sums: bool) -> tuple[int, int]:
+def at_once(plan: Plan, n_rows: int, n_cols: int, n_tiles: int, programs: int, sums: bool) -> tuple[int, int]:
     """(AT_ONCE, WIDTH) of a backward that holds whole rows; `sums`: whether it has to sum over them. With many rows a loop of
-    one turn costs nothing that counts."""
+    one turn costs nothing that counts.
+
+    1024 elements a program that sums, or up to 64 columns of wide rows, for two such programs a multiprocessor: 128 x 14336
+    takes rms_norm 9.69 us by 64, 10.9 by 32 and 12.8 by 16 (128 x 4096 3.00 by 32, 3.10 by 16; H200, 2026-11-22).
+    """
     if programs < n_tiles or n_rows > 4 * plan.target.multiprocessors:
         return 0, 0
     if not sums or n_rows == 1 or n_rows > few_at_most(plan.target):
         return 1, 0
     rows = next_power_of_2(n_rows)
-    return rows, max(16, 1024 // rows)
+    fair = next_power_of_2(n_cols // (2 * plan.target.multiprocessors))
+    return rows, max(16, 1024 // rows, min(64, fair))
 
 
 def few_rows_warps(target: Target, elements: int, per_thread: int) -> int:
@@ -308,6 +313,11 @@ def few_rows_warps(target: Target, elements: int, per_thread: int) -> int:
     thread would read more than `per_thread` of `elements`, fewer where not even 4. Loads of one thread are on their way
     together, whereas a sum over more warps takes longer."""
     return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
+
+
+def one_by_one(key: Key) -> bool:
+    """Whether a `grouped_key` is of a single row that is read an element a load, see `row_group`."""
+    return begin_anywhere(key) and not key[1]
 
 
 def row_warps(target: Target, few: bool, elements: int) -> int:
@@ -336,7 +346,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 
     Of few rows, whose gradients programs of about 1024 elements sum in the same launch, 16 x 4096 take 1.69 us by 4 warps,
     1.80 by 8 and 2.39 by 16 (layer_norm 2.01, 2.51 and 3.73), 1 x 512 1.12 by 4, 1.16 by 2 and 1.15 by 1 (2026-11-22).
-    Rows in two pieces, or that begin anywhere, have up to half as much again to hold: they are given 8 (not timed).
+    Rows in two pieces, or that begin anywhere, have up to half as much again to hold: they are given 8 (not timed). 1 x 12289,
+    read one by one in a tile of 16384, spill 77 registers by 16 warps: 5.53 us by 32, 5.77 so (fused_add 6.28 and 7.10).
     """
     block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
     rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
@@ -361,6 +372,8 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
     if 1 << key[1] <= target.multiprocessors:
         warps = few_rows_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
+    if one_by_one(key) and block == WIDEST_TILE:
+        warps = target.warps(tile, 16)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
 
 
@@ -382,8 +395,10 @@ def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
 
 
 def dot_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """By 16 warps; a single row's one program by 32: 1 x 1 x 12289 takes modulated_rms_norm 8.12 us backward, 8.47 by 16
+    (H200, 2026-11-22)."""
     block = min(key[0], 8192)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16) if key[1] else target.warps(block, 8))
 
 
 def dot_space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -462,7 +477,7 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
         plan_of_dot = bwd_dot.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_dot, _rms_norm_bwd_dot_kernel, (n_rows,), args)
     programs = programs_of(plan.programs // col_tiles, n_tiles, group)
-    few, width = at_once(plan, n_rows, n_tiles, programs, needs_dw) if whole else (0, 0)
+    few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, needs_dw) if whole else (0, 0)
     by_columns = -(-n_cols // width) if width else 0
     partial = partial_sums(x, 1 if by_columns else programs, n_cols, w.dtype) if needs_dw else None
     strides = (dy_stride, x_stride, ds_stride)

@@ -160,7 +160,7 @@ def _bwd(dy, x, w, b, stats, needs_params):
         plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
     programs = programs_of(plan.programs // col_tiles, n_tiles, group)
-    few, width = at_once(plan, n_rows, n_tiles, programs, parts > 0) if whole else (0, 0)
+    few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, parts > 0) if whole else (0, 0)
     by_columns = -(-n_cols // width) if width else 0
     partial = partial_sums(x, 1 if by_columns else programs, parts * n_cols, dtype) if parts else None
     args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)

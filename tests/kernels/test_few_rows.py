@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.autotune import compile as ahead
 from liger_hw.backends import known_target
+from liger_hw.kernels._rms_backward import at_once
 
 _ROWS = ((2, 37), (19, 131))
 FEW = {
@@ -61,12 +63,24 @@ def test_threads(arch):
         assert tiles(name, 1, 512) == [(1, 128), (1, 128)], name
         assert tiles(name, 16, 4096) == [(1, 256), (1, 128)], name
         assert tiles(name, 16, 5120) == [(1, 256), (1, 256)], name
+    for name in ("rms_norm", "fused_add_rms_norm"):
+        assert tiles(name, 1, 12289) == [(1, 1024), (1, 1024)], name
     few = 2 * target.multiprocessors + 1
     assert tiles("softmax", few, 777) == [(1, 128), (1, 128)]
     assert tiles("softmax", 16, 4096) == [(1, 256), (1, 256)]
     assert tiles("softmax", 64 * few, 777)[0][0] == 2
     if arch == "sm90":
         assert tiles("dyt", 128, 14336) == [(1, 128), (128, 256)] and tiles("dyt", 512, 2048)[0] == (4, 32)
+
+
+@pytest.mark.cpu
+def test_columns_summed_at_once():
+    """Programs that sum columns in the rows' own launch: 1024 elements each, wider where columns are many."""
+    plan = SimpleNamespace(target=known_target("sm90"))
+    for rows, columns, found in ((16, 4096, 64), (128, 4096, 16), (128, 8192, 32), (128, 14336, 64), (128, 65536, 64)):
+        assert at_once(plan, rows, columns, rows, rows, True) == (rows, found), (rows, columns)
+    assert at_once(plan, 1, 4096, 1, 1, True) == at_once(plan, 128, 4096, 128, 128, False) == (1, 0)
+    assert at_once(plan, 1000, 4096, 1000, 132, True) == (0, 0)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in FEW for sizes in FEW[name]])
