@@ -38,7 +38,8 @@ def _fwd(y, gate_multiplier, down_multiplier):
     (y, y_stride), n_cols = evenly_spaced(y), y.shape[-1] // 2
     c = y.new_empty((*y.shape[:-1], n_cols))
     size, strides = (c.numel(), n_cols), (y_stride, y_stride)
-    launch_elementwise(FWD, (y, y, c), strides, size, n_cols, gate_multiplier, down_multiplier)
+    plain = gate_multiplier == down_multiplier == 1.0
+    launch_elementwise(FWD, (y, None, c), strides, size, n_cols, gate_multiplier, down_multiplier, flags=(plain,))
     return c
 
 
@@ -57,7 +58,8 @@ def _bwd_in_place(dc, y, gate_multiplier, down_multiplier):
 def _launch_bwd(dc, y, y_stride, dy, gate_multiplier, down_multiplier):
     (dc, dc_stride), n_cols = evenly_spaced(dc), dc.shape[-1]
     size, strides = (dc.numel(), n_cols), (dc_stride, y_stride, y_stride, 2 * n_cols)
-    launch_elementwise(BWD, (dc, y, y, dy, dy), strides, size, n_cols, gate_multiplier, down_multiplier)
+    plain, numbers = gate_multiplier == down_multiplier == 1.0, (n_cols, gate_multiplier, down_multiplier)
+    launch_elementwise(BWD, (dc, y, None, dy, None), strides, size, *numbers, flags=(plain,))
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

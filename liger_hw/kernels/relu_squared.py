@@ -101,8 +101,8 @@ def _relu_squared_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The tiles of swiglu, but of two or three streams: 16 bytes a thread sooner.
 
-FWD = elementwise_tunable("relu_squared", "fwd", _relu_squared_fwd_kernel, _fwd_tile, few=1024, small=1024)
-BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel, _bwd_tile, few=1024, small=1024)
+FWD = elementwise_tunable("relu_squared", "fwd", _relu_squared_fwd_kernel, _fwd_tile, few=1024, small=1024, waves=2)
+BWD = elementwise_tunable("relu_squared", "bwd", _relu_squared_bwd_kernel, _bwd_tile, few=1024, small=1024, waves=2)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

@@ -46,15 +46,23 @@ def _swiglu_fwd_tile(
     mask,
     gate_multiplier,
     down_multiplier,
+    PLAIN: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    a_raw = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    gate = (a_raw.to(tl.float32) * gate_multiplier).to(a_raw.dtype).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(a_raw.dtype).to(tl.float32)
-    c = silu * b * down_multiplier
-    tl.store(c_ptrs, c.to(c_ptrs.dtype.element_ty), mask=mask)
+    """PLAIN: both multipliers are 1: there is one product, in the input's dtype, that rounds it once too. (On an H200, bf16,
+    forward and backward: 16 x 4096 takes 2.27 us instead of 2.35, 4096 x 1024 18.0 instead of 18.4, 2026-11-22.)"""
+    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    gate = a.to(tl.float32)
+    if not PLAIN:
+        gate = (gate * gate_multiplier).to(a.dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(a.dtype)
+    if PLAIN:
+        c = silu * b
+    else:
+        c = (silu.to(tl.float32) * b.to(tl.float32) * down_multiplier).to(a.dtype)
+    tl.store(c_ptrs, c, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -69,6 +77,7 @@ def _swiglu_fwd_kernel(
     b_offset,
     gate_multiplier,
     down_multiplier,
+    PLAIN: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -76,18 +85,22 @@ def _swiglu_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """b_offset: where b begins in its row; the fused layout passes one tensor as A and B."""
+    """B_ptr None: the fused layout, b lies b_offset behind a in its row. PLAIN: both multipliers are 1."""
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
-    b_ptrs = B_ptr + row * B_row_stride + b_offset + cols
+    b_ptrs = a_ptrs + b_offset if B_ptr is None else B_ptr + row * B_row_stride + cols
     c_ptrs = C_ptr + row * n_cols + cols
     if SPLIT:
         if whole:  # no mask: 16-byte accesses whatever n_cols divides by
-            _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+            _swiglu_fwd_tile(
+                a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT
+            )
         else:
-            _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+            _swiglu_fwd_tile(
+                a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT
+            )
     else:
-        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
 
 
 @triton.jit
@@ -100,20 +113,27 @@ def _swiglu_bwd_tile(
     mask,
     gate_multiplier,
     down_multiplier,
+    PLAIN: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    a_raw = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-    gate = (a_raw.to(tl.float32) * gate_multiplier).to(a_raw.dtype).to(tl.float32)
+    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    gate, d = a.to(tl.float32), dc.to(tl.float32)
+    if not PLAIN:
+        gate, d = (gate * gate_multiplier).to(a.dtype).to(tl.float32), d * down_multiplier
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    d = dc * down_multiplier
-    da = d * b * gate_multiplier * (sigmoid + silu * (1.0 - sigmoid))
-    db = d * silu.to(a_raw.dtype).to(tl.float32)
-    tl.store(da_ptrs, da.to(da_ptrs.dtype.element_ty), mask=mask)
-    tl.store(db_ptrs, db.to(db_ptrs.dtype.element_ty), mask=mask)
+    slope = sigmoid + silu * (1.0 - sigmoid)
+    if PLAIN:
+        da = d * b.to(tl.float32) * slope
+        db = dc * silu.to(a.dtype)
+    else:
+        da = d * b.to(tl.float32) * gate_multiplier * slope
+        db = (d * silu.to(a.dtype).to(tl.float32)).to(a.dtype)
+    tl.store(da_ptrs, da.to(a.dtype), mask=mask)
+    tl.store(db_ptrs, db, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -132,6 +152,7 @@ def _swiglu_bwd_kernel(
     b_offset,
     gate_multiplier,
     down_multiplier,
+    PLAIN: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -139,26 +160,28 @@ def _swiglu_bwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """b_offset: where b and its gradient begin in their rows, as in the forward."""
+    """B_ptr and DB_ptr None: as in the forward."""
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols
-    b = B_ptr + row * B_row_stride + b_offset + cols
+    b = a + b_offset if B_ptr is None else B_ptr + row * B_row_stride + cols
     da = DA_ptr + row * D_row_stride + cols
-    db = DB_ptr + row * D_row_stride + b_offset + cols
+    db = da + b_offset if DB_ptr is None else DB_ptr + row * D_row_stride + cols
     if SPLIT:
         if whole:
-            _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+            _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
         else:
-            _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+            _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
     else:
-        _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, LOAD_CACHE, LOAD_EVICT)
+        _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-FWD = elementwise_tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile)
-BWD = elementwise_tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile)
+_FEW = 32768
+"""Elements a multiprocessor: 4096 x 1024 takes 17.6 us, forward and backward, on the H200; 18.0 beyond (2026-11-22)."""
+FWD = elementwise_tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile, few=_FEW)
+BWD = elementwise_tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile, few=_FEW)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +190,8 @@ def _fwd(a, b, gate_multiplier, down_multiplier):
     (a, a_stride), (b, b_stride), n_cols = evenly_spaced(a), evenly_spaced(b), a.shape[-1]
     c = empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (a_stride, b_stride)
-    launch_elementwise(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier)
+    plain = gate_multiplier == down_multiplier == 1.0
+    launch_elementwise(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
     return c
 
 
@@ -180,7 +204,8 @@ def _bwd(dc, a, b, gate_multiplier, down_multiplier):
     )
     da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
-    launch_elementwise(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier)
+    plain = gate_multiplier == down_multiplier == 1.0
+    launch_elementwise(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
     return da, db
 
 
@@ -188,7 +213,8 @@ def _bwd_in_place(dc, a, b, gate_multiplier, down_multiplier):
     """As `_bwd`, over a and b, which are contiguous."""
     (dc, dc_stride), n_cols = evenly_spaced(dc), a.shape[-1]
     size, strides = (a.numel(), n_cols), (dc_stride, n_cols, n_cols, n_cols)
-    launch_elementwise(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier)
+    plain = gate_multiplier == down_multiplier == 1.0
+    launch_elementwise(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
