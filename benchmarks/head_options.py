@@ -3,7 +3,7 @@
     python benchmarks/head_options.py --out head-options-h200.json [--tokens 8192] [--hidden 4096] [--vocab 131072]
 
 Forward and backward with the gradients of hidden states and weight, in eager, against the loss's three products on whole
-tensors (`floor`), all in turn, medians; peak is what a call allocates beyond its inputs, gradients included. Errors are
+tensors (`floor`), all in turn, each SETTLE_MS before a call counts, medians; peak is what a call allocates beyond its inputs, gradients included. Errors are
 norm-wise against fp64, with --exact (the first 1024 tokens, 4096 words). The variants with 60% of the rows ignored:
 every row computed, rows counted early in the step (`CountedRows`), and counted when asked (waits for the device).
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
+from head_sweep import Timed, settle_ms
 
 from liger_hw import env
+from liger_hw.bench.floors import floor_words
+from liger_hw.bench.timing import interleave
 from liger_hw.counted_rows import CountedRows
 from liger_hw.kernels.cross_entropy import liger_cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -69,7 +71,7 @@ class Head:
             return liger_fused_linear_cross_entropy(self.x, self.weight, self.target)
 
     def products(self, tokens: int, forward: bool = False) -> Callable[[], None]:
-        x, weight = self.x.detach()[:tokens], self.weight.detach()
+        x, weight = self.x.detach()[:tokens], self.weight.detach()[: floor_words(self.weight.shape[0])]
         logits = torch.empty(tokens, weight.shape[0], dtype=x.dtype, device=x.device)
         dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
@@ -80,19 +82,6 @@ class Head:
                 torch.mm(logits.t(), x, out=dweight)
 
         return run
-
-
-def milliseconds(call: Callable[[], Any], on_gpu: bool) -> float:
-    if not on_gpu:
-        began = time.perf_counter()
-        call()
-        return (time.perf_counter() - began) * 1e3
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop)
 
 
 def peak_mib(call: Callable[[], Any], head: Head) -> float:
@@ -111,14 +100,15 @@ def compare(arms: dict[str, tuple[Callable[[], Any], str]], head: Head, repeats:
     for call, _ in arms.values():
         call()
     peaks = {name: peak_mib(call, head) for name, (call, floor) in arms.items() if floor} if on_gpu else {}
-    samples: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(repeats):
-        for name, (call, _) in arms.items():
-            samples[name].append(milliseconds(call, on_gpu))
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+    device = head.x.device.type
+    runners = {name: Timed(call, device) for name, (call, _) in arms.items()}
+    times, failed = interleave(runners, repeats, settle_ms=settle_ms(device))
+    if failed:
+        raise RuntimeError(str(failed))
+    medians = {name: found.median for name, found in times.items()}
     rows = []
     for name, (_, floor) in arms.items():
-        row: dict[str, Any] = {"arm": name, "ms": medians[name], "samples": samples[name]}
+        row: dict[str, Any] = {"arm": name, "ms": medians[name], "repeats": list(times[name].repeats)}
         if floor:
             row |= {"floor": floor, "floor_ms": medians[floor], "share": medians[floor] / medians[name]}
             row["peak_mib"] = peaks.get(name)
@@ -168,7 +158,7 @@ def rows_alone(head: Head, repeats: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 8192), ("hidden", 4096), ("vocab", 131072), ("repeats", 7)):
+    for name, default in (("tokens", 8192), ("hidden", 4096), ("vocab", 131072), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--exact", action="store_true", help="errors against fp64 too")
     parser.add_argument("--device", default="cuda")

@@ -3,8 +3,9 @@
     python benchmarks/head_sweep.py --out head-sweep-h200.json [--part 0/4] [--seconds 100]
     python benchmarks/head_sweep.py --plot docs/head-sweep.png head-sweep-h200.json [...]
 
-Each point: our call and its three products on whole tensors (`torch.mm`, the floor), in turn; medians. Calls below SLOW
-are captured as CUDA graphs and replayed, others run as they are. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several processes with a GPU each;
+Each point: our call and its three products on whole tensors (`torch.mm`, the floor; of `floor_words` words where the
+vocabulary is odd), in turn, each SETTLE_MS before a call counts; medians. Calls below SLOW are captured as CUDA graphs
+and replayed, others run as they are. Sizes include odd ones. --part i/n takes every n-th vocabulary, for several processes with a GPU each;
 points that would begin after --seconds are left out and named. The last lines name the least share of the floor, and the
 largest fall of it from one token count to the next. Where there are no graphs (--device cpu) calls are timed as they are,
 to try the script.
@@ -15,19 +16,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
+from liger_hw.bench.floors import floor_words
+from liger_hw.bench.ops import SETTLE_MS
+from liger_hw.bench.timing import interleave
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
 VOCABULARIES = (262144, 151936, 131072, 128256, 128001, 50257, 32768, 32000, 4093, 1000)
-SLOW, LONG_ENOUGH = 20.0, 80.0
-"""ms: a call whose start from Python does not count; the samples of one point together"""
+SLOW, BURST = 20.0, 30.0
+"""ms: a call whose start from Python does not count; the calls that count after each SETTLE_MS, twice a point"""
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -43,29 +46,39 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def timer(call: Callable[[], Any], device: str) -> Callable[[], float]:
-    """A function that returns the milliseconds of one call; of a graph's replay where there are graphs."""
-    call()
-    if device == "cpu":
+class Timed:
+    """A call as `interleave` takes it: one after the other without a wait, on the CPU by the wall clock."""
 
-        def measured() -> float:
-            began = time.perf_counter()
-            call()
-            return (time.perf_counter() - began) * 1e3
+    def __init__(self, call: Callable[[], Any], device: str) -> None:
+        self.call, self.on_gpu = call, device != "cpu"
 
-        return measured
-
-    def between_events(run: Callable[[], Any]) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
+    def burst(self, times: int) -> list[float]:
+        marks: list[Any] = []
+        for i in range(times + 1):
+            if i:
+                self.call()
+            if self.on_gpu:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            else:
+                marks.append(time.perf_counter())
+        if not self.on_gpu:
+            return [(b - a) * 1e3 for a, b in zip(marks, marks[1:])]
         torch.cuda.synchronize()
-        return start.elapsed_time(stop)
+        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
 
-    torch.cuda.synchronize()
-    run = call if between_events(call) > SLOW else captured(call).replay
-    return lambda: between_events(run)
+    def cost_ms(self) -> float:
+        return self.burst(2)[-1]
+
+
+def timed(call: Callable[[], Any], device: str) -> Timed:
+    """Of a graph's replay where there are graphs and a call is short."""
+    eager = Timed(call, device)
+    return eager if device == "cpu" or eager.cost_ms() > SLOW else Timed(captured(call).replay, device)
+
+
+def settle_ms(device: str) -> float:
+    return SETTLE_MS if device != "cpu" else 0.0
 
 
 def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) -> dict[str, Any]:
@@ -80,7 +93,8 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
         liger_fused_linear_cross_entropy(x, weight, target).backward()
 
     plain, head = x.detach(), weight.detach()
-    logits = torch.empty(tokens, vocab, dtype=x.dtype, device=device)
+    head = head[: floor_words(vocab)]
+    logits = torch.empty(tokens, head.shape[0], dtype=x.dtype, device=device)
     dx, dweight = torch.empty_like(plain), torch.empty_like(head)
 
     def products() -> None:
@@ -88,21 +102,18 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
         torch.mm(logits, head, out=dx)
         torch.mm(logits.t(), plain, out=dweight)
 
-    arms = {"floor": timer(products, device), "ours": timer(ours, device)}
-    samples: dict[str, list[float]] = {name: [] for name in arms}
-    spent = 0.0
-    while len(samples["ours"]) < 15 and (len(samples["ours"]) < 3 or spent < LONG_ENOUGH):
-        for name, measured in arms.items():
-            samples[name].append(measured())
-            spent += samples[name][-1]
-    ms, floor = (statistics.median(samples[name]) for name in ("ours", "floor"))
+    arms = {"floor": timed(products, device), "ours": timed(ours, device)}
+    times, errors = interleave(arms, 2, burst_ms=BURST, settle_ms=settle_ms(device))
+    if errors:
+        raise RuntimeError(f"{tokens} x {vocab}: {errors}")
+    ms, floor = times["ours"].median, times["floor"].median
     return {
         "tokens": tokens,
         "vocab": vocab,
         "ms": ms,
         "floor_ms": floor,
         "share": floor / ms,
-        "samples": len(samples["ours"]),
+        "samples": times["ours"].samples,
     }
 
 

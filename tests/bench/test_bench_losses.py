@@ -13,7 +13,7 @@ import torch
 from fake_device import FakeDevice
 
 from liger_hw import registry
-from liger_hw.bench import chunked, ops, peers
+from liger_hw.bench import chunked, floors, ops, peers
 from liger_hw.bench.cases import LOSSES
 from liger_hw.bench.timing import Meter
 
@@ -165,3 +165,9 @@ def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
     points = json.loads(out.read_text())["points"]
     assert [(p["vocab"], p["tokens"]) for p in points] == [(50, 1), (50, 9), (77, 1), (77, 9)]
     assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
+
+
+def test_the_floor_of_an_odd_vocabulary_is_an_even_ones():
+    assert [floors.floor_words(vocab) for vocab in (7, 8, 50257, 128256)] == [7, 8, 50256, 128256]
+    odd, even = (floors.PRODUCTS["fused_linear_jsd"](2048, 4096, vocab) for vocab in (50257, 50256))
+    assert odd == even
