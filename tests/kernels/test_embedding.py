@@ -7,7 +7,7 @@ import torch
 from harness import verify
 
 from liger_hw.kernels._row_sums import FEW
-from liger_hw.kernels._stable_sort import CHUNK, sort_indices
+from liger_hw.kernels._stable_sort import CHUNK, LONE_CHUNK, sort_indices
 from liger_hw.kernels.embedding import LigerEmbedding, embedding_bwd, liger_embedding
 from liger_hw.registry import Sample, get_op
 
@@ -96,7 +96,9 @@ SORTED = {  # rows of the table, indices
     "a chunk and one more": (CHUNK + 1, torch.arange(CHUNK + 1).flip(0).tolist()),
     "one row over three chunks": (19, [4] * (2 * CHUNK + 5)),
     "rows in every chunk, some outside the table": (19, [(i * i) % 23 - 2 for i in range(3 * CHUNK - 7)]),
-    "full chunks": (19, [i % 7 for i in range(2 * CHUNK)]),
+    "the only chunk, full": (19, [i % 7 for i in range(LONE_CHUNK)]),
+    "a larger table than of one chunk": (2**31 // LONE_CHUNK - 2, [9, 2**31 // LONE_CHUNK - 3] * (CHUNK - 9)),
+    "full chunks": (19, [i % 7 for i in range(3 * CHUNK)]),
     "a table as large as words allow": (WORDS - 3, [WORDS, WORDS - 4, WORDS] * CHUNK),
     "a larger table": (WORDS - 2, [WORDS - 2, WORDS - 3, WORDS - 2] * CHUNK),
 }
