@@ -190,7 +190,9 @@ CHANNELS_FILL = _tunable("channels_fill", _channels_fill_kernel, 32768)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def convolves_channels_last(scores: torch.Tensor, n_filters: int, padding: list[int], groups: int, sparse: bool) -> bool:
+def convolves_channels_last(
+    scores: torch.Tensor, n_filters: int, padding: list[int], groups: int, sparse: bool
+) -> bool:
     """Whether the scores' softmax, and what is convolved after it, are to have their channels last."""
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
@@ -225,6 +227,6 @@ def softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def filled(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None) -> torch.Tensor:
-    """y, which becomes x up to the diagonal, plus `bias`, and zero after it; sums: fp32 [batch, queries, channels]."""
+    """y, which becomes x up to the diagonal, plus `bias`, and zero after it; sums: fp32 [batch * queries, channels]."""
     _over_queries(CHANNELS_FILL, (x, y), bias, sums)
     return y

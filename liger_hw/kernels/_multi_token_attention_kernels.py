@@ -109,11 +109,13 @@ def _causal_fill_kernel(
 ):
     """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: only what lies after it is written.
 
-    Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [n_rows]: what of a row lies there, summed in fp32. Or None.
+    Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [batch, n_queries, n_channels]: what of a row lies there, summed
+    in fp32. Or None.
     """
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
+    channel = (rows // n_queries) % n_channels
     if Bias_ptr is not None:
-        bias = tl.load(Bias_ptr + (rows // n_queries) % n_channels, mask=there, other=0.0).to(tl.float32)
+        bias = tl.load(Bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
     if Sums_ptr is not None:
         total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     for start in range(0, n_keys, BLOCK_SIZE):
@@ -133,4 +135,5 @@ def _causal_fill_kernel(
                 x = tl.where(seen, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
             tl.store(Y_ptr + places, x, mask=mask)
     if Sums_ptr is not None:
-        tl.store(Sums_ptr + rows, tl.sum(total, axis=1)[:, None], mask=there)
+        query = rows // n_queries // n_channels * n_queries + last
+        tl.store(Sums_ptr + query * n_channels + channel, tl.sum(total, axis=1)[:, None], mask=there)
