@@ -40,7 +40,7 @@ _WIDEST_TILE = 32768
 """Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
 
 
-def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+def heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
     Rows whose fp32 copies would spill go in tiles, on a grid so small that the second sweep finds some of them in L2.
@@ -79,7 +79,12 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     ]
 
 
-def row_tunables(op: str, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> tuple[Tunable, Tunable]:
+def row_tunables(
+    op: str,
+    fwd: tuple[Any, ...],
+    bwd: tuple[Any, ...],
+    heuristic: Callable[[Target, Key, int], LaunchConfig] = heuristic,
+) -> tuple[Tunable, Tunable]:
     """The `fwd` and `bwd` tunables of an op from the jit functions of each, the kernel first."""
 
     def tunable(variant: str, kernels: tuple[Any, ...], tensors: int) -> Tunable:
@@ -89,7 +94,7 @@ def row_tunables(op: str, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> tuple[T
             kernels=kernels,
             key=row_key,
             dims=DIMS,
-            heuristic=lambda target, key: _heuristic(target, key, tensors),
+            heuristic=lambda target, key: heuristic(target, key, tensors),
             safe=safe,
             space=lambda target, key: _space(target, key, tensors),
             valid=tiles_rows,
@@ -101,7 +106,9 @@ def row_tunables(op: str, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> tuple[T
 # -- operators -------------------------------------------------------------------------------------------------------
 
 
-def row_operators(fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any]) -> tuple:
+def row_operators(
+    fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any]
+) -> tuple:
     """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` computes the latter in torch."""
 
     def forward(x):
