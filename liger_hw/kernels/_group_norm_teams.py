@@ -2,13 +2,7 @@
 
 What no program holds is otherwise read twice, the second time from cache, which moves bytes no faster than memory does
 (H200: 63% of the copy rate). A team's programs hand one another the sums of their tiles and go on to its next group.
-
-They wait for one another, so all must be resident at once. The launch asks for just that (`launch_cooperative_grid`): the
-driver starts all programs together or refuses, and what was refused is set aside like any configuration that fails. Until
-there is room for all, none starts and none holds room: another kernel on the device, a collective's too, delays a team and
-is not waited for by it while it waits itself, so that neither can lock the other.
-Both sums of a tile travel in one 64-bit word, and words are zeroed before each launch: one relaxed atomic access finds both
-or neither, and no order between accesses matters. Every program adds the words up in the same order.
+How they wait is in `_teams.py`.
 """
 
 from __future__ import annotations
@@ -23,35 +17,8 @@ from ._group_norm_kernels import (
     _total,
 )
 from ._row_tiles import _after
+from ._teams import _hear, _tell
 from ._triton import tl, triton
-
-
-@triton.jit
-def _bits(value):
-    """A sum's 32 bits, behind 32 zeros; any NaN's are those of one NaN."""
-    bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
-    return bits.to(tl.int64) & 0xFFFFFFFF
-
-
-@triton.jit
-def _tell(word_ptr, first, second):
-    """Leave two sums for the team. No two sums invert to a word of zeros, which says that none are there yet."""
-    tl.atomic_xchg(word_ptr, ~((_bits(first) << 32) | _bits(second)), sem="relaxed")
-
-
-@triton.jit
-def _hear(words_ptr, splits, LANES: tl.constexpr):
-    """Wait for the sums of all programs of the team, and return both, [LANES]; zeros behind the last."""
-    lane = tl.arange(0, LANES)
-    words = tl.zeros([LANES], dtype=tl.int64)
-    missing = lane < splits
-    while tl.max(missing.to(tl.int32), axis=0) > 0:
-        found = tl.atomic_add(words_ptr + lane, tl.zeros([LANES], dtype=tl.int64), mask=missing, sem="relaxed")
-        words = tl.where(missing, found, words)
-        missing = missing & (words == 0)
-    first = (~words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    second = (~words).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(lane < splits, first, 0.0), tl.where(lane < splits, second, 0.0)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 With s = offset + w, m = dy * s and h = x * rstd:  dx = rstd * (m - h * mean(m * h)) (+ ds),  dw = sum over rows of dy * h.
 
 A persistent grid walks over row tiles with the next loads in flight; each program keeps its share of dw in registers and
-leaves one fp32 row, summed by `_reduce.column_sum`. Rows too wide to hold get mean(m * h) from a kernel of their own,
-and then work on column tiles. Where rows are few, a launch costs more than reading them twice: programs of the same launch
-sum dw, a few columns of all rows each, for which they need no row's mean.
+leaves one fp32 row, summed by `_reduce.column_sum`. Rows too wide to hold get mean(m * h) from `_rms_backward_dot.py`,
+and then work on column tiles; where a launch can be cooperative, teams take them (`_row_teams.py`). Where rows are few,
+a launch costs more than reading them twice: programs of the same launch sum dw, a few columns of all rows each, for which
+they need no row's mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from ..registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
+from ._rms_backward_dot import _rms_norm_bwd_dot_kernel, dot_heuristic, dot_safe, dot_space
 from ._row_groups import (
     GROUPS,
     _are_columns,
@@ -44,34 +46,8 @@ from ._row_pieces import (
     _wide,
     widest,
 )
+from ._row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, launch_teams, team_heuristic, team_misfit, teams_of
 from ._triton import tl, triton
-
-
-@triton.jit
-def _rms_norm_bwd_dot_kernel(
-    DY_ptr,
-    X_ptr,
-    W_ptr,
-    RSTD_ptr,
-    DOT_ptr,
-    DY_row_stride,
-    X_row_stride,
-    n_cols,
-    offset,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_SIZE)
-    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    for start in range(0, n_cols, BLOCK_SIZE):
-        mask = start + cols < n_cols
-        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        if W_ptr is not None:
-            m = m * (tl.load(W_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) + offset)
-        total += m * x
-    tl.store(DOT_ptr + row, tl.sum(total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
 
 
 @triton.jit
@@ -394,22 +370,6 @@ def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
     ]
 
 
-def dot_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """By 16 warps; a single row's one program by 32: 1 x 1 x 12289 takes modulated_rms_norm 8.12 us backward, 8.47 by 16
-    (H200, 2026-11-22)."""
-    block = min(key[0], 8192)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16) if key[1] else target.warps(block, 8))
-
-
-def dot_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
-
-
-def dot_safe(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32))
-
-
 def safe(target: Target, key: Key) -> LaunchConfig:
     block = min(key[0], 4096)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
@@ -430,13 +390,13 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
     bwd = Tunable(
         op,
         "bwd",
-        kernels=RMS_BACKWARD,
+        kernels=(*RMS_BACKWARD, *RMS_TEAMS),
         key=grouped_key,
         dims=DIMS,
-        heuristic=lambda target, key: bwd_heuristic(target, key, streams, grads=1),
+        heuristic=lambda target, key: team_heuristic(target, key, 1) or bwd_heuristic(target, key, streams, grads=1),
         safe=safe,
         space=lambda target, key: bwd_space(target, key, streams),
-        valid=tiles_rows_persistently,
+        valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
     )
     bwd_dot = Tunable(
         op,
@@ -465,8 +425,15 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
     if not n_rows:
         return dx, torch.zeros_like(w) if needs_dw else no_weight(x)
     dy_stride, ds_stride = rows_of(dy)[2], 0 if ds is None else rows_of(ds)[2]
+    strides = (dy_stride, x_stride, ds_stride)
     group = row_group(n_rows, n_cols, x, dy, ds)
     plan = bwd.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+    teams, splits = teams_of(plan, n_rows, n_cols)
+    if teams:
+        partial = partial_sums(x, teams, n_cols, w.dtype) if needs_dw else None
+        tensors, numbers = (dy, x, w, rstd, ds, dx, partial), (*strides, n_rows, n_cols)
+        launch_teams(plan, _rms_norm_team_bwd_kernel, teams, splits, tensors, numbers, (casting,), offset)
+        return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
     n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
@@ -480,7 +447,6 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
     few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, needs_dw) if whole else (0, 0)
     by_columns = -(-n_cols // width) if width else 0
     partial = partial_sums(x, 1 if by_columns else programs, n_cols, w.dtype) if needs_dw else None
-    strides = (dy_stride, x_stride, ds_stride)
     args = (dy, x, w, rstd, dot, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
     launch(plan, _rms_norm_bwd_kernel, (programs + by_columns, col_tiles), args, (casting, tail, group, few, width))
     return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)

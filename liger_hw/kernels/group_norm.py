@@ -40,17 +40,11 @@ from ._group_norm_kernels import (
     _tile_of_group,
     _total,
 )
-from ._group_norm_teams import (
-    _bits,
-    _group_norm_team_bwd_kernel,
-    _group_norm_team_fwd_kernel,
-    _hear,
-    _tell,
-    _values_of_tile,
-)
+from ._group_norm_teams import _group_norm_team_bwd_kernel, _group_norm_team_fwd_kernel, _values_of_tile
 from ._op import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._row_tiles import _after
+from ._teams import COOPERATIVE, TEAMS, no_team, team_words
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -80,8 +74,6 @@ def group_norm_reference(
 
 _DIMS = ("batch", "groups", "spatial", "num_channels")
 _TILE = 4096
-_COOPERATIVE = "launch_cooperative_grid"
-_LARGEST_TEAM = 256
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
@@ -124,7 +116,7 @@ def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
     blocks = _blocks(key, tile)
     ctas = max(1, 9 - tensors - blocks["CHANNELS"] // 3) if tile < _TILE else 8 - 2 * tensors
     registers = min(248, target.registers // (ctas * 4 * target.warp_size) // 8 * 8)
-    vendor = {_COOPERATIVE: True, "maxnreg": registers}
+    vendor = {COOPERATIVE: True, "maxnreg": registers}
     return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=vendor)
 
 
@@ -171,14 +163,9 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
 def _valid(config: LaunchConfig, key: Key) -> str | None:
     if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
         return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
-    if _COOPERATIVE in config.vendor:
-        if config.vendor[_COOPERATIVE] is not True:
-            return f"{_COOPERATIVE} must be true, got {config.vendor[_COOPERATIVE]!r}; without it nobody waits"
-        if registry.interpreting():
-            return "the interpreter runs one program after another: those that wait for one another would hang"
-        team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
-        if team > _LARGEST_TEAM:
-            return f"{team} programs would share a group, more than {_LARGEST_TEAM}"
+    team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
+    if reason := no_team(config, team):
+        return reason
     return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
 
@@ -199,7 +186,7 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
 
 _FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
 _BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
-_SHARED = (_tile_of_group, _lanes, _share_of, _bits, _tell, _hear, _after)
+_SHARED = (_tile_of_group, _lanes, _share_of, *TEAMS, _after)
 FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
 BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
@@ -233,7 +220,7 @@ def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
     c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
     n_tiles = c_tiles * s_tiles
     flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
-    if _COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
+    if COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
         return _Shares(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, flags, True)
     splits = min(plan.programs // n_rows, n_tiles)
     if splits < 2:
@@ -256,7 +243,7 @@ def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Share
     device = tensors[0].device
     if teams:
         lanes = next_power_of_2(splits)
-        words = torch.empty((numbers[0], lanes), dtype=torch.int64, device=device).zero_()
+        words = team_words(numbers[0], lanes, device)
         launch(plan, team_kernel, (programs,), (*tensors, words, *numbers, splits, *last), (*flags, even, lanes))
         return
     args = (*numbers, splits, share, parts, *last)

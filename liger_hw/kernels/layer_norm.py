@@ -54,6 +54,14 @@ from ._rms_backward import (
     tiles_rows_persistently,
 )
 from ._row_groups import begin_anywhere, group_pieces, grouped_key, programs_of, row_group, tiles_of
+from ._row_teams import (
+    LAYER_NORM_TEAMS,
+    _layer_norm_team_bwd_kernel,
+    launch_teams,
+    team_heuristic,
+    team_misfit,
+    teams_of,
+)
 from .rms_norm import forward_tunable, fwd_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -101,13 +109,13 @@ FWD = forward_tunable("layer_norm", *FWD_KERNELS, widest=32768, key=grouped_key,
 BWD = Tunable(
     "layer_norm",
     "bwd",
-    kernels=BWD_KERNELS,
+    kernels=(*BWD_KERNELS, *LAYER_NORM_TEAMS),
     key=grouped_key,
     dims=DIMS,
-    heuristic=narrow_bwd_heuristic,
+    heuristic=lambda target, key: team_heuristic(target, key, 2) or narrow_bwd_heuristic(target, key),
     safe=safe,
     space=narrow_bwd_space,
-    valid=tiles_rows_persistently,
+    valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
 )
 BWD_MEANS = Tunable(
     "layer_norm",
@@ -150,6 +158,12 @@ def _bwd(dy, x, w, b, stats, needs_params):
     dy_stride = rows_of(dy)[2]
     group = row_group(n_rows, n_cols, x, dy)
     plan = BWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+    teams, splits = teams_of(plan, n_rows, n_cols)
+    if teams:
+        partial = partial_sums(x, teams, parts * n_cols, dtype) if parts else None
+        tensors, numbers = (dy, x, w, stats, dx, partial), (dy_stride, x_stride, n_rows, n_cols)
+        launch_teams(plan, _layer_norm_team_bwd_kernel, teams, splits, tensors, numbers, (parts == 2,))
+        return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
     n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])

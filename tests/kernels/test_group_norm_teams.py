@@ -110,7 +110,7 @@ def test_where_programs_may_wait():
             assert not tunable.safe(target, key).vendor
             reason = tunable.illegal(target, key, _config(4096, 1))
             assert (reason is None) if target.vendor == "cuda" else f"is unknown to {target.vendor}" in reason
-    assert "512 programs would share a group" in group_norm.FWD.illegal(known_target("sm90"), key, _config(128, 1))
+    assert "512 programs would wait for one another" in group_norm.FWD.illegal(known_target("sm90"), key, _config(128, 1))
 
 
 @pytest.mark.cpu
