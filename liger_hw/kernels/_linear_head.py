@@ -289,13 +289,18 @@ def sweep(
         grads.finish(x, order, buffer)
 
 
+FEW_APART = 1024
+"""Words."""
+
+
 def whole_words(vocab: int, itemsize: int) -> list[slice]:
     """What of a vocabulary is multiplied at a time: all of it, or the few words after a multiple of 16 bytes and then the
     rest. cuBLAS' fast kernels take whole 16 bytes only, however the rows are aligned: H200, 8192 x 4096 x 50257 bf16,
     forward and backward took 67.2 ms at once and take 13.7 so (the three products of 50257 words 77.9, of 50256 12.7);
-    a multiple of 128 words is no better: 15.7 (heads-odd-h200.json)."""
+    a multiple of 128 words is no better: 15.7 (heads-odd-h200.json). Of a vocabulary below FEW_APART, at once: too many
+    rows would have their target among the few words (`dx_of`)."""
     whole = vocab - vocab % (16 // itemsize)
-    return [slice(0, vocab)] if whole in (0, vocab) else [slice(whole, vocab), slice(0, whole)]
+    return [slice(0, vocab)] if whole == vocab or vocab < FEW_APART else [slice(whole, vocab), slice(0, whole)]
 
 
 def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ def test_a_second_head_borrows_the_gradients_memory(n_rows, hidden, vocab, heigh
 @pytest.mark.cpu
 def test_few_words_are_multiplied_apart():
     assert whole_words(50257, 2) == [slice(50256, 50257), slice(0, 50256)] and whole_words(50256, 2) == [slice(0, 50256)]
-    assert whole_words(7, 2) == [slice(0, 7)] and whole_words(4099, 4) == [slice(4096, 4099), slice(0, 4096)]
+    assert whole_words(1023, 2) == [slice(0, 1023)] and whole_words(4099, 4) == [slice(4096, 4099), slice(0, 4096)]
 
 
 @pytest.mark.cpu
@@ -278,15 +278,17 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("vocab", [15, 2047, 50257])
+@pytest.mark.parametrize("vocab", [2047, 50257])
 def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab):
-    """bf16: the error of dx within 1.01 times that of one GEMM where the few words are few (1.5 where they are half of the
-    vocabulary, and for the rows whose targets are among them): the other order would be 1.2 to 1.6."""
+    """bf16: the error of dx within 1.01 times that of the large product alone, which the other order would make 1.2 to 1.6
+    times as large; for the rows whose target is among the few words within 1.5 times that of one rounding."""
     n_rows, hidden = 512, 64
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
     weight *= hidden**-0.5 / 2
     target = torch.randint(vocab, (n_rows,), generator=generator)
-    target[: n_rows // 8] = vocab - 1 - target[: n_rows // 8] % (vocab % 8)  # of the few words
+    few, rest = slice(0, n_rows // 8), slice(n_rows // 8, n_rows)
+    target[few] = vocab - 1 - target[few] % (vocab % 8)
+    target[rest] %= vocab - vocab % 8
     x, weight, target = (t.to(lane.device) for t in (x.bfloat16(), weight.bfloat16(), target))
     slopes = torch.softmax(x.float() @ weight.float().t(), -1)
     slopes[torch.arange(n_rows, device=lane.device), target] -= 1
@@ -294,12 +296,11 @@ def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab)
     exact = slopes.double() @ weight.double()
     dx = torch.empty_like(x)
     dx_of(slopes, weight, dx, True)
-    one = (slopes.float() @ weight.float()).bfloat16()
-    error = lambda found, rows: float((found.double() - exact)[rows].norm() / exact[rows].norm())  # noqa: E731
-    few = slice(0, n_rows // 8)
-    assert error(dx, few) <= 1.5 * error(one, few)
-    rest, most = slice(n_rows // 8, n_rows), 1.01 if vocab > 64 else 1.5
-    assert error(dx, rest) <= most * error(one, rest)
+    whole = whole_words(vocab, 2)[-1]
+    large = torch.mm(slopes[rest, whole], weight[whole])  # with what the device's own reduction adds to the rounding
+    alone = (large.double() - slopes[rest, whole].double() @ weight[whole].double()).norm()
+    assert (dx.double() - exact)[rest].norm() <= 1.01 * alone
+    assert (dx.double() - exact)[few].norm() <= 1.5 * (exact[few].bfloat16().double() - exact[few]).norm()
 
 
 @pytest.mark.parametrize("column", [3, 200])
