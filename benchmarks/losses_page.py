@@ -71,8 +71,13 @@ def sweep_text() -> str:
         ratio, a, b = min(steps, key=lambda step: step[0])
         text += f"; the largest fall from one count of tokens to the next {a['share']:.0%} to {b['share']:.0%}, from "
         text += f"{a['tokens']} to {b['tokens']} x {b['vocab']}"
-    left = ", ".join(f"{tokens} x {vocab}" for tokens, vocab in found["left_out"])
-    return text + "." + (f" Not reached in the time: {left}." if left else "")
+    if before := {p.get("commit") or p["from"] for p in points if "commit" in p or "from" in p}:
+        text += f"; {sum('commit' in p or 'from' in p for p in points)} of them from runs before ({', '.join(sorted(before))})"
+    left: dict[int, list[str]] = {}
+    for tokens, vocab in found["left_out"]:
+        left.setdefault(vocab, []).append(str(tokens))
+    missed = "; ".join(f"{vocab} words at {', '.join(tokens)}" for vocab, tokens in left.items())
+    return text + "." + (f" Not reached in the time: {missed} tokens." if left else "")
 
 
 def largest_table() -> str:
@@ -118,12 +123,13 @@ def first_call_table() -> str:
     if (found := published.found("first-call")) is None:
         return published.not_yet("first_call.py")
     runs = {(run["op"], run["arm"]): run for run in found["runs"]}
-    lines = ["| op | sizes | liger_hw: first, second call | Liger 0.8.5 |", "|---" * 4 + "|"]
+    lines = ["| op | sizes | liger_hw: import, first, second call | Liger 0.8.5 |", "|---" * 4 + "|"]
     for op in dict.fromkeys(run["op"] for run in found["runs"]):
         cells = []
         for arm in ("liger_hw", "liger"):
             run = runs.get((op, arm), {})
-            cells.append(f"{run['first_s']:.2f} s, {1e3 * run['second_s']:.1f} ms" if "first_s" in run else "-")
+            seconds = f"{run.get('build_s', 0):.2f} + {run.get('first_s', 0):.2f} s, {1e3 * run.get('second_s', 0):.1f} ms"
+            cells.append(seconds if "first_s" in run else "-")
         lines.append(
             f"| {op} | {next(run['sizes'] for run in found['runs'] if run['op'] == op)} | {' | '.join(cells)} |"
         )

@@ -11,7 +11,7 @@ from liger_hw.bench import report
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
-RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation")
+RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation", "before")
 FILES = (
     *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
     *(f"ops-{run}-h200.json" for run in RUNS),
