@@ -139,7 +139,7 @@ def limits_table() -> str:
             lines.append("| " + " | ".join([*first, *cells]) + " |")
             first = [""] * 4
         if "error" in one:
-            lines.append("| " + " | ".join([*first, one["error"][:80], *["-"] * 6]) + " |")
+            lines.append("| " + " | ".join([*first, f"not measured: {one['error'][:60]}", *["-"] * 6]) + " |")
     return "\n".join(lines)
 
 

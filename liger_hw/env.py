@@ -73,7 +73,7 @@ _TABLE = (
         _mebibytes,
         None,
         "memory of a fused linear loss, in MiB: gradients and a chunk of "
-        "logits (default: 1024, in chunks of at most 3072 rows, of divergences 8192; more is a little faster)",
+        "logits (default: 1024, in chunks of at most 4096 rows, of divergences 8192; more is a little faster)",
     ),
 )
 VARIABLES = {variable.name: variable for variable in _TABLE}

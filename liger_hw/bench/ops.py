@@ -302,7 +302,7 @@ def _row(
         "method": runner.method if runner else None,
         "calls_in_graph": runner.calls if runner else None,
         "input_sets": len(sets),
-        "l2_cold": footprint >= 2 * meter.l2,
+        "l2_cold": footprint >= 2 * meter.l2 or bool(runner and runner.flushes),
         "floor_ms": floor,
         "floor": kind,
         "share": floor / times.median if times and floor and times.median > 0 else None,

@@ -57,14 +57,14 @@ class Replay:
     def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
         self.meter, self.work, self.graph, self.rounds = meter, work, graph, rounds
         self.calls = rounds * len(work.sets)
-        self.fits_l2 = 8 * work.bytes <= meter.l2
+        self.flushes = 8 * work.bytes > meter.l2
 
     def burst(self, times: int) -> list[float]:
         return [ms / self.calls for ms in each(self.meter, times, self.graph.replay, self._before)]
 
     def _before(self) -> None:
         self.work.restore()
-        if not self.fits_l2:
+        if self.flushes:
             self.meter.flush()
 
     def cost_ms(self) -> float:
@@ -73,6 +73,8 @@ class Replay:
 
 class Calls:
     """Single calls, for what no graph can hold."""
+
+    flushes = False
 
     def __init__(self, meter: Meter, work: Work, why: str) -> None:
         self.meter, self.work, self.why = meter, work, why

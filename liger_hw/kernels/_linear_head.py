@@ -106,7 +106,8 @@ def plan_chunks(
     if budget is None:
         beside = weight if generous and buffers == 1 else 2 * weight // 5
         room = max((scale * DEFAULT_MIB << 20) - weight - sums, 0 if wide else beside)
-        most = scale * max(smallest, GENEROUS if generous else LARGEST, n_rows * hidden // vocab)
+        alike = n_rows * hidden // (vocab * scale * buffers) if gradients else 0  # logits no larger than the states' gradient
+        most = scale * max(smallest, GENEROUS if generous else LARGEST, alike)
         rows = min(max(room // row, 3 * SMALLEST // (2 * buffers)), most)
     else:
         rows = ((scale * budget << 20) - weight - sums - (n_rows * hidden * itemsize if gradients else 0)) // row

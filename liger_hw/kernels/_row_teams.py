@@ -163,9 +163,10 @@ def team_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
     have room for, whatever the dtypes.
 
     Backward on the H200, bf16, with what reads twice (2026-11-22): rms_norm takes 263 us instead of 333 at 2048 x 65536,
-    134 instead of 171 at 2048 x 32768, 41 instead of 50 at 1024 x 16384. Eight programs of 2048 columns by two warps are
-    within 3% of that; with the next row's loads ahead of the wait, for which registers leave three programs, or with a
-    row's sum heard before the next is told, it takes 280 and 303 us, not 258.
+    134 instead of 171 at 2048 x 32768, 41 instead of 50 at 1024 x 16384; other widths and fp32 were not timed. Plain volatile
+    reads instead of atomics, 258 us, would leave memory's order to the compiler. Beside those 258, eight programs of 2048
+    columns by two warps are within 3%; with the next row's loads ahead of the wait, for which registers leave three programs,
+    or with a row's sum heard before the next is told, it takes 280 and 303 us.
     """
     if not target.cooperative or key[0] < 16384 or key[3:]:
         return None

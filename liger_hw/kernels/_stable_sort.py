@@ -118,7 +118,7 @@ def _tunable(variant: str, kernels: tuple, names: tuple[str, ...], heuristic, sp
         key=_key,
         dims=("n_tokens", "vocab", "n_cols"),
         heuristic=heuristic,
-        safe=lambda target, key: LaunchConfig(dict.fromkeys(names, 16), 1),
+        safe=lambda target, key: LaunchConfig(dict.fromkeys(names, 16) | {"BLOCK_T": 16 * CHUNK // _chunk(1 << key[0])}, 1),
         space=space,
         neutral=frozenset({"num_warps", "BLOCK_T", "CHUNKS"}),
         valid=valid,
@@ -132,7 +132,12 @@ def _sort_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _sort_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [LaunchConfig({"BLOCK_T": tokens}, warps) for tokens in (16, 32, 64) for warps in (2, 4, 8, 16)]
+    return [
+        LaunchConfig({"BLOCK_T": tokens}, warps)
+        for tokens in (16, 32, 64)
+        for warps in (2, 4, 8, 16)
+        if tokens * _chunk(1 << key[0]) <= 2048 * warps * target.warp_size
+    ]
 
 
 def _merge_heuristic(target: Target, key: Key) -> LaunchConfig:

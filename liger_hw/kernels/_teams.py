@@ -54,7 +54,7 @@ TEAMS = (_bits, _tell, _hear)
 
 
 def team_words(n_rows: int, lanes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed word for each of `lanes` programs and each of `n_rows` that they share."""
+    """A zeroed word for each of `lanes` programs and each of `n_rows` that they share; zeroed so that `_recorded.py` can."""
     return torch.empty((n_rows, lanes), dtype=torch.int64, device=device).zero_()
 
 

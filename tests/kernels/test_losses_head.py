@@ -134,7 +134,7 @@ def test_a_second_head_borrows_the_gradients_memory(n_rows, hidden, vocab, heigh
     assert tuple(found) == heights and [a for a, _ in chunks.bounds[1:]] == [b for _, b in chunks.bounds[:-1]]
     assert len(found) <= len(before.bounds)
     if chunks.lent:
-        assert found[0] * vocab <= hidden * vocab and max(found[0], 2 * max(found[1:], default=0)) <= 2 * before.rows
+        assert found[0] * -(-vocab // 16) * 16 <= hidden * vocab and max(found[0], 2 * max(found[1:], default=0)) <= 2 * before.rows
     else:
         assert chunks is before
 
@@ -280,8 +280,9 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("vocab", [2047, 50257])
 def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab):
-    """bf16: the error of dx within 1.01 times that of the large product alone, which the other order would make 1.2 to 1.6
-    times as large; for the rows whose target is among the few words within 1.5 times that of one rounding."""
+    """bf16: the error of dx within 1.01 times that of the large product alone, which the other order makes 1.07 to 1.22 times
+    as large for 2047 words (of 50257 one word's share is less than a rounding: nothing may be lost there); for the rows
+    whose target is among the few words within 1.5 times that of one rounding."""
     n_rows, hidden = 512, 64
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
     weight *= hidden**-0.5 / 2
@@ -297,7 +298,7 @@ def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab)
     dx = torch.empty_like(x)
     dx_of(slopes, weight, dx, True)
     whole = whole_words(vocab, 2)[-1]
-    large = torch.mm(slopes[:, whole], weight[whole])  # with what the device's own reduction adds to the rounding
+    large = torch.zeros_like(x).addmm_(slopes[:, whole], weight[whole])  # as dx_of: cuBLAS splits the sum by the call's shape
     alone = (large.double() - slopes[:, whole].double() @ weight[whole].double())[rest].norm()
     assert (dx.double() - exact)[rest].norm() <= 1.01 * alone
     assert (dx.double() - exact)[few].norm() <= 1.5 * (exact[few].bfloat16().double() - exact[few]).norm()
