@@ -3,9 +3,9 @@
     python benchmarks/first_call.py --out first-call-h200.json [--ops grpo jsd] [--against liger] [--together]
 
 Before the first call the process has a device context and has multiplied matrices of the op's sizes, so what is left is the
-package: its import, its kernels' compilation, tuning, its own torch.compile. Triton's, Inductor's and liger_hw's caches
+package: its import (a peer's; liger_hw is what this script is made of), its kernels' compilation, tuning, its own torch.compile. Triton's, Inductor's and liger_hw's caches
 are new folders. --together runs the processes at once, which is fair to all and four times as fast, and a little slower
-for each. Where there is no GPU the script runs, and says nothing about any kernel.
+for each. With --device cpu the script runs where there is no GPU, and says nothing about any kernel.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def collected(process: subprocess.Popen, until: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the results here")
-    parser.add_argument("--ops", nargs="*", default=list(OPS), help=", ".join(OPS))
+    parser.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--against", nargs="*", default=["liger"], help="peers of `liger-hw bench`")
     parser.add_argument("--together", action="store_true", help="all processes at once")
     parser.add_argument("--seconds", type=float, default=120.0, help="no process runs longer than this from the start")
@@ -110,7 +110,7 @@ def main() -> int:
                 )
                 if options.out:
                     Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    return int(all("error" in run for run in record["runs"]))
 
 
 if __name__ == "__main__":

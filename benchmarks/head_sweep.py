@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--vocabularies", type=int, nargs="*", default=list(VOCABULARIES))
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    if options.plot:
+    if options.plot and options.files:
         return plot(options.plot, options.files)
     if not options.out:
         parser.error("--out FILE, or --plot PNG FILE...")
