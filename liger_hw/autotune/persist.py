@@ -34,10 +34,10 @@ def note_miss(name: tuple[str, str, Key], target: Target, device: Any) -> None:
 def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
     """Set a configuration aside for later processes too.
 
-    Not where the machine failed (a full disk, memory), nor on CPU tensors or a pretended target: there the interpreter
-    or a test failed.
+    Not where the machine failed (a full disk, memory; a launch refused for the share of the device that this process has,
+    which the next need not have), nor on CPU tensors or a pretended target: there the interpreter or a test failed.
     """
-    machine = isinstance(error, (OSError, MemoryError))
+    machine = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
     pretended = plan.device.type == "cpu" or registry._state["pretend"]
     if _state["muted"] or machine or pretended or plan.layer == "safe":
         return

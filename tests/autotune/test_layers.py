@@ -85,10 +85,11 @@ def test_a_failing_heuristic_gives_way_to_the_safe_one_and_that_to_nobody(h200):
     assert safe.layer == "safe" and not registry.quarantine(safe, RuntimeError("PTXAS error"))
 
 
-def test_a_full_disk_is_not_held_against_a_config(h200):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("too many blocks in cooperative launch")])
+def test_the_machine_is_not_held_against_a_config(h200, error):
     fwd = tunable()
     plan = fwd.plan(DEVICE, KEY)
-    assert registry.quarantine(plan, OSError(28, "No space left on device"))
+    assert registry.quarantine(plan, error)
     assert not (store.home(H200) / "_quarantine").exists()
 
 
