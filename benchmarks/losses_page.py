@@ -71,8 +71,8 @@ def sweep_text() -> str:
         ratio, a, b = min(steps, key=lambda step: step[0])
         text += f"; the largest fall from one count of tokens to the next {a['share']:.0%} to {b['share']:.0%}, from "
         text += f"{a['tokens']} to {b['tokens']} x {b['vocab']}"
-    if before := {p.get("commit") or p["from"] for p in points if "commit" in p or "from" in p}:
-        text += f"; {sum('commit' in p or 'from' in p for p in points)} of them from runs before ({', '.join(sorted(before))})"
+    if before := [run for p in points if (run := p.get("commit") or p.get("from"))]:
+        text += f"; {len(before)} of them from runs before ({', '.join(sorted(set(before)))})"
     left: dict[int, list[str]] = {}
     for tokens, vocab in found["left_out"]:
         left.setdefault(vocab, []).append(str(tokens))

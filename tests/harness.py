@@ -54,6 +54,17 @@ def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, optio
     return op.sample(sizes, dtype, torch.device(device), torch.Generator(device).manual_seed(seed), **options)
 
 
+def team_words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Both sums in one word, inverted, as `_teams._tell` leaves them."""
+    high, low = (t.float().view(torch.int32).long() for t in (first, second))
+    return ~(high << 32 | low & 0xFFFFFFFF)
+
+
+def team_sums(words: torch.Tensor) -> torch.Tensor:
+    """[2, ...]: the sums in them."""
+    return torch.stack([~words >> 32, ~words << 32 >> 32]).to(torch.int32).view(torch.float32)
+
+
 def leaf(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return t.requires_grad_() if requires_grad else t
 

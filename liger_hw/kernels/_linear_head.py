@@ -121,7 +121,7 @@ def lending(chunks: Chunks, hidden: int, vocab: int) -> Chunks:
     """Chunks of two heads in the same memory, or less: the first is twice as tall, its second logits lie where the weight's
     gradient, of the logits' dtype, will be written after it."""
     n_rows = chunks.bounds[-1][1] if chunks.bounds else 0
-    first = min(n_rows, 2 * chunks.rows, vocab * hidden // (cdiv(vocab, 16) * 16))
+    first = min(n_rows, 2 * chunks.rows, vocab * hidden // _stride(vocab))
     first = first if first == n_rows else first // STEP * STEP
     if not n_rows or chunks.wide or first < chunks.rows:
         return chunks
@@ -169,14 +169,19 @@ def divide(n_rows: int, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
+def _stride(vocab: int) -> int:
+    """Of a row of logits: each starts at a multiple of 16 elements, so that an odd vocabulary loads as wide as an even one."""
+    return cdiv(vocab, 16) * 16
+
+
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab], each row starting at a multiple of 16 elements: an odd vocabulary loads as wide as an even one."""
-    return logits_in(torch.empty(rows * cdiv(vocab, 16) * 16, dtype=like.dtype, device=like.device), rows, vocab)
+    """[rows, vocab], `_stride(vocab)` apart."""
+    return logits_in(torch.empty(rows * _stride(vocab), dtype=like.dtype, device=like.device), rows, vocab)
 
 
 def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
     """The same at the beginning of memory that is there already."""
-    stride = cdiv(vocab, 16) * 16
+    stride = _stride(vocab)
     buffer = memory.view(-1)[: rows * stride].view(rows, stride)
     if vocab % 16:
         buffer[:, vocab:] = 0.0  # read, never used

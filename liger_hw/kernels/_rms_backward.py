@@ -46,7 +46,8 @@ from ._row_pieces import (
     _wide,
     widest,
 )
-from ._row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, launch_teams, team_heuristic, team_misfit, teams_of
+from ._row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, team_heuristic, team_misfit, teams_of
+from ._teams import launch_teams
 from ._triton import tl, triton
 
 
@@ -433,7 +434,7 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
     if teams:
         partial = partial_sums(x, teams, n_cols, w.dtype) if needs_dw else None
         tensors, numbers = (dy, x, w, rstd, ds, dx, partial), (*strides, n_rows, n_cols)
-        launch_teams(plan, _rms_norm_team_bwd_kernel, teams, splits, tensors, numbers, (casting,), offset)
+        launch_teams(plan, _rms_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (casting,), offset)
         return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)

@@ -8,9 +8,9 @@ and so from its own L1, not from memory; kept in registers they would leave none
 
 from __future__ import annotations
 
-from ..registry import Key, LaunchConfig, Plan, Target, next_power_of_2
-from ._op import cdiv, launch
-from ._teams import COOPERATIVE, LARGEST_TEAM, TEAMS, _hear, _tell, no_team, team_words
+from ..registry import Key, LaunchConfig, Plan, Target
+from ._op import cdiv
+from ._teams import COOPERATIVE, LARGEST_TEAM, TEAMS, _hear, _tell, no_team, team_options
 from ._triton import tl, triton
 
 
@@ -174,8 +174,7 @@ def team_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
     programs, splits = ctas * target.multiprocessors, key[0] // tile
     if splits > min(programs, LARGEST_TEAM) or (1 << key[1]) * splits < 4 * programs:
         return None
-    registers = min(248, target.registers // (ctas * 4 * target.warp_size) // 8 * 8)
-    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, 4, 1, ctas, vendor={COOPERATIVE: True, "maxnreg": registers})
+    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, 4, 1, ctas, vendor=team_options(target, 4, ctas))
 
 
 def team_misfit(config: LaunchConfig, key: Key) -> str | None:
@@ -188,10 +187,3 @@ def teams_of(plan: Plan, n_rows: int, n_cols: int) -> tuple[int, int]:
         return 0, 1
     splits = cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
     return min(n_rows, plan.programs // splits), splits
-
-
-def launch_teams(plan: Plan, kernel, teams: int, splits: int, tensors: tuple, numbers: tuple, flags: tuple, *last):
-    """`tensors`: the kernel's up to the words; `numbers`: up to rows and columns, `last` those behind `splits`."""
-    lanes = next_power_of_2(splits)
-    words = team_words(numbers[-2], lanes, tensors[0].device)
-    launch(plan, kernel, (teams * splits,), (*tensors, words, *numbers, splits, *last), (*flags, lanes))

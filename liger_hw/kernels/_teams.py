@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 from .. import registry
-from ..registry import LaunchConfig
+from ..registry import LaunchConfig, Plan, Target, next_power_of_2
+from ._op import launch
 from ._triton import tl, triton
 
 COOPERATIVE = "launch_cooperative_grid"
@@ -53,9 +54,20 @@ TEAMS = (_bits, _tell, _hear)
 """For `Tunable(kernels=...)`."""
 
 
-def team_words(n_rows: int, lanes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed word for each of `lanes` programs and each of `n_rows` that they share; zeroed so that `_recorded.py` can."""
-    return torch.empty((n_rows, lanes), dtype=torch.int64, device=device).zero_()
+def team_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
+    """A configuration's `vendor`: all programs resident, each with no more registers than so many a multiprocessor have."""
+    registers = min(248, target.registers // (ctas * warps * target.warp_size) // 8 * 8)
+    return {COOPERATIVE: True, "maxnreg": registers}
+
+
+def launch_teams(
+    plan: Plan, kernel, programs: int, splits: int, n_rows: int, tensors: tuple, numbers: tuple, flags: tuple, *last: float
+) -> None:
+    """Teams of `splits` programs, with a word for each of them and each of `n_rows` behind `tensors`, zeroed so that
+    `_recorded.py` can; `numbers` up to `splits`, `last` behind it, the lanes of a row's words behind `flags`."""
+    lanes = next_power_of_2(splits)
+    words = torch.empty((n_rows, lanes), dtype=torch.int64, device=tensors[0].device).zero_()
+    launch(plan, kernel, (programs,), (*tensors, words, *numbers, splits, *last), (*flags, lanes))
 
 
 def no_team(config: LaunchConfig, programs: int) -> str | None:

@@ -13,7 +13,7 @@ from .. import registry
 from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse, swiglu
-from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise
+from ._elementwise import elementwise_tunable, evenly_spaced
 from ._op import Function, check, check_numbers, check_tensors, define, empty_like, first_order
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -38,8 +38,7 @@ def _fwd(y, gate_multiplier, down_multiplier):
     (y, y_stride), n_cols = evenly_spaced(y), y.shape[-1] // 2
     c = y.new_empty((*y.shape[:-1], n_cols))
     size, strides = (c.numel(), n_cols), (y_stride, y_stride)
-    plain = gate_multiplier == down_multiplier == 1.0
-    launch_elementwise(FWD, (y, None, c), strides, size, n_cols, gate_multiplier, down_multiplier, flags=(plain,))
+    swiglu.launch_swiglu(FWD, (y, None, c), strides, size, n_cols, gate_multiplier, down_multiplier)
     return c
 
 
@@ -58,8 +57,7 @@ def _bwd_in_place(dc, y, gate_multiplier, down_multiplier):
 def _launch_bwd(dc, y, y_stride, dy, gate_multiplier, down_multiplier):
     (dc, dc_stride), n_cols = evenly_spaced(dc), dc.shape[-1]
     size, strides = (dc.numel(), n_cols), (dc_stride, y_stride, y_stride, 2 * n_cols)
-    plain, numbers = gate_multiplier == down_multiplier == 1.0, (n_cols, gate_multiplier, down_multiplier)
-    launch_elementwise(BWD, (dc, y, None, dy, None), strides, size, *numbers, flags=(plain,))
+    swiglu.launch_swiglu(BWD, (dc, y, None, dy, None), strides, size, n_cols, gate_multiplier, down_multiplier)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

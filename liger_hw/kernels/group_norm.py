@@ -44,7 +44,7 @@ from ._group_norm_teams import _group_norm_team_bwd_kernel, _group_norm_team_fwd
 from ._op import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._row_tiles import _after
-from ._teams import COOPERATIVE, TEAMS, no_team, team_words
+from ._teams import COOPERATIVE, TEAMS, launch_teams, no_team, team_options
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -115,9 +115,7 @@ def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
         return None
     blocks = _blocks(key, tile)
     ctas = max(1, 9 - tensors - blocks["CHANNELS"] // 3) if tile < _TILE else 8 - 2 * tensors
-    registers = min(248, target.registers // (ctas * 4 * target.warp_size) // 8 * 8)
-    vendor = {COOPERATIVE: True, "maxnreg": registers}
-    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=vendor)
+    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=team_options(target, 4, ctas))
 
 
 def _twice(target: Target, key: Key, tensors: int) -> LaunchConfig:
@@ -240,17 +238,14 @@ def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Share
     """
     programs, splits, share, parts, (even, whole), teams = shares
     kernel, team_kernel = kernels
-    device = tensors[0].device
     if teams:
-        lanes = next_power_of_2(splits)
-        words = team_words(numbers[0], lanes, device)
-        launch(plan, team_kernel, (programs,), (*tensors, words, *numbers, splits, *last), (*flags, even, lanes))
+        launch_teams(plan, team_kernel, programs, splits, numbers[0], tensors, numbers, (*flags, even), *last)
         return
     args = (*numbers, splits, share, parts, *last)
     if splits == 1:
         launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, even, whole, True, True))
         return
-    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=device)
+    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=tensors[0].device)
     for phase in ((True, False), (False, True)):
         launch(plan, kernel, (programs, splits), (*tensors, shared, *args), (*flags, even, whole, *phase))
 

@@ -57,11 +57,11 @@ from ._row_groups import begin_anywhere, group_pieces, grouped_key, programs_of,
 from ._row_teams import (
     LAYER_NORM_TEAMS,
     _layer_norm_team_bwd_kernel,
-    launch_teams,
     team_heuristic,
     team_misfit,
     teams_of,
 )
+from ._teams import launch_teams
 from .rms_norm import forward_tunable, fwd_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _bwd(dy, x, w, b, stats, needs_params):
     if teams:
         partial = partial_sums(x, teams, parts * n_cols, dtype) if parts else None
         tensors, numbers = (dy, x, w, stats, dx, partial), (dy_stride, x_stride, n_rows, n_cols)
-        launch_teams(plan, _layer_norm_team_bwd_kernel, teams, splits, tensors, numbers, (parts == 2,))
+        launch_teams(plan, _layer_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (parts == 2,))
         return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
     blocks = plan.config.blocks
     whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)

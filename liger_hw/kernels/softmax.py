@@ -83,9 +83,7 @@ def _softmax_fwd_kernel(
             x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
             x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             top = tl.max(x.to(tl.float32), axis=1)[:, None]
-            if (
-                BLOCK_SIZE > 16384 and x.dtype != tl.float32
-            ):  # narrow across both sums; the exponentials are computed twice
+            if BLOCK_SIZE > 16384 and x.dtype != tl.float32:  # narrow across both sums; the exponentials are computed twice
                 x, top = _below_2_30(x, top)
                 scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
                 y = _exp_folded(_after(x, scale).to(tl.float32), top, 1.4426950408889634) * scale

@@ -186,12 +186,16 @@ BWD = elementwise_tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile,
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
+def launch_swiglu(tunable, tensors, strides, size, b_offset, gate_multiplier, down_multiplier) -> None:
+    plain = gate_multiplier == down_multiplier == 1.0
+    launch_elementwise(tunable, tensors, strides, size, b_offset, gate_multiplier, down_multiplier, flags=(plain,))
+
+
 def _fwd(a, b, gate_multiplier, down_multiplier):
     (a, a_stride), (b, b_stride), n_cols = evenly_spaced(a), evenly_spaced(b), a.shape[-1]
     c = empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (a_stride, b_stride)
-    plain = gate_multiplier == down_multiplier == 1.0
-    launch_elementwise(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
+    launch_swiglu(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier)
     return c
 
 
@@ -204,8 +208,7 @@ def _bwd(dc, a, b, gate_multiplier, down_multiplier):
     )
     da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
     size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
-    plain = gate_multiplier == down_multiplier == 1.0
-    launch_elementwise(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
+    launch_swiglu(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier)
     return da, db
 
 
@@ -213,8 +216,7 @@ def _bwd_in_place(dc, a, b, gate_multiplier, down_multiplier):
     """As `_bwd`, over a and b, which are contiguous."""
     (dc, dc_stride), n_cols = evenly_spaced(dc), a.shape[-1]
     size, strides = (a.numel(), n_cols), (dc_stride, n_cols, n_cols, n_cols)
-    plain = gate_multiplier == down_multiplier == 1.0
-    launch_elementwise(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier, flags=(plain,))
+    launch_swiglu(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import make, verify
+from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
@@ -21,17 +21,6 @@ EPS = 1e-6
 def _config(block: int, channels: int, warps: int = 2, stages: int = 2, ctas: int = 2) -> LaunchConfig:
     blocks = {"BLOCK_SIZE": block, "CHANNELS": channels}
     return LaunchConfig(blocks, warps, stages, ctas, vendor={"launch_cooperative_grid": True})
-
-
-def _words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """As `_tell` leaves them: both sums in one word, inverted."""
-    high, low = (t.float().view(torch.int32).long() for t in (first, second))
-    return ~(high << 32 | low & 0xFFFFFFFF)
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    halves = torch.stack([~words >> 32, ~words << 32 >> 32])
-    return halves.to(torch.int32).view(torch.float32)
 
 
 def _tiles(x: torch.Tensor, block: int, channels: int) -> list[torch.Tensor]:
@@ -63,12 +52,12 @@ def test_kernels_of_a_team(lane, sizes, block, channels, stages, dtype, seed):
 
     def filled(first, second):
         words = torch.zeros(rows, lanes, dtype=torch.int64)
-        words[:, : len(tiles)] = _words(torch.stack(first, 1), torch.stack(second, 1))
+        words[:, : len(tiles)] = team_words(torch.stack(first, 1), torch.stack(second, 1))
         return words
 
     def check_words(words, before):
         torch.testing.assert_close(
-            _sums(words)[..., : len(tiles)], _sums(before)[..., : len(tiles)], rtol=1e-5, atol=1e-4
+            team_sums(words)[..., : len(tiles)], team_sums(before)[..., : len(tiles)], rtol=1e-5, atol=1e-4
         )
         assert not words[:, len(tiles) :].any()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import make, verify
+from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
@@ -21,18 +21,10 @@ def _config(block: int, warps: int = 2, ctas: int = 2) -> LaunchConfig:
 
 def _told(first: torch.Tensor, second: torch.Tensor, block: int) -> torch.Tensor:
     """The words of all programs as `_tell` leaves them, so that nobody waits; zeros behind the last of a team."""
-    high, low = (
-        torch.stack([part.sum(-1) for part in t.split(block, 1)], 1).float().view(torch.int32).long()
-        for t in (first, second)
-    )
-    words = torch.zeros(len(first), registry.next_power_of_2(high.shape[1]), dtype=torch.int64)
-    words[:, : high.shape[1]] = ~(high << 32 | low & 0xFFFFFFFF)
+    told = team_words(*(torch.stack([part.sum(-1) for part in t.split(block, 1)], 1) for t in (first, second)))
+    words = torch.zeros(len(first), registry.next_power_of_2(told.shape[1]), dtype=torch.int64)
+    words[:, : told.shape[1]] = told
     return words
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    halves = torch.stack([~words >> 32, ~words << 32 >> 32])
-    return halves.to(torch.int32).view(torch.float32)
 
 
 @pytest.mark.parametrize("casting, affine, ds, sums", [(0, True, False, True), (1, True, True, True), (2, False, True, False)])
@@ -61,7 +53,7 @@ def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, d
     _rms_norm_team_bwd_kernel[(teams * splits,)](*args)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(_sums(words), _sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not words[:, splits:].any()
     if sums:
         torch.testing.assert_close(partial.double().sum(0), (exact[0] * seen).sum(0), rtol=1e-4, atol=1e-4)
@@ -87,7 +79,7 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     _layer_norm_team_bwd_kernel[(teams * splits,)](*args, parts == 2, words.shape[1], block)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(_sums(words), _sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not words[:, splits:].any()
     if parts:
         torch.testing.assert_close(partial.double().sum(0), dw_db, rtol=1e-4, atol=1e-4)
