@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
-from head_sweep import Timed, settle_ms
+from head_sweep import settle_ms, work_of
 
 from liger_hw import env
 from liger_hw.bench.floors import floor_words
-from liger_hw.bench.timing import interleave
+from liger_hw.bench.runners import Calls
+from liger_hw.bench.timing import Meter, interleave
 from liger_hw.counted_rows import CountedRows
 from liger_hw.kernels.cross_entropy import liger_cross_entropy
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
@@ -94,15 +95,16 @@ def peak_mib(call: Callable[[], Any], head: Head) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(arms: dict[str, tuple[Callable[[], Any], str]], head: Head, repeats: int) -> list[dict[str, Any]]:
+def compare(
+    arms: dict[str, tuple[Callable[[], Any], str]], head: Head, repeats: int, meter: Meter
+) -> list[dict[str, Any]]:
     """arms: name -> (call, name of its floor, "" for a floor)."""
     on_gpu = head.x.is_cuda
     for call, _ in arms.values():
         call()
     peaks = {name: peak_mib(call, head) for name, (call, floor) in arms.items() if floor} if on_gpu else {}
-    device = head.x.device.type
-    runners = {name: Timed(call, device) for name, (call, _) in arms.items()}
-    times, failed = interleave(runners, repeats, settle_ms=settle_ms(device))
+    runners = {name: Calls(meter, work_of(call), why="eager") for name, (call, _) in arms.items()}
+    times, failed = interleave(runners, repeats, settle_ms=settle_ms(meter))
     if failed:
         raise RuntimeError(str(failed))
     medians = {name: found.median for name, found in times.items()}
@@ -142,7 +144,7 @@ def errors(device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return rows
 
 
-def rows_alone(head: Head, repeats: int) -> list[dict[str, Any]]:
+def rows_alone(head: Head, repeats: int, meter: Meter) -> list[dict[str, Any]]:
     """cross_entropy without gradients against a copy: bytes read a second over bytes moved a second."""
     logits = torch.randn(head.x.shape[0], head.weight.shape[0], device=head.x.device, dtype=head.x.dtype)
     out = torch.empty_like(logits)
@@ -150,7 +152,7 @@ def rows_alone(head: Head, repeats: int) -> list[dict[str, Any]]:
         "copy (read and write)": (lambda: out.copy_(logits), ""),
         "cross_entropy, forward only": (lambda: liger_cross_entropy(logits, head.target), "copy (read and write)"),
     }
-    found = compare(arms, head, repeats)
+    found = compare(arms, head, repeats, meter)
     share = found[1]["share"] / 2
     print(f"  forward only reads at {share:.1%} of the copy's rate")
     return found
@@ -166,6 +168,7 @@ def main() -> int:
     options = parser.parse_args()
     began = time.perf_counter()
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    meter = Meter(options.device)
     head = Head(options.tokens, options.hidden, options.vocab, options.device, dtype)
     few = Head(min(1024, options.tokens), options.hidden, options.vocab, options.device, dtype)
     floor, forward = "three products", "one product"
@@ -184,14 +187,15 @@ def main() -> int:
     }
     found: dict[str, Any] = {"options": vars(options), "torch": torch.__version__}
     found["device"] = "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
-    found["runs"] = compare(arms, head, options.repeats)
+    found["runs"] = compare(arms, head, options.repeats, meter)
     of_few = f"three products, {few.x.shape[0]} tokens"
     found["few"] = compare(
         {of_few: (few.products(few.x.shape[0]), ""), f"{few.x.shape[0]} tokens": (few.call(), of_few)},
         few,
         options.repeats,
+        meter,
     )
-    found["rows"] = rows_alone(head, options.repeats)
+    found["rows"] = rows_alone(head, options.repeats, meter)
     if options.exact:
         found["errors"] = errors(options.device, dtype)
     Path(options.out).write_text(json.dumps(found, indent=1) + "\n")

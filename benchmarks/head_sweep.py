@@ -14,7 +14,6 @@ to try the script.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from pathlib import Path
@@ -23,8 +22,10 @@ from typing import Any, Callable
 import torch
 
 from liger_hw.bench.floors import floor_words
+from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.ops import SETTLE_MS
-from liger_hw.bench.timing import interleave
+from liger_hw.bench.runners import Calls, Replay
+from liger_hw.bench.timing import Meter, interleave
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
@@ -33,60 +34,27 @@ SLOW, BURST = 20.0, 30.0
 """ms: a call whose start from Python does not count; the calls that count after each SETTLE_MS, twice a point"""
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of one call, warm."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    return graph
+def work_of(call: Callable[[], Any]) -> Work:
+    """A call without arguments, as the bench times one."""
+    return Work(call, [Inputs(())], backward=False)
 
 
-class Timed:
-    """A call as `interleave` takes it: one after the other without a wait, on the CPU by the wall clock."""
-
-    def __init__(self, call: Callable[[], Any], device: str) -> None:
-        self.call, self.on_gpu = call, device != "cpu"
-
-    def burst(self, times: int) -> list[float]:
-        marks: list[Any] = []
-        for i in range(times + 1):
-            if i:
-                self.call()
-            if self.on_gpu:
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
-            else:
-                marks.append(time.perf_counter())
-        if not self.on_gpu:
-            return [(b - a) * 1e3 for a, b in zip(marks, marks[1:])]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
-
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1]
+def timed(meter: Meter, call: Callable[[], Any]) -> Replay | Calls:
+    """A graph's replay where there are graphs and a call is short."""
+    eager = Calls(meter, work := work_of(call), why="slow")
+    return eager if not meter.graphs or eager.cost_ms() > SLOW else meter.capture(work)
 
 
-def timed(call: Callable[[], Any], device: str) -> Timed:
-    """Of a graph's replay where there are graphs and a call is short."""
-    eager = Timed(call, device)
-    return eager if device == "cpu" or eager.cost_ms() > SLOW else Timed(captured(call).replay, device)
+def settle_ms(meter: Meter) -> float:
+    return 0.0 if meter.module is None else SETTLE_MS
 
 
-def settle_ms(device: str) -> float:
-    return SETTLE_MS if device != "cpu" else 0.0
-
-
-def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) -> dict[str, Any]:
+def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, meter: Meter) -> dict[str, Any]:
     """Milliseconds of ours and of the floor at one size."""
     vocab = weight.shape[0]
     x = states[:tokens].detach().requires_grad_()
     weight = weight.detach().requires_grad_()
-    target = torch.randint(vocab, (tokens,), device=device)
+    target = torch.randint(vocab, (tokens,), device=meter.device)
 
     def ours() -> None:
         x.grad = weight.grad = None
@@ -94,7 +62,7 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
 
     plain, head = x.detach(), weight.detach()
     head = head[: floor_words(vocab)]
-    logits = torch.empty(tokens, head.shape[0], dtype=x.dtype, device=device)
+    logits = torch.empty(tokens, head.shape[0], dtype=x.dtype, device=meter.device)
     dx, dweight = torch.empty_like(plain), torch.empty_like(head)
 
     def products() -> None:
@@ -102,8 +70,8 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
         torch.mm(logits, head, out=dx)
         torch.mm(logits.t(), plain, out=dweight)
 
-    arms = {"floor": timed(products, device), "ours": timed(ours, device)}
-    times, errors = interleave(arms, 2, burst_ms=BURST, settle_ms=settle_ms(device))
+    arms = {"floor": timed(meter, products), "ours": timed(meter, ours)}
+    times, errors = interleave(arms, 2, burst_ms=BURST, settle_ms=settle_ms(meter))
     if errors:
         raise RuntimeError(f"{tokens} x {vocab}: {errors}")
     ms, floor = times["ours"].median, times["floor"].median
@@ -120,8 +88,8 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, device: str) 
 def sweep(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     index, parts = map(int, options.part.split("/"))
-    device = options.device
-    on_gpu = device != "cpu"
+    meter = Meter(options.device)
+    device, on_gpu = meter.device, meter.module is not None
     dtype = torch.bfloat16 if on_gpu else torch.float32
     found: dict[str, Any] = {
         "hidden": options.hidden,
@@ -141,10 +109,8 @@ def sweep(options: argparse.Namespace) -> int:
             if time.perf_counter() - began > options.seconds:
                 found["left_out"].append([tokens, vocab])
                 continue
-            found["points"].append(point(tokens, weight, states, device))
-            gc.collect()
-            if on_gpu and tokens * vocab >> 28:
-                torch.cuda.empty_cache()
+            found["points"].append(point(tokens, weight, states, meter))
+            meter.forget()
         row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in found["points"] if p["vocab"] == vocab)
         print(f"{vocab:7} words, share of the floor by tokens: {row}", flush=True)
         Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
