@@ -432,7 +432,7 @@ def _all_tunables() -> list[Tunable]:
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
     """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
-    device: a torch device, a Target, an architecture name such as `gfx942`, or None for the current accelerator.
+    device: a torch device, a Target, a device's or an architecture's name (`h200`, `gfx942`), None: the current accelerator.
     Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
     import torch
@@ -444,7 +444,7 @@ def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any =
         raise ValueError(f"sizes are positive, got {tuple(shape)}")
     expect(dtype, torch.dtype, "dtype", "a torch.dtype, as torch.bfloat16")
     kinds = Target, torch.device, str, type(None)
-    expect(device, kinds, "device", "a torch device, a Target, an architecture's name, or None")
+    expect(device, kinds, "device", "a torch device, a Target, a device's or an architecture's name, or None")
     target = device if isinstance(device, Target) else _target_named(device)
     result = []
     for tunable in get_op(op).tunables:

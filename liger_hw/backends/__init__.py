@@ -55,7 +55,8 @@ def target_of(device: "torch.device") -> Target:
 
 
 def known_target(name: str) -> Target:
-    """A representative Target for an architecture name such as `sm90`, `gfx942` or `pvc`, without the device.
+    """The Target of a device by its name (`h200`, `mi300x`, `max1550`), or of what stands for an architecture (`sm90`,
+    `gfx942`, `pvc`: the first of its devices); neither has to be here.
 
     Raises `ValueError` that lists the known names.
     """
@@ -63,5 +64,6 @@ def known_target(name: str) -> Target:
         target = backend(vendor).known_target(name)
         if target is not None:
             return target
-    names = ", ".join(arch for vendor in VENDORS for arch in backend(vendor).known_archs())
-    raise ValueError(f"unknown architecture {name!r}; known: {names}")
+    archs = ", ".join(arch for vendor in VENDORS for arch in backend(vendor).known_archs())
+    devices = ", ".join(device for vendor in VENDORS for device in backend(vendor).known_devices())
+    raise ValueError(f"unknown architecture {name!r}; known: {archs}, and the devices {devices}")

@@ -7,6 +7,7 @@ a vendor-neutral `LaunchConfig` becomes Triton launch options. Nothing else in t
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Mapping
@@ -52,6 +53,24 @@ class Target:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What differs between devices of one architecture: a row of a vendor's `devices`.
+
+    name: torch's name of it; multiprocessors, l2, bandwidth: as in `Target`
+    """
+
+    name: str
+    arch: str
+    multiprocessors: int
+    l2: int
+    bandwidth: int
+
+
+def _words(name: str) -> str:
+    return f" {' '.join(re.findall('[a-z0-9]+', name.lower()))} "
 
 
 @dataclass(frozen=True)
@@ -179,6 +198,8 @@ class Backend:
     vendor: str
     device_type: str
     """The type of torch devices it may serve."""
+    devices: Mapping[str, Device] = {}
+    """What is called for by name; the key is in torch's name of such a device, the first of an architecture stands for it."""
     options: frozenset[str] = frozenset()
     """Launch options this vendor knows beyond num_warps and num_stages."""
     fast_launch = False
@@ -203,13 +224,36 @@ class Backend:
         """The Target for torch's device properties (or a recording of them)."""
         raise NotImplementedError
 
-    def known_target(self, arch: str) -> Target | None:
-        """A representative Target of an architecture that is not in this machine, or None if it is not this vendor's."""
+    def target_of_device(self, device: Device) -> Target:
+        """The Target of one of `devices`."""
         raise NotImplementedError
+
+    def known_target(self, name: str) -> Target | None:
+        """The Target of a device (`h200`, `RTX 4090`) or of what stands for an architecture (`sm90`), neither of which has
+        to be in this machine; None if it is not this vendor's."""
+        device = self._known(name)
+        return None if device is None else self.target_of_device(device)
+
+    def _known(self, name: str) -> Device | None:
+        wanted = _words(name).replace(" ", "")
+        named = (d for word, d in self.devices.items() if wanted in (_words(word).replace(" ", ""), d.arch))
+        return next(named, None)
 
     def known_archs(self) -> tuple[str, ...]:
         """Architectures `known_target` can describe."""
-        raise NotImplementedError
+        return tuple(dict.fromkeys(device.arch for device in self.devices.values()))
+
+    def known_devices(self) -> tuple[str, ...]:
+        """Devices `known_target` can describe, as they are typed."""
+        return tuple(_words(word).replace(" ", "") for word in self.devices)
+
+    def device_named(self, name: str) -> Device | None:
+        """What `devices` has of a device by torch's name of it."""
+        return next((device for word, device in self.devices.items() if _words(word) in _words(name)), None)
+
+    def is_called(self, target: Target, name: str) -> bool:
+        """Whether `name`, of an architecture or a device, is the target's."""
+        return name == target.arch or (device := self.device_named(target.name)) is not None and device is self._known(name)
 
     def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
         """Why `config` must not be launched on `target`, or None.

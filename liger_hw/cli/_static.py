@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def absent(name: str | None) -> "Target | None":
-    """The Target of an architecture that is named, known and not in this machine."""
+    """The Target of a device or an architecture that is named, known and not in this machine."""
     import torch
 
     from ..backends import backends, known_target, target_of
@@ -28,7 +28,7 @@ def absent(name: str | None) -> "Target | None":
         return None
     for one in backends():
         if one.device_type != "cpu" and getattr(torch, one.device_type).device_count():
-            if target_of(torch.device(one.device_type, 0)).arch == target.arch:
+            if one.is_called(target_of(torch.device(one.device_type, 0)), name or ""):
                 return None
     return None if target.vendor == "cpu" else target
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     compiles = backend(target.vendor).triton_target(target) is not None
     margin = MARGINS["binary" if compiles else "ttir"]
     how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
-    screen.line(f"{target.arch} is not in this machine: candidates are {how} and ranked by a model, not measured.")
+    screen.line(f"{arguments.device} is not in this machine: candidates are {how} and ranked by a model, not measured.")
     screen.line(f"Kept is what should beat the heuristic by {margin:.0%}, as `{'static' if compiles else 'modelled'}`.")
     screen.line("What is measured already, here or for its family, is left as it is.")
     screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
     else:
         print(_text(results))
         if any(r.stored for r in results):
-            print(f"to share them: liger-hw cache export --device {target.arch} -o {target.arch}.json", file=sys.stderr)
+            file = target.arch if arguments.device == target.arch else f"{target.arch}-{store.slug(target.name)}"
+            print(f"to share them: liger-hw cache export --device {arguments.device} -o {file}.json", file=sys.stderr)
     if interrupted:
         screen.line("what was compiled is kept by Triton, the same command goes on from there")
         return 130

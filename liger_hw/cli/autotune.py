@@ -46,7 +46,7 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
-    what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, or an architecture (default: the GPU here)")
+    what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
     what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     what.add_argument(
         "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
@@ -156,11 +156,11 @@ def _device(name: str | None) -> str:
                     f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to {one.device_type}:{count - 1})"
                 )
             return f"{one.device_type}:{index or 0}"
-        if target_of(torch.device(one.device_type, 0)).arch == name:
+        if one.is_called(target_of(torch.device(one.device_type, 0)), name):
             return f"{one.device_type}:0"
     raise UsageError(
         f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
-        "Name an architecture, as in --device gfx942, to choose for one that is not here"
+        "Name a device or an architecture, as in --device mi300x, to choose for one that is not here"
     )
 
 

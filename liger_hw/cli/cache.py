@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
-        sub.add_argument("--device", help="cuda:0, sm90, or part of a folder's name (default: every device)")
+        sub.add_argument("--device", help="cuda:0, h200, sm90, or part of a folder's name (default: every device)")
         return sub
 
     one = action("list", "every stored configuration, and what failed or was missed")
@@ -59,7 +59,7 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
         exact = [f for f in folders if f.name == store.fingerprint(target)]
         if exact:
             return exact
-        wanted = f"-{target.arch}-"
+        wanted = f"-{target.arch}-" if wanted == target.arch else f"-{store.slug(target.name)}-"
     except (ValueError, RuntimeError):
         pass
     found = [f for f in folders if wanted.lower() in f.name]

@@ -24,7 +24,7 @@ from ._values import dtype_name, positive, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="architectures, comma-separated, such as sm90,gfx942; or all")
+    parser.add_argument("--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all")
     parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
     parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device gfx942]`: what `registry.explain` says.
 
 Also of the kernels that the op shares with others (a loss's sums, the scaling of its gradients), where Triton is here
-to say which it launches. Works for a device that is not in this machine: name its architecture instead of a torch device.
+to say which it launches. Works for a device that is not in this machine: name it (h200) or its architecture (sm90).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     parser.add_argument(
-        "--device", help="cuda:0, xpu, cpu, or an architecture such as sm90, gfx942, pvc (default: the one here)"
+        "--device",
+        help="cuda:0, xpu, cpu, or what need not be here: a device such as h200, mi300x, max1550, an architecture such "
+        "as sm90 (default: the one here)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

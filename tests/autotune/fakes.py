@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from liger_hw import registry
 from liger_hw.autotune.remote import WorkerDied
 from liger_hw.backends import LaunchConfig, Target, known_target
 from liger_hw.registry import Entry
 
-H200 = replace(known_target("sm90"), name="NVIDIA H200", bandwidth=4800)
+H200 = known_target("h200")
 FACTS = {"device": "NVIDIA H200", "driver": "1.2", "torch": "2.11", "triton": "3.6.0", "copy_gbs": 4000.0}
 
 

@@ -107,6 +107,8 @@ def test_list_names_every_entry_and_its_state(cache, capsys):
     assert "rms_norm.fwd" in out and "4096,13,2" in out and "12.50" in out and "20.0%" in out and "current" in out
     data = json.loads(run(capsys, "cache", "list", "--json"))
     assert data[0]["entries"][0]["state"] == "current" and data[0]["device"] == cache.name
+    assert json.loads(run(capsys, "cache", "list", "--json", "--device", "h200")) == data
+    assert "nothing is stored for 'h100'" in run(capsys, "cache", "list", "--device", "h100", code=2)
 
 
 def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,29 @@ def test_an_older_torch_leaves_fields_out(vendor, name):
         assert getattr(target, fact) == getattr(real, fact), fact
 
 
+@pytest.mark.parametrize(("vendor", "name"), ALL)
+def test_a_device_is_known_by_its_name(vendor, name):
+    """By name it is what torch describes on the machine, to the name that finds its shipped table (NVIDIA's are recorded)."""
+    real, known = _target(vendor, name), known_target(name.removeprefix("Arc "))
+    same = known if vendor == "cuda" else replace(known, name=real.name)
+    assert same == real
+    typed = name.removeprefix("Arc ").lower().replace(" ", "")
+    assert known_target(typed) == known and typed in backend(vendor).known_devices()
+
+
+def test_which_device_is_meant():
+    cuda, rocm = backend("cuda"), backend("rocm")
+    h100, h200 = known_target("h100"), known_target("h200")
+    assert h100 == known_target("sm90") != h200 and h100.arch == h200.arch
+    assert cuda.is_called(h200, "H200") and cuda.is_called(h200, "sm90") and not cuda.is_called(h200, "h100")
+    assert cuda.device_named("NVIDIA H100 PCIe").name == h100.name  # which is told by its multiprocessors
+    assert cuda.device_named("NVIDIA GH200 480GB") is None is cuda.device_named("NVIDIA GeForce RTX 4080")
+    mi300x, mi325x = known_target("gfx942"), known_target("mi325x")
+    assert replace(mi300x, name=mi325x.name, bandwidth=6000) == mi325x
+    newer = SimpleNamespace(**{**vars(ROCM["MI300X"]), "name": "AMD Instinct MI325X"})
+    assert rocm.target_from_properties(newer) == mi325x
+
+
 def test_amd_feature_flags_are_cut():
     assert _target("rocm", "MI300X").arch == "gfx942" and known_target("gfx942:sramecc+:xnack-").arch == "gfx942"
 
@@ -119,7 +143,7 @@ def test_warps():
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="gfx942.*pvc"):
+    with pytest.raises(ValueError, match="gfx942.*pvc.*h200.*mi300x.*max1550"):
         known_target("gfx9000")
     with pytest.raises(ValueError, match="cuda, rocm, xpu, cpu"):
         backend("metal")

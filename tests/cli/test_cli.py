@@ -152,7 +152,7 @@ def test_info_runs_without_triton_and_transformers():
 # -- explain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "sm90", "gfx942"])
+@pytest.mark.parametrize("device", ["cpu", "sm90", "h200", "gfx942"])
 def test_explain_json_agrees_with_the_registry(capsys, device):
     import torch
 
@@ -165,6 +165,20 @@ def test_explain_json_agrees_with_the_registry(capsys, device):
     assert [row["tunable"] for row in rows] == [one.tunable for one in expected]
     assert [row["config"] for row in rows] == [one.chosen.config.to_json() for one in expected]
     assert all(row["shape"] == [8192, 4096] and row["target"]["arch"] == expected[0].target.arch for row in rows)
+
+
+def test_explain_of_a_device_that_is_not_here_reads_its_table(capsys):
+    """What ships for the H200 stands in the answer for `--device h200`, and is another device's for `h100`."""
+    from liger_hw.autotune import store, tables
+
+    _, entries, _ = tables.load(store.shipped_folder("cuda") / "sm90-nvidia-h200.json")
+    (op, variant, _), entry = next(iter(entries.items()))
+    sizes = "x".join(map(str, entry.provenance["sizes"]))
+    for device, layer in (("h200", "shipped-device"), ("h100", "shipped-family")):
+        _, out, _ = said(capsys, "explain", op, "--shape", sizes, "--device", device, "--json")
+        (row,) = (row for row in json.loads(out) if row["tunable"] == f"{op}.{variant}")
+        assert row["target"]["name"].startswith(f"NVIDIA {device.upper()}")
+        assert [c["config"] for c in row["candidates"] if c["layer"] == layer] == [entry.config.to_json()]
 
 
 def test_explain_without_a_shape_shows_the_workloads(capsys):

@@ -2,31 +2,42 @@
 
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, 255 registers
 a thread, registers and shared memory a multiprocessor); shared memory a block is read from the device.
+Devices: what torch prints of them in public logs (tests/backends/recorded.py; the H200 is ours; L40S: 142 multiprocessors,
+the L2 of its AD102 from NVIDIA's Ada architecture paper), GB/s from the data sheets.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Pace, Resources, Target
+from ..base import Backend, Device, LaunchConfig, Pace, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
-# compute capability -> (representative device, multiprocessors, opt-in shared memory a block, L2, GB/s, threads an SM)
+# compute capability -> (opt-in shared memory a block, threads an SM)
 _ARCHS = {
-    "sm80": ("NVIDIA A100-SXM4-80GB", 108, 163 * KIB, 40 * MIB, 2039, 2048),
-    "sm86": ("NVIDIA RTX A6000", 84, 99 * KIB, 6 * MIB, 768, 1536),
-    "sm89": ("NVIDIA GeForce RTX 4090", 128, 99 * KIB, 72 * MIB, 1008, 1536),
-    "sm90": ("NVIDIA H100 80GB HBM3", 132, 227 * KIB, 50 * MIB, 3350, 2048),
-    "sm100": ("NVIDIA B200", 148, 227 * KIB, 126 * MIB, 8000, 2048),
-    "sm120": ("NVIDIA GeForce RTX 5090", 170, 99 * KIB, 96 * MIB, 1792, 1536),
+    "sm80": (163 * KIB, 2048),
+    "sm86": (99 * KIB, 1536),
+    "sm89": (99 * KIB, 1536),
+    "sm90": (227 * KIB, 2048),
+    "sm100": (227 * KIB, 2048),
+    "sm120": (99 * KIB, 1536),
+}
+_DEVICES = {
+    "A100": Device("NVIDIA A100-SXM4-80GB", "sm80", 108, 40 * MIB, 2039),
+    "RTX A6000": Device("NVIDIA RTX A6000", "sm86", 84, 6 * MIB, 768),
+    "RTX 4090": Device("NVIDIA GeForce RTX 4090", "sm89", 128, 72 * MIB, 1008),
+    "L40S": Device("NVIDIA L40S", "sm89", 142, 96 * MIB, 864),
+    "H100": Device("NVIDIA H100 80GB HBM3", "sm90", 132, 50 * MIB, 3350),
+    "H200": Device("NVIDIA H200", "sm90", 132, 60 * MIB, 4800),
+    "B200": Device("NVIDIA B200", "sm100", 148, 126 * MIB, 8000),
+    "RTX 5090": Device("NVIDIA GeForce RTX 5090", "sm120", 170, 96 * MIB, 1792),
 }
 _CLOCKS = {"sm80": 1.41, "sm86": 1.80, "sm89": 2.52, "sm90": 1.755, "sm100": 1.85, "sm120": 2.41}
 """GHz under load, from the data sheets' boost clocks; the H200's (sm90) is what it held in our runs."""
 _LATENCY = 600.0
 """Nanoseconds until memory answers: fitted on the H200 (autotune/model.py), assumed elsewhere."""
 _FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell-consumer"}
-_BANDWIDTH = {"GH200": 4000, "H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000, "RTX 4090": 1008, "RTX 5090": 1792}
 
 
 def _family(major: int, minor: int) -> str:
@@ -36,6 +47,7 @@ def _family(major: int, minor: int) -> str:
 class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
+    devices = _DEVICES
     options = frozenset({"launch_cooperative_grid", "maxnreg", "num_ctas"})
     fast_launch = True
     convolves_channels_last = True
@@ -54,9 +66,9 @@ class CudaBackend(Backend):
     def target_from_properties(self, properties: Any) -> Target:
         major, minor = properties.major, properties.minor
         arch = f"sm{major}{minor}"
-        reference = _ARCHS.get(arch) or _ARCHS.get(f"sm{major}0") or _ARCHS["sm80"]
-        shared = getattr(properties, "shared_memory_per_block_optin", None) or reference[2]
-        bandwidth = next((gbs for word, gbs in _BANDWIDTH.items() if word in properties.name), 0)
+        like = next(name for name in (arch, f"sm{major}0", "sm80") if name in _ARCHS)
+        shared = getattr(properties, "shared_memory_per_block_optin", None) or _ARCHS[like][0]
+        device = self.device_named(properties.name)
         return Target(
             vendor=self.vendor,
             arch=arch,
@@ -67,33 +79,28 @@ class CudaBackend(Backend):
             max_threads=getattr(properties, "max_threads_per_block", 1024),
             shared_memory=shared,
             registers=getattr(properties, "regs_per_multiprocessor", 65536),
-            l2=getattr(properties, "L2_cache_size", reference[3]),
-            bandwidth=bandwidth,
+            l2=getattr(properties, "L2_cache_size", (device or self._known(like)).l2),
+            bandwidth=device.bandwidth if device else 0,
             family=_family(major, minor),
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
             cooperative=True,
         )
 
-    def known_archs(self) -> tuple[str, ...]:
-        return tuple(_ARCHS)
-
-    def known_target(self, arch: str) -> Target | None:
-        if arch not in _ARCHS:
-            return None
-        name, multiprocessors, shared, l2, bandwidth, threads = _ARCHS[arch]
+    def target_of_device(self, device: Device) -> Target:
+        shared, threads = _ARCHS[device.arch]
         return Target(
             vendor=self.vendor,
-            arch=arch,
-            name=name,
-            multiprocessors=multiprocessors,
+            arch=device.arch,
+            name=device.name,
+            multiprocessors=device.multiprocessors,
             warp_size=32,
             warp_sizes=(32,),
             max_threads=1024,
             shared_memory=shared,
             registers=65536,
-            l2=l2,
-            bandwidth=bandwidth,
-            family=_family(*divmod(int(arch[2:]), 10)),
+            l2=device.l2,
+            bandwidth=device.bandwidth,
+            family=_family(*divmod(int(device.arch[2:]), 10)),
             max_threads_per_multiprocessor=threads,
             cooperative=True,
         )

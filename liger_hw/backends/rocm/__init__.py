@@ -2,6 +2,7 @@
 
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
 and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950).
+Devices: public prints and vendor figures (tests/backends/recorded.py); MI325X: AMD's data sheet, an MI300X with faster memory.
 torch reaches AMD through its "cuda" device type; the backend is told apart by `torch.version.hip`.
 
 A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four SIMDs)
@@ -15,18 +16,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Pace, Resources, Target
+from ..base import Backend, Device, LaunchConfig, Pace, Resources, Target
 
 KIB, MIB = 1024, 1024 * 1024
 
-# arch -> (representative device, multiprocessors of one torch device, wavefront, LDS a block, L2 or last-level cache, GB/s, family)
+# arch -> (wavefront, LDS a block, family)
 _ARCHS = {
-    "gfx90a": ("AMD Instinct MI250X", 110, 64, 64 * KIB, 8 * MIB, 1638, "cdna2"),
-    "gfx942": ("AMD Instinct MI300X", 304, 64, 64 * KIB, 4 * MIB, 5300, "cdna3"),
-    "gfx950": ("AMD Instinct MI355X", 256, 64, 160 * KIB, 4 * MIB, 8000, "cdna4"),
-    "gfx1100": ("AMD Radeon RX 7900 XTX", 48, 32, 64 * KIB, 6 * MIB, 960, "rdna3"),
-    "gfx1151": ("AMD Radeon 8060S", 20, 32, 64 * KIB, 2 * MIB, 256, "rdna3.5"),
-    "gfx1201": ("AMD Radeon RX 9070 XT", 32, 32, 64 * KIB, 8 * MIB, 640, "rdna4"),
+    "gfx90a": (64, 64 * KIB, "cdna2"),
+    "gfx942": (64, 64 * KIB, "cdna3"),
+    "gfx950": (64, 160 * KIB, "cdna4"),
+    "gfx1100": (32, 64 * KIB, "rdna3"),
+    "gfx1151": (32, 64 * KIB, "rdna3.5"),
+    "gfx1201": (32, 64 * KIB, "rdna4"),
+}
+_DEVICES = {  # one torch device each: half an MI250X; L2 or last-level cache as ROCm reports it, of one die
+    "MI250X": Device("AMD Instinct MI250X", "gfx90a", 110, 8 * MIB, 1638),
+    "MI300X": Device("AMD Instinct MI300X", "gfx942", 304, 4 * MIB, 5300),
+    "MI325X": Device("AMD Instinct MI325X", "gfx942", 304, 4 * MIB, 6000),
+    "MI355X": Device("AMD Instinct MI355X", "gfx950", 256, 4 * MIB, 8000),
+    "RX 7900 XTX": Device("AMD Radeon RX 7900 XTX", "gfx1100", 48, 6 * MIB, 960),
+    "8060S": Device("AMD Radeon 8060S", "gfx1151", 20, 2 * MIB, 256),
+    "RX 9070 XT": Device("AMD Radeon RX 9070 XT", "gfx1201", 32, 8 * MIB, 640),
 }
 _CLOCKS = {"gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1100": 2.5, "gfx1151": 2.9, "gfx1201": 2.97}
 """GHz, the data sheets' engine clocks."""
@@ -46,6 +56,7 @@ def arch_of(gcn_arch_name: str) -> str:
 class RocmBackend(Backend):
     vendor = "rocm"
     device_type = "cuda"
+    devices = _DEVICES
     options = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"})
 
     def present(self) -> bool:
@@ -60,8 +71,9 @@ class RocmBackend(Backend):
 
     def target_from_properties(self, properties: Any) -> Target:
         arch = arch_of(properties.gcnArchName)
-        reference = _ARCHS.get(arch)
         wavefront = properties.warp_size
+        _, lds, family = _ARCHS.get(arch, (wavefront, 64 * KIB, f"wave{wavefront}"))
+        device = self.device_named(properties.name) or self._known(arch)
         return Target(
             vendor=self.vendor,
             arch=arch,
@@ -70,34 +82,31 @@ class RocmBackend(Backend):
             warp_size=wavefront,
             warp_sizes=(wavefront,),
             max_threads=getattr(properties, "max_threads_per_block", 1024),
-            shared_memory=reference[3] if reference else 64 * KIB,
+            shared_memory=lds,
             registers=_registers(wavefront),
-            l2=getattr(properties, "L2_cache_size", reference[4] if reference else 4 * MIB),
-            bandwidth=reference[5] if reference else 0,
-            family=reference[6] if reference else f"wave{wavefront}",
+            l2=getattr(properties, "L2_cache_size", device.l2 if device else 4 * MIB),
+            bandwidth=device.bandwidth if device else 0,
+            family=family,
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         )
 
-    def known_archs(self) -> tuple[str, ...]:
-        return tuple(_ARCHS)
+    def _known(self, name: str) -> Device | None:
+        return super()._known(arch_of(name))
 
-    def known_target(self, arch: str) -> Target | None:
-        arch = arch_of(arch)
-        if arch not in _ARCHS:
-            return None
-        name, compute_units, wavefront, lds, l2, bandwidth, family = _ARCHS[arch]
+    def target_of_device(self, device: Device) -> Target:
+        wavefront, lds, family = _ARCHS[device.arch]
         return Target(
             vendor=self.vendor,
-            arch=arch,
-            name=name,
-            multiprocessors=compute_units,
+            arch=device.arch,
+            name=device.name,
+            multiprocessors=device.multiprocessors,
             warp_size=wavefront,
             warp_sizes=(wavefront,),
             max_threads=1024,
             shared_memory=lds,
             registers=_registers(wavefront),
-            l2=l2,
-            bandwidth=bandwidth,
+            l2=device.l2,
+            bandwidth=device.bandwidth,
             family=family,
             max_threads_per_multiprocessor=2048,
         )

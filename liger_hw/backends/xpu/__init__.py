@@ -13,17 +13,23 @@ import math
 import re
 from typing import Any
 
-from ..base import Backend, LaunchConfig, Pace, Target
+from ..base import Backend, Device, LaunchConfig, Pace, Target
 
 KIB, MIB = 1024, 1024 * 1024
 GRF_MODES = ("default", "128", "256", "512", "auto")
 
-# arch -> (representative device, Xe-cores of one torch device, vector engines of one, sub-group sizes, SLM, cache, GB/s)
+# arch -> (vector engines of a Xe-core, sub-group sizes, SLM)
 _ARCHS = {
-    "pvc": ("Intel(R) Data Center GPU Max 1550", 64, 8, (16, 32), 128 * KIB, 192 * MIB, 1638),
-    "acm": ("Intel(R) Arc(TM) A770 Graphics", 32, 16, (8, 16, 32), 64 * KIB, 16 * MIB, 560),
-    "bmg": ("Intel(R) Arc(TM) B580 Graphics", 20, 8, (16, 32), 128 * KIB, 18 * MIB, 456),
-    "lnl": ("Intel(R) Arc(TM) Graphics (Lunar Lake)", 8, 8, (16, 32), 128 * KIB, 8 * MIB, 136),
+    "pvc": (8, (16, 32), 128 * KIB),
+    "acm": (16, (8, 16, 32), 64 * KIB),
+    "bmg": (8, (16, 32), 128 * KIB),
+    "lnl": (8, (16, 32), 128 * KIB),
+}
+_DEVICES = {  # one torch device each; multiprocessors are Xe-cores
+    "Max 1550": Device("Intel(R) Data Center GPU Max 1550", "pvc", 64, 192 * MIB, 1638),
+    "A770": Device("Intel(R) Arc(TM) A770 Graphics", "acm", 32, 16 * MIB, 560),
+    "B580": Device("Intel(R) Arc(TM) B580 Graphics", "bmg", 20, 18 * MIB, 456),
+    "Lunar Lake": Device("Intel(R) Arc(TM) Graphics (Lunar Lake)", "lnl", 8, 8 * MIB, 136),
 }
 _FAMILIES = {"pvc": "xe-hpc", "acm": "xe", "bmg": "xe2", "lnl": "xe2"}
 _NAMES = (("Max", "pvc"), ("A770", "acm"), ("A750", "acm"), ("B580", "bmg"), ("B570", "bmg"), ("B60", "bmg"), ("B50", "bmg"))
@@ -57,6 +63,7 @@ def arch_of(properties: Any) -> str:
 class XpuBackend(Backend):
     vendor = "xpu"
     device_type = "xpu"
+    devices = _DEVICES
     options = frozenset({"grf_mode"})
 
     def present(self) -> bool:
@@ -71,7 +78,8 @@ class XpuBackend(Backend):
 
     def target_from_properties(self, properties: Any) -> Target:
         arch = arch_of(properties)
-        _, _, engines, known_sizes, slm, cache, bandwidth = _ARCHS[arch]
+        engines, known_sizes, slm = _ARCHS[arch]
+        device = self._known(arch)
         sizes = tuple(sorted(getattr(properties, "sub_group_sizes", known_sizes)))
         sub_group = _SUB_GROUP if _SUB_GROUP in sizes else sizes[-1]
         cores, all_engines = properties.gpu_subslice_count, getattr(properties, "gpu_eu_count", 0)
@@ -85,32 +93,27 @@ class XpuBackend(Backend):
             max_threads=min(getattr(properties, "max_work_group_size", _WORK_GROUP), _WORK_GROUP),
             shared_memory=getattr(properties, "local_mem_size", slm),
             registers=_REGISTERS,
-            l2=getattr(properties, "last_level_cache_size", cache),
-            bandwidth=bandwidth,
+            l2=getattr(properties, "last_level_cache_size", device.l2),
+            bandwidth=device.bandwidth,
             family=_FAMILIES[arch],
             max_threads_per_multiprocessor=(all_engines // cores or engines) * _THREADS_AN_ENGINE * sub_group,
         )
 
-    def known_archs(self) -> tuple[str, ...]:
-        return tuple(_ARCHS)
-
-    def known_target(self, arch: str) -> Target | None:
-        if arch not in _ARCHS:
-            return None
-        name, cores, engines, sizes, slm, cache, bandwidth = _ARCHS[arch]
+    def target_of_device(self, device: Device) -> Target:
+        engines, sizes, slm = _ARCHS[device.arch]
         return Target(
             vendor=self.vendor,
-            arch=arch,
-            name=name,
-            multiprocessors=cores,
+            arch=device.arch,
+            name=device.name,
+            multiprocessors=device.multiprocessors,
             warp_size=_SUB_GROUP,
             warp_sizes=sizes,
             max_threads=_WORK_GROUP,
             shared_memory=slm,
             registers=_REGISTERS,
-            l2=cache,
-            bandwidth=bandwidth,
-            family=_FAMILIES[arch],
+            l2=device.l2,
+            bandwidth=device.bandwidth,
+            family=_FAMILIES[device.arch],
             max_threads_per_multiprocessor=engines * _THREADS_AN_ENGINE * _SUB_GROUP,
         )
 
