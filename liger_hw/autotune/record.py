@@ -219,9 +219,13 @@ def installed(plan: Plan) -> Iterator[None]:
 
 @contextlib.contextmanager
 def everywhere(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` whatever their key."""
-    registry.recordings = {}  # made with the plan there was; what is recorded in here with this one is not kept
+    """Let launchers use `plan` whatever their key.
+
+    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks for a
+    plan after the first line gets this one, and who asked before it records into a dictionary that the second line drops.
+    """
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
+    registry.recordings = {}  # made with the plan there was; what is recorded in here with this one is not kept
     try:
         yield
     finally:

@@ -546,13 +546,22 @@ def test_threads_record_each_for_itself(driver):
 
 
 @cpu
-def test_the_tuner_checks_the_plan_it_says(driver):
-    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer."""
+@pytest.mark.parametrize("meanwhile", [0, 3])
+def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
+    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what another
+    thread launches while the block is entered."""
     x, w = inputs()
     for _ in range(3):
         norm(x, w)
     (plan,) = registry.plans()
     other = plan_for(plan.tunable, plan.target, plan.device, plan.key, LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1))
+
+    def change(tunable, name, value):
+        for _ in range(meanwhile):
+            norm(x, w)
+        object.__setattr__(tunable, name, value)
+
+    monkeypatch.setattr(type(plan.tunable), "__setattr__", change, raising=False)
     with everywhere(other):
         assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [2] * 4
     assert [(norm(x, w), last(driver)[0][0])[1] for _ in range(4)] == [3] * 4
