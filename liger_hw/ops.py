@@ -113,3 +113,12 @@ def get_op(name: str) -> Op:
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
         raise ValueError(f"unknown op {name!r}; {hint}")
     return _ops[name]
+
+
+def get_tunable(name: str) -> Tunable:
+    """The tunable of an op's kernel by its full name (`rms_norm.bwd`); imports the op's file. Raises as `get_op`."""
+    op = get_op(name.split(".")[0])
+    for tunable in op.tunables:
+        if tunable.name == name:
+            return tunable
+    raise ValueError(f"unknown kernel {name!r}; {op.name} has {', '.join(one.name for one in op.tunables)}")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 from . import env
 from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
-from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, next_power_of_2, ops, register, row_key  # noqa: F401  as above
+from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, get_tunable, next_power_of_2, ops, register, row_key  # noqa: F401  as above
 
 if TYPE_CHECKING:
     import torch

@@ -131,12 +131,13 @@ def trace(
     options: Mapping[str, Any] | None = None,
     *,
     configs: Mapping[str, LaunchConfig] | None = None,
-    shipped: bool = True,
+    shipped: bool | None = True,
 ) -> list[Launch]:
     """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
 
     options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped: whether the shipped
-    tables are asked before the heuristic (the user's cache and lock file never are). Nothing runs and nothing is compiled.
+    tables are asked before the heuristic, and no user's cache or lock file; None: whatever the registry has is. Nothing runs
+    and nothing is compiled.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -192,11 +193,13 @@ def _stand_in(parameter: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _tables_of(target: Target, shipped: bool) -> Iterator[None]:
-    """The registry with the shipped tables of `target` alone, or with none."""
+def _tables_of(target: Target, shipped: bool | None) -> Iterator[None]:
+    """The registry with the shipped tables of `target` alone, with none, or (None) with all there are."""
     from . import store
 
-    layers = [(name, table) for name, table in store.layers(target) if name.startswith("shipped")] if shipped else []
+    layers = []
+    if shipped is not False:
+        layers = [(name, table) for name, table in store.layers(target) if shipped is None or name.startswith("shipped")]
     misses = registry.misses()
     registry.set_tables(target, layers)
     try:

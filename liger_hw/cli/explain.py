@@ -1,13 +1,14 @@
 """`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device gfx942]`: what `registry.explain` says.
 
-Also of the kernels that the op shares with others (a loss's sums, the scaling of its gradients), where Triton is here
-to say which it launches. Works for a device that is not in this machine: name it (h200) or its architecture (sm90).
+And which of the kernels one forward and backward with default options launches, those included that the op shares with
+others (a loss's sums, the scaling of its gradients): its launchers are asked, where Triton is here. Works for a device that is not in this machine: name it (h200) or its architecture (sm90).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -34,43 +35,86 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         op = registry.get_op(arguments.op)
+        target = registry._target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
-        found = {
-            name: registry.explain(op.name, sizes, torch_dtype(arguments.dtype), arguments.device)
-            + _shared(op, sizes, arguments)
-            for name, sizes in shapes.items()
-        }
+        found = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"explain: {error}") from None
     if arguments.json:
         items = [
-            {"op": op.name, "workload": name or None, "shape": list(shapes[name]), **one.to_json()}
+            {
+                "op": op.name,
+                "workload": name or None,
+                "shape": list(shapes[name]),
+                **one.to_json(),
+                "launched": launched,
+            }
             for name, explanations in found.items()
-            for one in explanations
+            for one, launched in explanations
         ]
         print(json.dumps(items, indent=2))
         return 0
     for name, explanations in found.items():
         if name:
             print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
-        for one in explanations:
-            print(one)
+        for one, launched in explanations:
+            head, *answers = str(one).splitlines()
+            print("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]))
+        if explanations[0][1] is None:
+            print(f"These are the op's own kernels; {_untold(target)}.")
     return 0
 
 
-def _shared(op: Any, sizes: tuple[int, ...], arguments: argparse.Namespace) -> list[Any]:
-    """Explanations of the other ops' kernels that `op` launches at these sizes; none without Triton."""
+def _said(launched: list[dict[str, Any]]) -> str:
+    """`_rms_norm_fwd_kernel of 8192 programs`, of several launches of a kernel their number and the largest."""
+    grids: dict[str, list[int]] = {}
+    for one in launched:
+        grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
+    several = (
+        f"{f'{len(sizes)} times ' if len(sizes) > 1 else ''}{kernel} of {'up to ' if len(set(sizes)) > 1 else ''}{max(sizes)} programs"
+        for kernel, sizes in grids.items()
+    )
+    return " and ".join(several) or "not launched at this size"
+
+
+def _untold(target: Any) -> str:
     from .. import registry
-    from ..autotune import plan
+
+    if target.vendor == "cpu" and not registry.interpreting():
+        return "on the cpu its reference in torch runs, and none is launched"
+    return "not all are launched at every size, which only tells where Triton is and does not interpret"
+
+
+def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list[tuple[Any, list | None]]:
+    """(explanation, launches) of the op's own kernels and of the others that one forward and backward launches."""
+    from .. import registry
+
+    found = registry.explain(op.name, sizes, torch_dtype(dtype), target)
+    launched = _launched(op, sizes, dtype, target)
+    if launched is None:
+        return [(one, None) for one in found]
+    known = {(one.tunable, one.key) for one in found}
+    for name, key in launched:
+        if (name, key) not in known:
+            found.append(registry.explain_tunable(registry.get_tunable(name), target, key))
+    return [(one, launched.get((one.tunable, one.key), [])) for one in found]
+
+
+def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
+    """(tunable, key) -> kernel and grid of each of its launches, in one forward and backward with default options; None
+    where no launcher can be asked."""
+    from .. import registry
+    from ..autotune import compile as ahead
     from ..kernels import _triton
 
-    if not _triton.AVAILABLE or registry.interpreting():
-        return []
-    target = registry._target_named(arguments.device)
+    if not _triton.AVAILABLE or registry.interpreting() or target.vendor == "cpu":
+        return None
+    found: dict[tuple, list[dict[str, Any]]] = {}
     try:
-        launched = plan.traced(target)(op.name, sizes, arguments.dtype)
+        for launch in ahead.trace(op.name, sizes, torch_dtype(dtype), target, shipped=None):
+            one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
+            found.setdefault((launch.tunable, launch.key), []).append(one)
     except Exception as error:  # the op's own kernels are explained all the same
-        print(f"liger-hw: explain: which kernels it shares is unknown: {type(error).__name__}: {error}", file=sys.stderr)
-        return []
-    others = [(name, key) for name, key in launched if not name.startswith(f"{op.name}.")]
-    return [registry.explain_tunable(registry._tunables[name], target, key) for name, key in others]
+        print(f"liger-hw: explain: what is launched is unknown: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+    return found

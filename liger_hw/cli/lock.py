@@ -91,7 +91,7 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
             found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))
         except Exception as error:
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
-    return [(registry._tunables[name], key) for name, key in found]
+    return [(registry.get_tunable(name), key) for name, key in found]
 
 
 def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:

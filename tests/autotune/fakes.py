@@ -14,8 +14,7 @@ FACTS = {"device": "NVIDIA H200", "driver": "1.2", "torch": "2.11", "triton": "3
 
 
 def tunable(name: str = "rms_norm.fwd") -> registry.Tunable:
-    registry.get_op(name.split(".")[0])
-    return registry._tunables[name]
+    return registry.get_tunable(name)
 
 
 def entry(config: LaunchConfig, made_for: registry.Tunable, **provenance) -> Entry:

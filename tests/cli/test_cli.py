@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +181,50 @@ def test_explain_of_a_device_that_is_not_here_reads_its_table(capsys):
         (row,) = (row for row in json.loads(out) if row["tunable"] == f"{op}.{variant}")
         assert row["target"]["name"].startswith(f"NVIDIA {device.upper()}")
         assert [c["config"] for c in row["candidates"] if c["layer"] == layer] == [entry.config.to_json()]
+
+
+def test_explain_says_what_is_launched(capsys):
+    """By rms_norm's launchers: one row's gradient of the weight needs no second kernel, many rows' does; dots are wide rows'."""
+    said_of = {}
+    for rows in (2, 8192):
+        _, out, _ = said(capsys, "explain", "rms_norm", "--shape", f"{rows}x4096", "--device", "h200", "--json")
+        found = {row["tunable"]: row["launched"] for row in json.loads(out)}
+        said_of[rows] = [name.split(".")[1] for name, launched in found.items() if launched]
+        assert [one["kernel"] for one in found["rms_norm.fwd"]] == ["_rms_norm_fwd_kernel"]
+    assert said_of == {2: ["fwd", "bwd"], 8192: ["fwd", "bwd", "dw"]}
+    _, out, _ = said(capsys, "explain", "rms_norm", "--shape", "2x4096", "--device", "h200")
+    assert "(4096, 1, 2): _rms_norm_fwd_kernel of 2 programs\n" in out and "(4096,): not launched at this size\n" in out
+
+
+def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
+    from liger_hw.autotune import compile as ahead
+    from liger_hw.kernels import _triton
+
+    words = ("explain", "rms_norm", "--shape", "2x4096", "--device")
+    assert "on the cpu its reference in torch runs" in said(capsys, *words, "cpu")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead, "trace", lambda *args, **kwargs: 1 / 0)
+        code, out, err = said(capsys, *words, "h200")
+        assert code == 0 and "not all are launched at every size" in out and "unknown: ZeroDivisionError" in err
+    monkeypatch.setattr(_triton, "AVAILABLE", False)
+    code, out, err = said(capsys, *words, "h200", "--json")
+    assert code == 0 and not err and {row["launched"] for row in json.loads(out)} == {None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "fused_linear_cross_entropy", "--shape", "8192x4096x131072"),
+        ("lock", "--model", "llama-3-8b", "--ops", "fused_linear_cross_entropy", "--seq", "8192", "-o", "lock"),
+    ],
+)
+def test_kernels_of_ops_that_were_not_asked_for_are_found(words, tmp_path):
+    """In a fresh process, where their files are not imported yet: embedding sorts for the head's gradient."""
+    environment = {**os.environ, "LIGER_HW_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(liger_hw.__file__).parents[1])}
+    command = [sys.executable, "-m", "liger_hw", *words, "--device", "h200"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "embedding.sort" in done.stdout or '"variant": "sort"' in (tmp_path / "lock").read_text()
 
 
 def test_explain_without_a_shape_shows_the_workloads(capsys):
