@@ -13,6 +13,7 @@ import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, backend_of, row_key
 from ._op import cdiv, launch
+from ._recorded import repeated
 from ._triton import tl, triton
 
 WIDEST = 4096
@@ -191,7 +192,7 @@ CHANNELS_FILL = _tunable("channels_fill", _channels_fill_kernel, 32768)
 
 
 def convolves_channels_last(
-    scores: torch.Tensor, n_filters: int, padding: list[int], groups: int, sparse: bool
+    scores: torch.Tensor, n_filters: int, padding: tuple[int, ...], groups: int, sparse: bool
 ) -> bool:
     """Whether the scores' softmax, and what is convolved after it, are to have their channels last."""
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
@@ -214,19 +215,38 @@ def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: 
         launch(plan, tunable.kernels[0], grid, args)
 
 
+@repeated
 def softmax_to_channels_last(scores: torch.Tensor) -> torch.Tensor:
     p = empty_channels_last(scores)
     _over_queries(CHANNELS_FWD, (scores, p))
     return p
 
 
+@repeated
 def softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     dx = torch.empty(p.shape, dtype=p.dtype, device=p.device)
     _over_queries(CHANNELS_BWD, (dp, p, dx))
     return dx
 
 
-def filled(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None) -> torch.Tensor:
-    """y, which becomes x up to the diagonal, plus `bias`, and zero after it; sums: fp32 [batch * queries, channels]."""
-    _over_queries(CHANNELS_FILL, (x, y), bias, sums)
+@repeated
+def filled(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x up to the diagonal, plus `bias`, and zero after it, with its channels first."""
+    y = x.new_empty(x.shape)
+    _over_queries(CHANNELS_FILL, (x, y), bias, None)
     return y
+
+
+@repeated
+def filled_channels_last(dy: torch.Tensor, wants_sums: bool) -> tuple[torch.Tensor, ...]:
+    """dy up to the diagonal and zero after it, with its channels last; and, if wanted, `query_sums` of that."""
+    g = empty_channels_last(dy)
+    sums = query_sums(dy) if wants_sums else None
+    _over_queries(CHANNELS_FILL, (dy, g), None, sums)
+    return (g,) if sums is None else (g, sums)
+
+
+def query_sums(dy: torch.Tensor) -> torch.Tensor:
+    """For a fill's sums over the keys: [batch * queries, channels] fp32; zeros where there is nothing to launch over."""
+    shape = dy.shape[0] * dy.shape[2], dy.shape[1]
+    return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)

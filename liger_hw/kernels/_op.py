@@ -58,13 +58,14 @@ def define(
     launcher: Callable[..., Any],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
+    recorded: bool = True,
 ) -> Any:
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`_recorded`); reference: the same
     results in plain torch; fake: empty results of the same shapes. All three take the schema's arguments by position. None
-    may return one of its inputs.
+    may return one of its inputs. recorded: False for a launcher that never only allocates and launches (`_recorded.repeated`).
     """
     name = schema.split("(", 1)[0].strip()
     on_gpu = _with_fallback(launcher)
@@ -88,7 +89,7 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, launcher, args)
+                result = replay(name, launcher, args) if recorded else MISSED
                 if result is not MISSED:
                     return result
                 if are_plain(args):

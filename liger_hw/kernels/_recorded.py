@@ -8,11 +8,13 @@ object that it looks at in another core's cache.
 
 Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back), a
 tensor that is neither argument nor allocated there, or a launch that went through Triton, and the layout is left to the
-launcher. What is recorded holds for the plans it was made with and is forgotten with them (`registry.recordings`).
+launcher. Of an operator that does more, parts that do no more can be recorded by themselves (`repeated`). What is recorded
+holds for the plans it was made with and is forgotten with them (`registry.recordings`).
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from operator import itemgetter
 from threading import get_ident
 from typing import Any, Callable
@@ -32,7 +34,7 @@ _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN = NO_TENSORS | _TENSORS
+_PLAIN = NO_TENSORS | _TENSORS | {tuple}
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -46,11 +48,29 @@ _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: 
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are tensors on a GPU (the first is) and numbers: of no class, and in no list, that asks to be handled,
-    nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    """Whether these are tensors on a GPU (the first is), numbers and tuples of numbers: of no class, and in no list, that asks
+    to be handled, nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
-    return not any([_is_batched(arg) for arg in args if type(arg) in _TENSORS])
+    for arg in args:
+        if type(arg) in _TENSORS:
+            if _is_batched(arg):
+                return False
+        elif type(arg) is tuple and not NO_TENSORS.issuperset(map(type, arg)):
+            return False
+    return True
+
+
+def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and is to return what it allocated."""
+    name = f"{part.__module__}.{part.__qualname__}"
+
+    @wraps(part)
+    def call(*args: Any) -> Any:
+        result = replay(name, part, args)
+        return part(*args) if result is MISSED else result
+
+    return call
 
 
 def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:

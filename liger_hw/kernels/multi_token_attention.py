@@ -27,6 +27,8 @@ from ._multi_token_attention_channels import (
     convolves_channels_last,
     empty_channels_last,
     filled,
+    filled_channels_last,
+    query_sums,
     softmax_gradient,
     softmax_to_channels_last,
 )
@@ -49,6 +51,7 @@ from ._op import (
     launch,
     no_weight,
 )
+from ._recorded import repeated
 from ._reduce import column_sum, column_sum_tunable
 from ._rms_backward import few_rows, safe, tiles_rows
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
@@ -147,7 +150,7 @@ def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
 
 
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
-    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: as `_sums` makes them."""
+    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: `query_sums`'."""
     in_place = x is y and bias is None
     _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
@@ -158,7 +161,7 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
     if convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
         p, last = softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
         y = torch.conv2d(*_summable(p, last, None), stride, padding, dilation, groups).to(p.dtype)
-        return filled(y, y.new_empty(y.shape), dense(bias), None), p, last
+        return filled(y, dense(bias)), p, last
     p = empty_like(scores, scores.dtype)
     if sparse:
         _fill(scores, p, infinite=True)
@@ -175,7 +178,7 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
     if convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
         return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    sums = _sums(dy) if has_bias and wanted[2] else None
+    sums = query_sums(dy) if has_bias and wanted[2] else None
     _fill(dy, g, sums=sums)
     dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
     if sums is not None:
@@ -191,22 +194,16 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
 
 def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
     """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
-    sums = _sums(dy) if wants_bias else None
-    g = filled(dy, empty_channels_last(dy), None, sums)
+    g, *sums = filled_channels_last(dy, wants_bias)
     dp, dweight, dbias = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
-    if sums is not None:
-        dbias = _bias_gradient(sums, p.dtype)
+    if sums:
+        dbias = _bias_gradient(*sums, p.dtype)
     return softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
 
 
-def _sums(dy: torch.Tensor) -> torch.Tensor:
-    """For a fill's sums over the keys: [batch * queries, channels] fp32; zeros where there is nothing to launch over."""
-    shape = dy.shape[0] * dy.shape[2], dy.shape[1]
-    return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
-
-
+@repeated
 def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`_sums` -> [channels]; of 64 queries one launch of 1.5 us on the H200, torch's sum and cast take 6.3 (2026-11-22)."""
+    """`query_sums` -> [channels]; of 64 queries one launch of 1.5 us on the H200, torch's sum and cast take 6.3 (2026-11-22)."""
     return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
 
 
@@ -223,8 +220,8 @@ def _convolved(p, weight, bias, *how):
 
 def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted, dense=True):
     """Gradients of p, weight and bias, empty where none is wanted; contiguous if `dense`."""
-    wanted = [*wanted[:2], has_bias and wanted[2]]
-    how = ([weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, wanted)
+    wanted = (*wanted[:2], has_bias and wanted[2])
+    how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, wanted)
     found = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
     found = [grad.to(p.dtype) if wants else no_weight(p) for grad, wants in zip(found, wanted)]
     return tuple(grad.contiguous() for grad in found) if dense else tuple(found)
@@ -281,6 +278,7 @@ multi_token_attention_fwd = define(
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
+    recorded=False,
 )
 multi_token_attention_bwd = define(
     f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] wanted)"
@@ -288,6 +286,7 @@ multi_token_attention_bwd = define(
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
+    recorded=False,
 )
 
 
@@ -305,13 +304,13 @@ class LigerMultiTokenAttentionFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        wanted = list(ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
         grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, wanted)
         return *(grad if wants else None for grad, wants in zip(grads, wanted)), None, None, None, None, None
 
 
-def _pair(n) -> list[int]:
-    return [n, n] if isinstance(n, int) else list(n)
+def _pair(n) -> tuple[int, ...]:
+    return (n, n) if isinstance(n, int) else tuple(n)
 
 
 # -- public ----------------------------------------------------------------------------------------------------------

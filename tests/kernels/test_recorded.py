@@ -112,7 +112,7 @@ def test_every_op_launches_again_what_its_launchers_launched(driver, case, seed,
         rounds.append([_without_fresh(launch, own) for launch in driver.seen])
     for again in rounds[1:]:
         assert again == rounds[0]
-    assert rounds[0] or op.name == "multi_token_attention"  # lists of sizes go by the dispatcher, here to the reference
+    assert rounds[0]
 
 
 def _without_fresh(launch: tuple, own: set) -> tuple:
@@ -308,10 +308,10 @@ def probe(driver, monkeypatch):
     monkeypatch.setattr(_op, "_library", library)
     made = []
 
-    def define(launcher):
+    def define(launcher, **how):
         name = f"recorded_probe_{len(made)}"
         made.append(name)
-        how = {"reference": launcher, "fake": launcher}
+        how |= {"reference": launcher, "fake": launcher}
         return _op.define(f"{name}(Tensor x, Tensor? y, float z) -> Tensor", launcher=launcher, **how)
 
     yield define
@@ -351,6 +351,52 @@ def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
         for _ in range(4):
             call(x, None, 1.0)
     assert len(calls) == 4
+
+
+@cpu
+@pytest.mark.parametrize("through_dispatcher", [False, True])
+def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through_dispatcher):
+    """Each by itself, from its third call on, eagerly and below the dispatcher; what lies between is done every time."""
+    parts, calls = [], []
+
+    @_recorded.repeated
+    def part(x, y, z):
+        parts.append(z)
+        return _launched(x, y, torch.empty_like(x), z)
+
+    def launcher(x, y, z):
+        calls.append(z)
+        return part(part(x, y, z) * 2, y, z)
+
+    driver.kernel = lambda x, y, out, *rest: ctypes.memmove(out, x, 3 * 64 * 4)
+    call = probe(launcher, recorded=False)
+    with torch.set_grad_enabled(through_dispatcher):  # grad mode alone sends a call there
+        for _ in range(4):
+            x = torch.randn(3, 64)
+            assert torch.equal(call(x, None, 1.0), 2 * x)
+    assert len(calls) == 4 and len(parts) == 2 and len(driver.seen) == 8
+    assert {key[0].rpartition(".")[2]: type(kept) for key, kept in registry.recordings.items()} == {"part": tuple}
+
+
+@cpu
+def test_multi_token_attention_repeats_all_but_its_convolutions(driver, seed):
+    """Channels last, as in 16 bits on the device: a softmax, a fill, and their gradients, with the sum for the bias."""
+    op = registry.get_op("multi_token_attention")
+    sample = make(op, (1, 8, 8), torch.bfloat16, "cpu", seed)
+    grads = run(op.function, sample, seed).given
+    for _ in range(2):
+        run(op.function, sample, seed, grads)
+    assert len(registry.recordings) == 5 and {type(kept) for kept in registry.recordings.values()} == {tuple}
+    driver.seen.clear()
+    run(op.function, sample, seed, grads)
+    assert len(driver.seen) == 5
+
+
+@cpu
+def test_tuples_of_numbers_are_plain_and_lists_are_not(driver):
+    x = torch.randn(3)
+    assert _recorded.are_plain((x, None, (1, 2), ())) and not _recorded.are_plain((x, [1, 2]))
+    assert not _recorded.are_plain((x, (1, x))) and not _recorded.are_plain((x, ((1, 2),)))
 
 
 _KEPT = torch.randn(64)
@@ -581,13 +627,15 @@ def test_recorded_calls_give_the_same_bits(lane, case, seed, clean_registry, mon
     op, options = case
     module = torch.get_device_module(torch.device(lane.device).type)
 
-    first = make(op, few_sizes(op), torch.bfloat16, lane.device, seed, options)
+    # as many channels as can be last in memory
+    sizes = (1, 9, 8) if op.name == "multi_token_attention" else few_sizes(op)
+    first = make(op, sizes, torch.bfloat16, lane.device, seed, options)
     grads = run(op.function, first, seed).given
 
     def all_of_them():
         found, stream = [], module.Stream()
         for number in range(4):
-            sample = make(op, few_sizes(op), torch.bfloat16, lane.device, seed + number, options)
+            sample = make(op, sizes, torch.bfloat16, lane.device, seed + number, options)
             module.synchronize()
             with module.stream(stream if number > 1 else module.current_stream()):
                 found += run(op.function, sample, grads=grads).bits()
