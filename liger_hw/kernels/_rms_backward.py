@@ -46,7 +46,7 @@ from ._row_pieces import (
     _wide,
     widest,
 )
-from ._row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, team_heuristic, team_misfit, teams_of
+from ._row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, team_heuristic, team_misfit, team_space, teams_of
 from ._teams import launch_teams
 from ._triton import tl, triton
 
@@ -397,7 +397,7 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
         dims=DIMS,
         heuristic=lambda target, key: team_heuristic(target, key, 1) or bwd_heuristic(target, key, streams, grads=1),
         safe=safe,
-        space=lambda target, key: bwd_space(target, key, streams),
+        space=lambda target, key: [*bwd_space(target, key, streams), *team_space(target, key)],
         valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
     )
     bwd_dot = Tunable(

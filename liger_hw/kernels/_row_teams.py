@@ -157,24 +157,52 @@ RMS_TEAMS = (_rms_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
 LAYER_NORM_TEAMS = (_layer_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
 
 
+def _have_teams(target: Target, key: Key) -> bool:
+    """Whether rows are wide enough for teams, and begin at 16 bytes."""
+    return target.cooperative and key[0] >= 16384 and not key[3:]
+
+
+def _team(target: Target, key: Key, tile: int, warps: int, ctas: int) -> LaunchConfig | None:
+    """Teams whose programs take `tile` bytes of a row; None where rows are fewer than about four a team. `maxnreg` keeps
+    programs to the registers they have room for, whatever the dtypes."""
+    tile //= key[2]
+    programs, splits = ctas * target.multiprocessors, cdiv(key[0], tile)
+    if splits > min(programs, LARGEST_TEAM) or (1 << key[1]) * splits < 4 * programs:
+        return None
+    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, warps, 1, ctas, vendor=team_options(target, warps, ctas))
+
+
 def team_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
-    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them. None where rows are
-    narrow, do not begin at 16 bytes, or are fewer than about four a team. `maxnreg` keeps programs to the registers they
-    have room for, whatever the dtypes.
+    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows with
+    one gradient twice as many programs of half that. None where there are no teams.
 
     Backward on the H200, bf16, with what reads twice (2026-11-22): rms_norm takes 263 us instead of 333 at 2048 x 65536,
     134 instead of 171 at 2048 x 32768, 41 instead of 50 at 1024 x 16384; other widths and fp32 were not timed. Plain volatile
-    reads instead of atomics, 258 us, would leave memory's order to the compiler. Beside those 258, eight programs of 2048
-    columns by two warps are within 3%; with the next row's loads ahead of the wait, for which registers leave three programs,
-    or with a row's sum heard before the next is told, it takes 280 and 303 us.
+    reads instead of atomics, 258 us, would leave memory's order to the compiler. Beside those 258, with the next row's loads
+    ahead of the wait, for which registers leave three programs, or with a row's sum heard before the next is told, it takes
+    280 and 303 us. Eight programs of 2048 columns by two warps, timed later in one run with four of 4096 by four: 262 us
+    instead of 269 at 2048 x 65536, 133.6 instead of 135.5 at 2048 x 32768; fused_add_rms_norm 334 instead of 352 at
+    2048 x 65536. Not timed at 16384 columns.
     """
-    if not target.cooperative or key[0] < 16384 or key[3:]:
+    if not _have_teams(target, key):
         return None
-    tile, ctas = 8192 // key[2], 5 - grads
-    programs, splits = ctas * target.multiprocessors, key[0] // tile
-    if splits > min(programs, LARGEST_TEAM) or (1 << key[1]) * splits < 4 * programs:
-        return None
-    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, 4, 1, ctas, vendor=team_options(target, 4, ctas))
+    halves = _team(target, key, 4096, 2, 8) if grads == 1 and key[0] >= 32768 else None
+    return halves or _team(target, key, 8192, 4, 5 - grads)
+
+
+def team_space(target: Target, key: Key) -> list[LaunchConfig]:
+    """Teams for the tuner: of a thread's registers 32 are left beside x, dy and one gradient in fp32 of half precision."""
+    if not _have_teams(target, key):
+        return []
+    tried = (
+        _team(target, key, bytes * warps * target.warp_size, warps, ctas)
+        for bytes in (16, 32, 64)
+        for warps in (2, 4, 8)
+        for ctas in (2, 3, 4, 5, 6, 8)
+        if 4096 <= bytes * warps * target.warp_size <= 16384
+        and 3 * bytes // 2 + 32 <= team_options(target, warps, ctas)["maxnreg"]
+    )
+    return [config for config in tried if config is not None]
 
 
 def team_misfit(config: LaunchConfig, key: Key) -> str | None:

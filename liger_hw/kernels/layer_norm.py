@@ -59,6 +59,7 @@ from ._row_teams import (
     _layer_norm_team_bwd_kernel,
     team_heuristic,
     team_misfit,
+    team_space,
     teams_of,
 )
 from ._teams import launch_teams
@@ -114,7 +115,7 @@ BWD = Tunable(
     dims=DIMS,
     heuristic=lambda target, key: team_heuristic(target, key, 2) or narrow_bwd_heuristic(target, key),
     safe=safe,
-    space=narrow_bwd_space,
+    space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
     valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
 )
 BWD_MEANS = Tunable(

@@ -89,13 +89,15 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
 @pytest.mark.parametrize("op", BWD)
 @pytest.mark.parametrize(
     "sizes, splits",
-    [((2048, 65536), 16), ((2048, 32768), 8), ((1024, 16384), 4), ((16, 65536), 0), ((8, 1 << 21), 0), ((2048, 65537), 0), ((8192, 8192), 0)],
+    [((2048, 1 << 21), 0), ((2048, 1 << 20), 256), ((2048, 65536), 16), ((2048, 32768), 8), ((1024, 16384), 4), ((16, 65536), 0), ((8, 1 << 21), 0), ((2048, 65537), 0), ((8192, 8192), 0)],
     ids=str,
 )
 def test_who_holds_a_row(op, sizes, splits):
     """On NVIDIA's GPUs teams, of wide rows that are many and begin at 16 bytes, 256 programs at most; each has the registers it
     needs."""
     key = grouped_key(*sizes, 2)
+    if op != "layer_norm" and 16384 < sizes[1] < 1 << 20:
+        splits *= 2  # tiles half as wide
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
         config = BWD[op].heuristic(target, key)
@@ -107,6 +109,21 @@ def test_who_holds_a_row(op, sizes, splits):
             assert -(-sizes[1] // config.blocks["BLOCK_SIZE"]) == splits <= config.ctas_per_mp * target.multiprocessors
         reason = BWD[op].illegal(target, key, _config(16384, 8))
         assert (reason is None) if target.cooperative else f"is unknown to {target.vendor}" in reason
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("op", BWD)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_tuner_tries_teams(op, itemsize):
+    """What the heuristic takes is among them, others too, and all can be launched; none where it takes none."""
+    target, tunable = known_target("sm90"), BWD[op]
+    for sizes in ((2048, 65536), (2048, 32768), (1024, 16384), (16, 65536), (8192, 8192)):
+        key = grouped_key(*sizes, itemsize)
+        teams = [c for c in tunable.space(target, key) if c.vendor]
+        first = tunable.heuristic(target, key)
+        assert (first in teams and len(set(teams)) > 4) if first.vendor else not teams
+        assert not any(tunable.illegal(target, key, c) for c in teams)
+    assert not any(c.vendor for c in tunable.space(known_target("gfx942"), grouped_key(2048, 65536, itemsize)))
 
 
 @pytest.mark.interpret
