@@ -167,6 +167,20 @@ def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
     assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
 
 
+def test_the_sweep_replays_short_calls_and_runs_slow_ones(monkeypatch, script):
+    module = script("head_sweep")
+    monkeypatch.setattr(module, "SETTLE_MS", 0.0)
+    with Meter("cpu", FakeDevice()) as meter:
+        meter._filler = (torch.ones(4), torch.ones(4))
+        found = module.point(9, torch.randn(50, 8), torch.randn(16, 8), meter)
+        assert (found["tokens"], found["vocab"]) == (9, 50) and found["share"] == found["floor_ms"] / found["ms"]
+        assert meter.module.captured == 2 and meter.module.replayed >= 4 * 3
+        meter.forget()
+        monkeypatch.setattr(module, "SLOW", 0.0)
+        module.point(9, torch.randn(50, 8), torch.randn(16, 8), meter)
+        assert meter.module.captured == 2
+
+
 def test_the_floor_of_an_odd_vocabulary_is_an_even_ones():
     assert [floors.floor_words(vocab) for vocab in (7, 8, 50257, 128256)] == [7, 8, 50256, 128256]
     odd, even = (floors.PRODUCTS["fused_linear_jsd"](2048, 4096, vocab) for vocab in (50257, 50256))
