@@ -42,7 +42,7 @@ from ._group_norm_kernels import (
 )
 from ._group_norm_teams import _group_norm_team_bwd_kernel, _group_norm_team_fwd_kernel, _values_of_tile
 from ._op import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
-from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from ._reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
 from ._row_tiles import _after
 from ._teams import COOPERATIVE, TEAMS, launch_teams, no_team, team_options
 
@@ -353,7 +353,7 @@ class LigerGroupNormFunction(Function):
         dX, dP = group_norm_bwd(dY, X, W, B, STATS, ctx.num_groups, needed)
         if not needed:
             return dX, None, None, None, None, None
-        dW, dB = (dP, None) if B is None else dP.chunk(2)
+        dW, dB = (dP, None) if B is None else halves(dP)
         return dX, dW, dB, None, None, None
 
 

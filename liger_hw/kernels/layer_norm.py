@@ -41,7 +41,7 @@ from ._op import (
     row_major,
     rows_of,
 )
-from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from ._reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
 from ._rms_backward import (
     DIMS,
     at_once,
@@ -251,7 +251,7 @@ class LigerLayerNormFunction(Function):
         dX, dP = layer_norm_bwd(dY, X, W, B, STATS, needed)
         if not needed:
             return dX, None, None, None
-        dW, dB = (dP, None) if B is None else dP.chunk(2)
+        dW, dB = (dP, None) if B is None else halves(dP)
         return dX, dW, dB, None
 
 

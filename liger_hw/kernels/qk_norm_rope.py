@@ -42,7 +42,7 @@ from ._qk_norm_rope_kernels import (
     _seen,
     _store_head,
 )
-from ._reduce import column_sum, column_sum_tunable
+from ._reduce import column_sum, column_sum_tunable, halves
 from ._rope_kernels import _load, _rotate
 from ._rotary import HALVES, SHARED, SMALL, alignment, load_angles, readable_angles, row_offsets, turned
 from .rms_norm import CASTING_MODES
@@ -338,7 +338,7 @@ class LigerQKNormRopeFunction(_op.Function):
     def backward(ctx, dq, dk):
         needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
         dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
-        dwq, dwk = dw.chunk(2) if needs_dwq or needs_dwk else (None, None)
+        dwq, dwk = halves(dw) if needs_dwq or needs_dwk else (None, None)
         return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 9
 
 
