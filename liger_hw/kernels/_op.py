@@ -8,7 +8,7 @@ the dispatcher would only pass the call on (2 us on the main thread, twice that 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
@@ -99,6 +99,8 @@ def define(
                 return on_gpu(*args)
         elif forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
+        elif is_compiling() and _is_transformed():
+            _refuse_transforms(f"liger_hw::{name}")
         return overload(*args)
 
     call.__name__ = name
@@ -114,6 +116,23 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
             f"liger_hw::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad); "
             "take the gradient backwards, or use the unpatched model for it"
         )
+
+
+def _is_transformed() -> bool:
+    return _are_functorch_transforms_active()
+
+
+_is_transformed._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result, which would import torch._dynamo
+
+
+def _refuse_transforms(what: str) -> NoReturn:
+    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain function and
+    gives a gradient of zero (pytorch issue 193279)."""
+    raise RuntimeError(
+        f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
+        "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
+        "`reference` (liger_hw.registry.get_op), or use the unpatched model for it"
+    )
 
 
 def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +162,9 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or _are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
+            _refuse_transforms(cls.__name__)
+        if kwargs:
             return super().apply(*args, **kwargs)
         args = [a if type(a) in NO_TENSORS or not isinstance(a, torch.Tensor) else _unwrap_if_dead(a) for a in args]
         return super(torch.autograd.Function, cls).apply(*args)

@@ -116,7 +116,7 @@ class Times(_op.Function):
 
 
 def test_apply_does_what_torch_does():
-    """What a transform left behind is unwrapped, keywords are taken, inside a transform torch's own apply answers."""
+    """What a transform left behind is unwrapped, keywords are taken; a transform is refused with what to do instead."""
     leaked = []
     torch.func.grad(lambda x: leaked.append(x) or x.sum())(torch.ones(3))
     assert torch._C._functorch.is_functorch_wrapped_tensor(leaked[0])
@@ -125,8 +125,26 @@ def test_apply_does_what_torch_does():
     x = torch.ones(2, requires_grad=True)
     Times.apply(x, factor=4.0).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 4.0))
-    with pytest.raises(RuntimeError, match="setup_context"):
+    with pytest.raises(RuntimeError, match="Times: .*torch.func.*autograd.grad.*reference"):
         torch.func.grad(lambda x: Times.apply(x, 3.0).sum())(torch.ones(3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda one: one.__name__)
+def test_transforms_are_refused_with_what_to_do(transform, compiled):
+    """Compiled too, where torch 2.13 makes zeros of a Function's gradient; the reference that is named takes them."""
+    from liger_hw import registry
+
+    op, x, w = registry.get_op("rms_norm"), torch.randn(4, 8), torch.ones(8)
+
+    def transformed(norm):
+        return transform(lambda x: norm(x, w, 1e-6).square().sum())
+
+    torch._dynamo.reset()
+    run = torch.compile(transformed(op.function), backend="aot_eager") if compiled else transformed(op.function)
+    with pytest.raises(RuntimeError, match="LigerRMSNormFunction: .*torch.func.*reference"):
+        run(x)
+    assert transformed(op.reference)(x).isfinite().all()
 
 
 def test_remembered_answers_are_those_of_the_very_arguments():
