@@ -60,8 +60,7 @@ class Plan:
     def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
         vendor = backend(target.vendor)
         self.tunable, self.target, self.device, self.key = tunable, target, device, key
-        self.layer, self.config = chosen.layer, chosen.config
-        self.provenance, self.source = chosen.provenance, chosen.source
+        self.layer, self.config, self.provenance, self.source = chosen.layer, chosen.config, chosen.provenance, chosen.source
         cache, evict = vendor.load_hint(chosen.config.hint)
         self.constexprs = {
             **chosen.config.blocks,
@@ -70,7 +69,7 @@ class Plan:
             "LOAD_EVICT": evict,
             "FAST_LOG2": vendor.fast_log2 and not interpreting(),
         }
-        self.options = vendor.lower(chosen.config)
+        self.options = vendor.lower(chosen.config) | (vendor.ahead(target) if tunable.ahead else {})
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors
         real = _state["pretend"] is None and not interpreting()
         fast = real and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
@@ -88,7 +87,7 @@ class Tunable:
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
     neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
-    valid: (config, key) -> reason it cannot serve this key, or None
+    valid: (config, key) -> reason it cannot serve this key, or None; ahead: its kernels start with _ahead.py's `begin`
     """
 
     def __init__(
@@ -104,11 +103,12 @@ class Tunable:
         space: Callable[[Target, Key], Iterable[LaunchConfig]],
         neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
         valid: Callable[[LaunchConfig, Key], str | None] | None = None,
+        ahead: bool = False,
     ) -> None:
         self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
         self.kernels, self.key, self.dims = kernels, key, dims
         self.heuristic, self.safe, self.space = heuristic, safe, space
-        self.neutral, self.valid = neutral, valid
+        self.neutral, self.valid, self.ahead = neutral, valid, ahead
         self._plans: dict[tuple[Any, Key], Plan] = {}
         self._hash: str | None = None
 

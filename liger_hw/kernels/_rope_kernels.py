@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..registry import Plan, next_power_of_2
+from ._ahead import begin
 from ._op import cdiv
 from ._triton import tl, triton
 
@@ -39,6 +40,7 @@ def program_of(seq_len, HEAD_TILES: tl.constexpr, APART: tl.constexpr, BLOCK_T: 
     A division by a number of the launch takes as long as a quarter of a small launch. APART: a program's tokens are of one
     batch, which is the grid's second axis; else programs go over the tokens of all batches, one after the other.
     """
+    begin()
     pid = tl.program_id(0)
     tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
     if APART:

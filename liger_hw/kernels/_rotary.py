@@ -21,6 +21,7 @@ import torch
 
 from ..registry import Tunable
 from . import _rotary_flat
+from ._ahead import EARLY, begin
 from ._op import check, define, launch
 from ._rope_kernels import _load, _rotate, program_of, tiled
 from ._triton import tl, triton
@@ -345,12 +346,12 @@ class Rotary:
 
 
 def _tunable(op: str, variant: str, flat: bool) -> Tunable:
-    kernels = (_rotary_kernel, program_of, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
+    kernels = (_rotary_kernel, program_of, begin, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
     how = {"key": _key, "heuristic": _heuristic, "safe": _safe, "space": _space, "valid": _valid}
     if flat:
         kernels, how = kernels + _rotary_flat.KERNELS, _rotary_flat.TUNABLES
     neutral = frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"})
-    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, **how)
+    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, ahead=EARLY, **how)
 
 
 def alignment(strides: tuple[int, ...]) -> int:

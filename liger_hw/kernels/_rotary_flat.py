@@ -12,6 +12,7 @@ from typing import Any
 
 from ..registry import Key, LaunchConfig, Plan, Target
 from . import _elementwise, rope
+from ._ahead import begin
 from ._op import cdiv
 from ._rope_kernels import _load
 from ._triton import tl, triton
@@ -101,6 +102,7 @@ def _flat_rotary_kernel(
     together, their angles are complex numbers in Cos_ptr; else a pair is (i, i + HALF) and every place has its own cos
     and sin. SEQUENCES: there is more than one.
     """
+    begin()
     WIDTH: tl.constexpr = 2 * HALF + TAIL
     pid = tl.program_id(0)
     first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE
@@ -149,7 +151,7 @@ def _flat_rotary_kernel(
         tl.store(out, _turn(k, k_partner, cos, sin, turned, IS_PAIRS, TAIL), mask=k_mask)
 
 
-KERNELS = (_flat_rotary_kernel, _load_partners, _partner, _places, _turn)
+KERNELS = (_flat_rotary_kernel, begin, _load_partners, _partner, _places, _turn)
 
 # -- tunables: rope's where the width is a power of two --------------------------------------------------------------
 

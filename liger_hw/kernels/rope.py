@@ -26,6 +26,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ._ahead import EARLY, begin
 from ._op import Function, check, check_flags, check_tensors, define, first_order, launch, remembered
 from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate, program_of, tiled
 
@@ -134,7 +135,7 @@ def _tunable(variant: str) -> Tunable:
     return Tunable(
         "rope",
         variant,
-        kernels=(_rope_kernel, program_of, _angles, _rotate, _offsets, _load),
+        kernels=(_rope_kernel, program_of, begin, _angles, _rotate, _offsets, _load),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
@@ -142,6 +143,7 @@ def _tunable(variant: str) -> Tunable:
         space=_space,
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H"}),
         valid=_valid,
+        ahead=EARLY,
     )
 
 
