@@ -69,7 +69,7 @@ class Plan:
             "LOAD_EVICT": evict,
             "FAST_LOG2": vendor.fast_log2 and not interpreting(),
         }
-        self.options = vendor.lower(chosen.config) | (vendor.ahead(target) if tunable.ahead else {})
+        self.options = (vendor.ahead(target, chosen.config) if tunable.ahead else {}) | vendor.lower(chosen.config)
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors
         real = _state["pretend"] is None and not interpreting()
         fast = real and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")

@@ -20,6 +20,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import EARLY, begin
 from ._multi_token_attention_channels import (
     CHANNELS_BWD,
     CHANNELS_FILL,
@@ -115,13 +116,14 @@ def _tunable(variant: str, kernel) -> Tunable:
     return Tunable(
         "multi_token_attention",
         variant,
-        kernels=(kernel,),
+        kernels=(kernel, begin),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
         safe=safe,
         space=_space,
         valid=tiles_rows,
+        ahead=EARLY,
     )
 
 

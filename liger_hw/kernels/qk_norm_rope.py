@@ -27,6 +27,7 @@ from .. import registry
 from ..recompute.recipes import offer_all
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from . import _op
+from ._ahead import EARLY, begin
 from ._op import cdiv, check, check_flags, check_floats, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
     _add_up,
@@ -164,15 +165,15 @@ def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
 
 
 _HELPERS = (
-    *(_load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
+    *(begin, _load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
     *(load_angles, row_offsets, _load, _rotate),
 )
+_SAME = {"key": _key, "dims": _DIMS, "ahead": EARLY}
 FWD = Tunable(
     "qk_norm_rope",
     "fwd",
     kernels=(_qk_norm_rope_fwd_kernel, *_HELPERS),
-    key=_key,
-    dims=_DIMS,
+    **_SAME,
     heuristic=_fwd_heuristic,
     safe=_fwd_safe,
     space=_fwd_space,
@@ -182,8 +183,7 @@ BWD = Tunable(
     "qk_norm_rope",
     "bwd",
     kernels=(_qk_norm_rope_bwd_kernel, _gradients, _add_up, *_HELPERS),
-    key=_key,
-    dims=_DIMS,
+    **_SAME,
     heuristic=_bwd_heuristic,
     safe=_bwd_safe,
     space=_bwd_space,
