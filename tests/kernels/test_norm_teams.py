@@ -96,7 +96,7 @@ def test_who_holds_a_row(op, sizes, splits):
     """On NVIDIA's GPUs teams, of wide rows that are many and begin at 16 bytes, 256 programs at most; each has the registers it
     needs."""
     key = grouped_key(*sizes, 2)
-    if op != "layer_norm" and 16384 < sizes[1] < 1 << 20:
+    if 16384 < sizes[1] < 1 << 20:
         splits *= 2  # tiles half as wide
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
