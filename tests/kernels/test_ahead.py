@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from liger_hw import registry
-from liger_hw.backends import known_target
+from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.kernels._ahead import begin
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
@@ -46,6 +46,30 @@ def test_launched_early_where_the_device_can(arch, early):
         assert plan.options.get("launch_pdl", False) is early
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "group_norm"])
+@pytest.mark.parametrize("vendor", [{}, {"launch_pdl": False}, {"launch_cooperative_grid": True}], ids=str)
+def test_what_a_configuration_says_goes_first(op, vendor):
+    """Turned off by hand; and programs that wait for one another are launched in the ordinary way."""
+    tunable = registry.get_op(op).tunables[0]
+    with registry.pretend(known_target("sm90")):
+        key = tunable.key(*next(iter(registry.get_op(op).workloads.values())), 2)
+        first = tunable.plan(torch.device("cpu"), key).config
+        config = LaunchConfig(first.blocks, first.num_warps, first.num_stages, max(1, first.ctas_per_mp), vendor=vendor)
+        with registry.override(tunable.name, config):
+            plan = tunable.plan(torch.device("cpu"), key)
+            assert plan.layer == "explicit"
+            assert plan.options.get("launch_pdl", False) is (not vendor)
+            assert plan.options.get("launch_cooperative_grid", False) is ("launch_cooperative_grid" in vendor)
+
+
+def test_nobody_asks_for_it():
+    """A kernel that does not wait would read what is not there yet."""
+    asked = LaunchConfig({"BLOCK_SIZE": 64}, vendor={"launch_pdl": True})
+    for arch in ("sm80", "sm90"):
+        assert "launch_pdl" in backend("cuda").illegal(known_target(arch), asked)
+    assert "unknown" in backend("rocm").illegal(known_target("gfx942"), asked)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [4096, 1 << 26])
 def test_reads_what_was_just_written(device, elements):
@@ -65,3 +89,116 @@ def test_reads_what_was_just_written(device, elements):
     apart = chain(True)
     for _ in range(5):
         assert torch.equal(chain(False), apart)
+
+
+# -- chains ----------------------------------------------------------------------------------------------------------
+# Every op on what the last one left, forward and, with that for dy, backward.
+
+CHAIN = ("rms_norm", "swiglu", "layer_norm", "dyt", "softmax", "group_norm", "relu_squared", "poly_norm", "sparsemax")
+CHAIN += ("modulated_rms_norm", "fused_add_rms_norm")
+
+
+def _once(name, x):
+    """y like x, and the gradients of x and of all else the op takes."""
+    n, ones = x.shape[1], torch.ones(x.shape[1], device=x.device)
+    others = {
+        "rms_norm": (ones, 1e-6),
+        "layer_norm": (ones, ones * 0.1, 1e-6),
+        "dyt": (ones[:1] * 0.7, ones, ones * 0.1),
+        "poly_norm": (ones[:3] / 3, ones[:1] * 0.1, 1e-6),
+        "fused_add_rms_norm": (x * 0.5, ones, 1e-6),
+        "group_norm": (ones[:16], ones[:16] * 0.1, 16, 4, 1e-6),
+        "modulated_rms_norm": (ones, x * 0.1, x * 0.2, 1e-6),
+        "swiglu": (x.flip(0),),
+    }.get(name, ())
+    x = x.view(-1, 16, n // 16) if name == "group_norm" else x
+    args = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in (x, *others)]
+    y = registry.get_op(name).function(*args)
+    y = y[0] if isinstance(y, tuple) else y
+    grads = torch.autograd.grad(y, [t for t in args if isinstance(t, torch.Tensor)], y.detach())
+    return [y.detach().view(-1, n), *grads]
+
+
+def _chain(x, between=lambda t: t, rounds=2):
+    """`between` is called with what an op left, and may give a tensor that is equal."""
+    found = []
+    for name in CHAIN * rounds:
+        y, *grads = _once(name, x)
+        found += y, *grads
+        x = between(y)
+    return found
+
+
+def _same(found, expected):
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(a, b), number
+
+
+@pytest.fixture(params=[(4, 512), (33, 2048), (1024, 4096)], ids=str)
+def chained(request, device, seed):
+    """x, and what the chain gives where the host waits after every op."""
+    x = torch.randn(request.param, generator=torch.Generator().manual_seed(seed)).to(device)
+
+    def wait(t):
+        torch.get_device_module(x.device).synchronize()
+        return t
+
+    expected = _chain(x, wait)
+    assert all(t.isfinite().all() for t in expected)
+    return x, expected
+
+
+@pytest.mark.gpu
+def test_chains_without_waiting(chained):
+    x, expected = chained
+    for _ in range(3):  # the third is replayed, see _recorded.py
+        _same(_chain(x), expected)
+
+
+@pytest.mark.gpu
+def test_chains_beside_torch(chained):
+    """Copies and products of torch's, which read what ours wrote and are read by ours."""
+    x, expected = chained
+    kept, one = torch.empty_like(x), torch.eye(x.shape[1], device=x.device)
+    for _ in range(3):
+        _same(_chain(x, lambda t: kept.copy_(t) @ one), expected)
+
+
+@pytest.mark.gpu
+def test_chains_across_streams(chained):
+    """Every other op on a second stream; each waits for an event of the other's."""
+    x, expected = chained
+    module = torch.get_device_module(x.device)
+    streams = [module.current_stream(), module.Stream()]
+
+    def cross(t):
+        now = streams.index(module.current_stream())
+        event = module.Event()
+        event.record(streams[now])
+        streams[1 - now].wait_event(event)
+        module.set_stream(streams[1 - now])
+        return t
+
+    try:
+        for _ in range(3):
+            found = _chain(x, cross)  # holds all that passes between the streams: no memory is given out again
+            module.synchronize()
+            _same(found, expected)
+    finally:
+        module.set_stream(streams[0])
+
+
+@pytest.mark.gpu
+def test_chains_in_a_graph(chained):
+    """Each replay with an x that was written just before it."""
+    x, expected = chained
+    given, other = x.clone(), x.flip(0) * 0.5
+    expected = [expected, _chain(other)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = _chain(given)
+    for number in range(10):
+        given.copy_((x, other)[number % 2])
+        graph.replay()
+        _same(found, expected[number % 2])
