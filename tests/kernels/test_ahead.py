@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, backend, known_target
+from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
@@ -68,6 +70,17 @@ def test_nobody_asks_for_it():
     for arch in ("sm80", "sm90"):
         assert "launch_pdl" in backend("cuda").illegal(known_target(arch), asked)
     assert "unknown" in backend("rocm").illegal(known_target("gfx942"), asked)
+
+
+@pytest.mark.parametrize("version", ["3.5", "3.6", "3.7"])
+def test_the_fast_launcher_keeps_it(version, monkeypatch):
+    """It is no part of the metadata that a launch hands on: the launcher object has it, whose C function takes it by 3.6."""
+    given = {"launch_cooperative_grid": False, "launch_pdl": True, "launch": "C function"}
+    run = SimpleNamespace(**given, global_scratch_size=0, profile_scratch_size=0)
+    compiled = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(_launch, "_VERSION", version)
+    taken, head = _launch._entry(compiled)
+    assert (taken, head[:3]) == ((run.launch, (7, False, True)) if version == "3.6" else (run, (7, (4, 1, 0), None)))
 
 
 @pytest.mark.gpu
