@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._ahead import begin
 from ._rms_backward import _all_rows, _scale_of, _store_sums, _values_of
 from ._row_groups import (
     GROUPS,
@@ -50,7 +51,13 @@ def _scale_shift_and_store(h, w, b, Y_ptrs, lanes, mask, row_mask, lead, n_cols,
     _store_part(Y_ptrs, y, lanes, mask, row_mask, lead, n_cols, GROUP)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit
+def _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows):
+    tl.store(STATS_ptr + rows, mean, mask=row_mask)
+    tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _layer_norm_fwd_kernel(
     X_ptr,
     W_ptr,
@@ -60,56 +67,76 @@ def _layer_norm_fwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
+    n_tiles,
     eps,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
+    LOOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
-    cache."""
-    tile = tl.program_id(0).to(tl.int64)
-    rows = _tile_rows(tile, ROWS, GROUP)
-    row_mask = rows < n_rows
-    lead = _lead_of(tile, n_cols, GROUP)
+    cache.
+
+    LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next ones' loads in flight, and keeps W and
+    B in registers.
+    """
+    begin()
+    pid = tl.program_id(0).to(tl.int64)
+    lead = _lead_of(pid, n_cols, GROUP)
     if WHOLE_ROW:
+        LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
         cols = _columns(lanes, lead, GROUP)
         tail = _second_piece(BLOCK_SIZE, TAIL)
         tail_exist = _are_columns(tail, lead, n_cols, GROUP)
         tail_cols = _columns(tail, lead, GROUP)
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        if BLOCK_SIZE <= 4096:
-            w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
-            b = _columns_of(B_ptr, cols, exist)
-        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
-        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
-        b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
-        mean = _row_sums(x, x_tail) / n_cols
-        if BLOCK_SIZE > 4096:
-            x = _after(x, _to_columns(mean))
-        centred = _centred(x, mean, mask)
-        centred_tail = _centred(x_tail, mean, tail_mask)
-        rstd = tl.rsqrt(_row_sums(_squares(centred), _squares(centred_tail)) / n_cols + eps)
-        if BLOCK_SIZE > 4096:
+        if LOOP:
             w = _columns_of(W_ptr, cols, exist)
             b = _columns_of(B_ptr, cols, exist)
-            centred = _after(x, _to_columns(rstd)).to(tl.float32) - _to_columns(mean)
-        h = centred * _to_columns(rstd)
-        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
-        _scale_shift_and_store(h, w, b, y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP)
-        if TAIL:
-            h = centred_tail * _to_columns(rstd)
-            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
-            _scale_shift_and_store(h, w_tail, b_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+            w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
+            b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
+        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
+        for turn in tl.range(start, end, step, num_stages=STAGES):
+            rows = _tile_rows(turn if LOOP else pid, ROWS, GROUP)
+            row_mask = rows < n_rows
+            mask = _both(row_mask, exist)
+            tail_mask = _both(row_mask, tail_exist)
+            x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+            x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+            if not (LOOP or LATE):
+                w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
+                b = _columns_of(B_ptr, cols, exist)
+            x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
+            x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+            if not LOOP:
+                w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
+                b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
+            mean = _row_sums(x, x_tail) / n_cols
+            if LATE:
+                x = _after(x, _to_columns(mean))
+            centred = _centred(x, mean, mask)
+            centred_tail = _centred(x_tail, mean, tail_mask)
+            rstd = tl.rsqrt(_row_sums(_squares(centred), _squares(centred_tail)) / n_cols + eps)
+            if LATE:
+                w = _columns_of(W_ptr, cols, exist)
+                b = _columns_of(B_ptr, cols, exist)
+                centred = _after(x, _to_columns(rstd)).to(tl.float32) - _to_columns(mean)
+            h = centred * _to_columns(rstd)
+            y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
+            _scale_shift_and_store(h, w, b, y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP)
+            if TAIL:
+                h = centred_tail * _to_columns(rstd)
+                y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+                _scale_shift_and_store(h, w_tail, b_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+            _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
+        rows = _tile_rows(pid, ROWS, GROUP)
+        row_mask = rows < n_rows
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         lanes = tl.arange(0, BLOCK_SIZE)
         lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -135,8 +162,7 @@ def _layer_norm_fwd_kernel(
             b = _columns_of(B_ptr, cols, exist)
             y_ptrs = _at(Y_ptr, rows, n_cols, cols)
             _scale_shift_and_store(h, w, b, y_ptrs, cols, mask, row_mask, 0, n_cols, 1)
-    tl.store(STATS_ptr + rows, mean, mask=row_mask)
-    tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
+        _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -153,6 +179,7 @@ def _layer_norm_bwd_means_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """mean(m) and mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     mean = tl.load(STATS_ptr + row)
@@ -245,6 +272,7 @@ def _layer_norm_bwd_kernel(
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
     AT_ONCE, WIDTH: as in rms_norm's backward; programs behind those of the rows leave dw and db themselves.
     """
+    begin()
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and AT_ONCE < 2
     if AT_ONCE > 1:
@@ -330,9 +358,10 @@ def _layer_norm_bwd_kernel(
             _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail_cols, tail_exist, HAS_BIAS)
 
 
-FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _centred, _after, *GROUPS, *PIECES)
+FWD_KERNELS = (_layer_norm_fwd_kernel, begin, _scale_shift_and_store, _store_stats, _centred, _after, *GROUPS, *PIECES)
 BWD_KERNELS = (
     _layer_norm_bwd_kernel,
+    begin,
     _centred_and_m,
     _two_row_sums,
     _all_rows,

