@@ -2,8 +2,7 @@
 
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, 255 registers
 a thread, registers and shared memory a multiprocessor); shared memory a block is read from the device.
-Devices: what torch prints of them in public logs (tests/backends/recorded.py; the H200 is ours; L40S: 142 multiprocessors,
-the L2 of its AD102 from NVIDIA's Ada architecture paper), GB/s from the data sheets.
+Devices: what torch prints of them in public logs (tests/backends/recorded.py; the H200 is ours), GB/s from the data sheets.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ _DEVICES = {
     "A100": Device("NVIDIA A100-SXM4-80GB", "sm80", 108, 40 * MIB, 2039),
     "RTX A6000": Device("NVIDIA RTX A6000", "sm86", 84, 6 * MIB, 768),
     "RTX 4090": Device("NVIDIA GeForce RTX 4090", "sm89", 128, 72 * MIB, 1008),
-    "L40S": Device("NVIDIA L40S", "sm89", 142, 96 * MIB, 864),
     "H100": Device("NVIDIA H100 80GB HBM3", "sm90", 132, 50 * MIB, 3350),
     "H200": Device("NVIDIA H200", "sm90", 132, 60 * MIB, 4800),
     "B200": Device("NVIDIA B200", "sm100", 148, 126 * MIB, 8000),
