@@ -85,10 +85,10 @@ def test_the_fast_launcher_keeps_it(version, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [4096, 1 << 26])
-def test_reads_what_was_just_written(device, elements):
+def test_reads_what_was_just_written(gpu, elements):
     """A chain of launches, each of which reads what the last one wrote, with and without a wait of the host between them."""
     relu_squared = registry.get_op("relu_squared").function
-    x = torch.rand(elements // 4096, 4096, device=device) * 0.5 + 0.5
+    x = torch.rand(elements // 4096, 4096, device=gpu) * 0.5 + 0.5
 
     def chain(wait):
         y, found = x, []
@@ -148,9 +148,9 @@ def _same(found, expected):
 
 
 @pytest.fixture(params=[(4, 512), (33, 2048), (1024, 4096)], ids=str)
-def chained(request, device, seed):
+def chained(request, gpu, seed):
     """x, and what the chain gives where the host waits after every op."""
-    x = torch.randn(request.param, generator=torch.Generator().manual_seed(seed)).to(device)
+    x = torch.randn(request.param, generator=torch.Generator().manual_seed(seed)).to(gpu)
 
     def wait(t):
         torch.get_device_module(x.device).synchronize()
