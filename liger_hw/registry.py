@@ -14,7 +14,6 @@ legal answer wins:
 
 A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is
 recorded in `misses()`. `explain()` shows every candidate and why it was or was not taken.
-
 The table of ops is in `ops.py`, what a layer answers in `answers.py`; callers take their names from here.
 """
 
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 from . import env
 from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
-from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, get_tunable, next_power_of_2, ops, register, row_key  # noqa: F401  as above
+from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, get_tunable, next_power_of_2, ops, register, row_key  # noqa: F401
 
 if TYPE_CHECKING:
     import torch
@@ -46,33 +45,32 @@ _ALWAYS_TAKEN = ("heuristic", "safe")
 class Plan:
     """A resolved launch: the configuration, lowered, and what the fast launcher compiled for it.
 
-    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT, FAST_LOG2)
+    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT, FAST_LOG2, AHEAD)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
     programs: programs of a persistent grid, 0 when the configuration is not persistent
     compiled: specialisation -> compiled kernel, or None where only Triton's own launcher is used
     """
 
-    __slots__ = (
-        *("tunable", "target", "device", "key", "layer", "config", "provenance", "source"),
-        *("constexprs", "options", "programs", "compiled"),
-    )
+    __slots__ = (*("tunable", "target", "device", "key", "layer", "config", "provenance", "source"),)
+    __slots__ += ("constexprs", "options", "programs", "compiled")
 
     def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
         vendor = backend(target.vendor)
         self.tunable, self.target, self.device, self.key = tunable, target, device, key
         self.layer, self.config, self.provenance, self.source = chosen.layer, chosen.config, chosen.provenance, chosen.source
         cache, evict = vendor.load_hint(chosen.config.hint)
+        early = vendor.ahead(target) if tunable.ahead and tunable.ahead(key) and not interpreting() else {}
         self.constexprs = {
             **chosen.config.blocks,
             "STAGES": chosen.config.num_stages,
             "LOAD_CACHE": cache,
             "LOAD_EVICT": evict,
             "FAST_LOG2": vendor.fast_log2 and not interpreting(),
+            "AHEAD": bool(early),
         }
-        self.options = (vendor.ahead(target, chosen.config) if tunable.ahead else {}) | vendor.lower(chosen.config)
+        self.options = vendor.lower(chosen.config) | early
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors
-        real = _state["pretend"] is None and not interpreting()
-        fast = real and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
+        fast = _state["pretend"] is None and not interpreting() and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
         self.compiled: dict | None = {} if fast else None
 
     def __repr__(self) -> str:
@@ -87,7 +85,8 @@ class Tunable:
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
     neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
-    valid: (config, key) -> reason it cannot serve this key, or None; ahead: its kernels start with _ahead.py's `begin`
+    valid: (config, key) -> reason it cannot serve this key, or None
+    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, are to be launched early: see kernels/_ahead.py
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Tunable:
         space: Callable[[Target, Key], Iterable[LaunchConfig]],
         neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
         valid: Callable[[LaunchConfig, Key], str | None] | None = None,
-        ahead: bool = False,
+        ahead: Callable[[Key], bool] | None = None,
     ) -> None:
         self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
         self.kernels, self.key, self.dims = kernels, key, dims

@@ -25,7 +25,7 @@ VENDOR_WORD = re.compile(
 VENDOR_CODE = {
     "_op.py": ['for key in ("CUDA", "XPU"):'],  # torch's dispatch keys; ROCm shares the first
     "_triton.py": ["pip install 'liger_hw[cuda]', 'liger_hw[rocm]' or 'liger_hw[xpu]'"],  # the extras' names, in an error
-    "_ahead.py": ["cuda_capability_geq(9)", "tl.extra.cuda.gdc"],  # Triton's names; nothing is emitted for others
+    "_ahead.py": ["tl.extra.cuda.gdc"],  # Triton's names; nothing is emitted for others
     "_launch.py": ["_cuda_getDevice", "_cuda_getCurrentRawStream"],  # torch's names for the fast launcher's two calls
 }
 SYNCS = re.compile(

@@ -315,11 +315,8 @@ class Backend:
         """The compiler's options as Triton's launch takes them."""
         return {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.vendor}
 
-    def ahead(self, target: Target, config: LaunchConfig) -> dict[str, Any]:
-        """The compiler's options that launch a kernel early, which itself waits for those before it; empty where it cannot.
-
-        `config.vendor` goes before them.
-        """
+    def ahead(self, target: Target) -> dict[str, Any]:
+        """The compiler's options that launch a kernel early, which itself waits for those before it; empty where it cannot."""
         return {}
 
     def triton_target(self, target: Target) -> Any:

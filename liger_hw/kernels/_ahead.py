@@ -1,31 +1,32 @@
-"""Kernels that are launched before what runs ahead of them has ended (programmatic dependent launch).
+"""Launches that do not wait for what runs ahead of them to drain (programmatic dependent launch).
 
-A launch of 1 us is in good part waiting for the launch before it to drain. Where `Backend.ahead` says that a device can, a
-Tunable with `ahead=EARLY` is launched early; its kernels begin with `begin()`, before they touch memory.
+Of a launch of 1 us a good part is waiting for the launch before it to drain. Where `Backend.ahead` says that a device can,
+a Tunable whose `ahead` says yes to a key has its kernels launched early; they begin with `begin(AHEAD)`, before they touch
+memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.5 to 1 us less so: 2.6 -> 1.6
+us of one token, 4.1 -> 2.8 of swiglu's 128 x 512. Where programs are many each pays for its wait and finds nothing of its
+neighbours' in L1: rope of 16384 tokens took 316 us for 166, so that those begin without a word of it. Norms had nothing
+from it: 16.9 us for 15.5 at 2048 x 2048.
 """
 
 from __future__ import annotations
 
 from ._triton import tl, triton
 
-EARLY = hasattr(tl, "target_info")
+_CAN = hasattr(tl, "target_info")
 """Triton from 3.5 on."""
 
-if EARLY:
 
-    @triton.jit
-    def begin():
-        """Wait until all earlier launches have ended and what they wrote is seen, then let the next one come.
+def few(elements: int) -> bool:
+    """Whether a launch over so many elements is to be early."""
+    return _CAN and elements <= 1 << 19
 
-        In this order, since others' kernels may read early what they know the launch before them does not write.
-        Nothing on devices without; in a kernel that was launched in the ordinary way it waits for nothing.
-        """
-        if tl.target_info.cuda_capability_geq(9):
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
 
-else:
+@triton.jit
+def begin(AHEAD: tl.constexpr):
+    """Wait until all earlier launches have ended and what they wrote is seen, then let the next one come; AHEAD or nothing.
 
-    @triton.jit
-    def begin():
-        pass
+    In this order, since others' kernels may read early what they know the launch before them does not write.
+    """
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
-from ._ahead import EARLY, begin
+from ._ahead import begin, few
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -25,7 +25,6 @@ def stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE
     TILES: tiles of a row, 0 where rows lie end to end and count as one. (A constant: one row of 4096 takes 1 us, a division
     by a number of the launch 0.2.) WIDTH: columns of a tile; BLOCK_SIZE // WIDTH rows a tile, of one tile each.
     """
-    begin()
     pid = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SIZE)
     if TILES == 0:
@@ -105,7 +104,7 @@ def elementwise_tunable(op: str, variant: str, *kernels: Any, **limits: int) -> 
         space=space,
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
         valid=valid,
-        ahead=EARLY,
+        ahead=lambda key: few(key[0] << key[1]),
     )
 
 

@@ -6,7 +6,6 @@ A group larger than a tile is read twice, and the second time should come from c
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._triton import tl, triton
 
 
@@ -126,7 +125,6 @@ def _group_norm_fwd_kernel(
     Every lane of a tile sums what lies apart from the first value it met, which keeps cancellation away as long as that
     value belongs to the group, and costs no reduction before the sums.
     """
-    begin()
     first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
@@ -256,7 +254,6 @@ def _group_norm_bwd_kernel(
     Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None when nobody
     wants them.
     """
-    begin()
     first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
     lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)

@@ -7,7 +7,6 @@ How they wait is in `_teams.py`.
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._group_norm_kernels import (
     _channel_sums,
     _dx,
@@ -54,7 +53,6 @@ def _group_norm_team_fwd_kernel(
 
     Words_ptr [n_rows, LANES], zeroed: each tile's mean and summed squared deviation from it.
     """
-    begin()
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     offset, own, own_mask, mask = _tile_of_group(split, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
@@ -117,7 +115,6 @@ def _group_norm_team_bwd_kernel(
 
     Partial_ptr [batch * tiles of a channel, num_channels], twice as wide if HAS_BIAS, as in `_group_norm_bwd_kernel`.
     """
-    begin()
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     offset, own, own_mask, mask = _tile_of_group(split, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)

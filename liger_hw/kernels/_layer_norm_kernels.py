@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._rms_backward import _all_rows, _scale_of, _store_sums, _values_of
 from ._row_groups import (
     GROUPS,
@@ -85,7 +84,6 @@ def _layer_norm_fwd_kernel(
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next ones' loads in flight, and keeps W and
     B in registers.
     """
-    begin()
     pid = tl.program_id(0).to(tl.int64)
     lead = _lead_of(pid, n_cols, GROUP)
     if WHOLE_ROW:
@@ -179,7 +177,6 @@ def _layer_norm_bwd_means_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """mean(m) and mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
-    begin()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     mean = tl.load(STATS_ptr + row)
@@ -272,7 +269,6 @@ def _layer_norm_bwd_kernel(
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
     AT_ONCE, WIDTH: as in rms_norm's backward; programs behind those of the rows leave dw and db themselves.
     """
-    begin()
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and AT_ONCE < 2
     if AT_ONCE > 1:
@@ -358,10 +354,9 @@ def _layer_norm_bwd_kernel(
             _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail_cols, tail_exist, HAS_BIAS)
 
 
-FWD_KERNELS = (_layer_norm_fwd_kernel, begin, _scale_shift_and_store, _store_stats, _centred, _after, *GROUPS, *PIECES)
+FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _store_stats, _centred, _after, *GROUPS, *PIECES)
 BWD_KERNELS = (
     _layer_norm_bwd_kernel,
-    begin,
     _centred_and_m,
     _two_row_sums,
     _all_rows,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._modulated_rms_norm_sums import _store_gradients, _store_if, _sums_of_columns
 from ._rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums, _values_of
 from ._row_pieces import (
@@ -88,7 +87,6 @@ def _modulated_rms_norm_fwd_kernel(
     and every row's modulation is read with it: once its sum is known, or, by programs of one tile each, at once (2).
     Rows too wide to hold are read twice, the second time from cache.
     """
-    begin()
     pid = tl.program_id(0)
     if KEEP == 1:
         group = (pid // chunks).to(tl.int64)
@@ -168,7 +166,6 @@ def _modulated_rms_norm_bwd_dot_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
-    begin()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     scale_row = Scale_ptr + (row // rows_per_mod) * Scale_row_stride
@@ -252,7 +249,6 @@ def _modulated_rms_norm_bwd_kernel(
     leave dscale, dshift and dw themselves, of so many columns each; MODS and PER_MOD: powers of two that are no less than
     the modulations and the rows of one.
     """
-    begin()
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and WIDTH == 0
     if WIDTH:

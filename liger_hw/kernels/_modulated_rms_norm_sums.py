@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
-from ._ahead import begin
 from ._op import launch
 from ._rms_backward import _h_and_m, _scale_of, few_at_most
 from ._row_pieces import _at, _columns_of, _load_tile
@@ -94,7 +93,6 @@ def _modulated_rms_norm_bwd_sums_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Adds up the chunks of one modulation and turns q into dscale and this modulation's share of dw."""
-    begin()
     mod = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < n_cols
@@ -140,7 +138,6 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """The same for all modulations at once, and dw: [modulations, chunks, columns], powers of two that hold them."""
-    begin()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mods = tl.arange(0, MODS).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)

@@ -6,7 +6,6 @@ the others are not read.
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._triton import tl, triton
 
 
@@ -29,7 +28,6 @@ def _causal_softmax_fwd_kernel(
     ROWS: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE are read twice, with a running maximum and sum."""
-    begin()
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     x_ptrs = X_ptr + rows * n_keys + cols
@@ -70,7 +68,6 @@ def _causal_softmax_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    begin()
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     places = rows * n_keys + cols
@@ -115,7 +112,6 @@ def _causal_fill_kernel(
     Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [batch, n_queries, n_channels]: what of a row lies there, summed
     in fp32. Or None.
     """
-    begin()
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     channel = (rows // n_queries) % n_channels
     if Bias_ptr is not None:

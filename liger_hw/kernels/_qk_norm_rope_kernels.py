@@ -9,7 +9,6 @@ resident programs leaves to each.
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._rope_kernels import _load, _rotate
 from ._rotary import load_angles, row_offsets
 from ._triton import tl, triton
@@ -195,7 +194,6 @@ def _qk_norm_rope_fwd_kernel(
     What all heads of a token share is had once: its angles, with the weight taken into them, and the divisions that say
     where it lies. A step then costs its loads, the norm, four products a pair and its stores.
     """
-    begin()
     is_k = tl.program_id(0) >= n_q_programs
     tile = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     X_ptr, Out_ptr = _pointer(is_k, Q_ptr, K_ptr), _pointer(is_k, OutQ_ptr, OutK_ptr)
@@ -294,7 +292,6 @@ def _qk_norm_rope_bwd_kernel(
     The first program of q and the first of k share the first row of DW, and so on; where one has no partner it leaves
     zeros in the other's place. 1 / rms is computed again from x: nothing but the inputs is saved.
     """
-    begin()
     is_k = tl.program_id(0) >= n_q_programs
     first = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     programs = tl.where(is_k, tl.num_programs(0) - n_q_programs, n_q_programs)

@@ -12,7 +12,6 @@ from typing import Callable
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
-from ._ahead import EARLY, begin
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -26,7 +25,6 @@ def _column_sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    begin()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -83,14 +81,13 @@ def column_sum_tunable(
     return Tunable(
         op,
         "dw",
-        kernels=(_column_sum_kernel, begin),
+        kernels=(_column_sum_kernel,),
         key=key,
         dims=dims,
         heuristic=heuristic,
         safe=safe,
         space=space,
         valid=valid,
-        ahead=EARLY,
     )
 
 

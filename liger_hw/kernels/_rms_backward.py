@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
-from ._ahead import EARLY, begin
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
 from ._rms_backward_dot import _rms_norm_bwd_dot_kernel, dot_heuristic, dot_safe, dot_space
@@ -165,7 +164,6 @@ def _rms_norm_bwd_kernel(
     AT_ONCE: 0, or 1 where every program has one tile: no loop then stands between its loads. More, a power of two that is no
     less than the rows: the programs behind those leave dw itself, of WIDTH columns each.
     """
-    begin()
     pid = tl.program_id(0)
     SUMS: tl.constexpr = DW_partial_ptr is not None and AT_ONCE < 2
     if AT_ONCE > 1:
@@ -254,7 +252,7 @@ def _rms_norm_bwd_kernel(
             tl.store(dw_ptr + tail_cols, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
 
 
-RMS_BACKWARD = (_rms_norm_bwd_kernel, begin, _all_rows, _dw_of_columns, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
+RMS_BACKWARD = (_rms_norm_bwd_kernel, _all_rows, _dw_of_columns, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
 WIDEST_TILE = 16384
 """Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
 DIMS = ("n_rows", "n_cols")
@@ -401,18 +399,16 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
         safe=safe,
         space=lambda target, key: [*bwd_space(target, key, streams), *team_space(target, key)],
         valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
-        ahead=EARLY,
     )
     bwd_dot = Tunable(
         op,
         "bwd_dot",
-        kernels=(_rms_norm_bwd_dot_kernel, begin),
+        kernels=(_rms_norm_bwd_dot_kernel,),
         key=row_key,
         dims=DIMS,
         heuristic=dot_heuristic,
         safe=dot_safe,
         space=dot_space,
-        ahead=EARLY,
     )
     return bwd, bwd_dot, column_sum_tunable(op)
 

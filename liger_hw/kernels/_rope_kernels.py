@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..registry import Plan, next_power_of_2
-from ._ahead import begin
+from ..registry import Key, Plan, next_power_of_2
+from ._ahead import begin, few
 from ._op import cdiv
 from ._triton import tl, triton
 
@@ -33,6 +33,12 @@ def _load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
     return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
 
 
+def few_tokens(key: Key) -> bool:
+    """`Tunable.ahead` of rope's key."""
+    q_heads, k_heads, head_dim, tokens_bucket, _ = key
+    return few((q_heads + k_heads) * head_dim << tokens_bucket)
+
+
 @triton.jit
 def program_of(seq_len, HEAD_TILES: tl.constexpr, APART: tl.constexpr, BLOCK_T: tl.constexpr):
     """(head tile, tokens, the batch of each, each one's place in it) of this program.
@@ -40,7 +46,6 @@ def program_of(seq_len, HEAD_TILES: tl.constexpr, APART: tl.constexpr, BLOCK_T: 
     A division by a number of the launch takes as long as a quarter of a small launch. APART: a program's tokens are of one
     batch, which is the grid's second axis; else programs go over the tokens of all batches, one after the other.
     """
-    begin()
     pid = tl.program_id(0)
     tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
     if APART:
@@ -105,12 +110,14 @@ def _rope_kernel(
     BLOCK_H: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program; cos and sin serve all its heads.
 
     Every load stands before the first store, to keep as many bytes in flight as there are. K_ptr may be None.
     n_tokens: of one batch where programs are APART, else of all.
     """
+    begin(AHEAD)
     tile, tokens, batch, token = program_of(seq_len, HEAD_TILES, APART, BLOCK_T)
     q_heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     k_heads = tile * BLOCK_K + tl.arange(0, BLOCK_K)

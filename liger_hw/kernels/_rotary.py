@@ -21,9 +21,9 @@ import torch
 
 from ..registry import Tunable
 from . import _rotary_flat
-from ._ahead import EARLY, begin
+from ._ahead import begin
 from ._op import check, define, launch
-from ._rope_kernels import _load, _rotate, program_of, tiled
+from ._rope_kernels import _load, _rotate, few_tokens, program_of, tiled
 from ._triton import tl, triton
 from .rope import (
     _DIMS,
@@ -164,6 +164,7 @@ def _rotary_kernel(
     BLOCK_H: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program, every load before the first store.
 
@@ -172,6 +173,7 @@ def _rotary_kernel(
     K_ptr may be None. FIRST_SECTION, FIRST_SECTIONS: columns of plane 0, and of planes 0 and 1; 0 where there is one.
     ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
+    begin(AHEAD)
     tile, tokens, batch, token = program_of(seq_len, HEAD_TILES, APART, BLOCK_T)
     q_heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     k_heads = tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -351,7 +353,7 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
     if flat:
         kernels, how = kernels + _rotary_flat.KERNELS, _rotary_flat.TUNABLES
     neutral = frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"})
-    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, ahead=EARLY, **how)
+    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, ahead=few_tokens, **how)
 
 
 def alignment(strides: tuple[int, ...]) -> int:

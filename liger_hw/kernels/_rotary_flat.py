@@ -95,6 +95,7 @@ def _flat_rotary_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """BLOCK_SIZE places of HEADS heads of q and as many of k a program, every load before the first store.
 
@@ -102,7 +103,7 @@ def _flat_rotary_kernel(
     together, their angles are complex numbers in Cos_ptr; else a pair is (i, i + HALF) and every place has its own cos
     and sin. SEQUENCES: there is more than one.
     """
-    begin()
+    begin(AHEAD)
     WIDTH: tl.constexpr = 2 * HALF + TAIL
     pid = tl.program_id(0)
     first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE

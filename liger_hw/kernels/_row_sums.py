@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -49,7 +48,6 @@ def _embedding_few_kernel(
 ):
     """At most MOST tokens, unsorted. First programs of BLOCK_SIZE columns of a token, which sum its row if no earlier
     token has it; then programs of ROWS rows, which write zeros to those that no token has."""
-    begin()
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     program = tl.program_id(0)
     at = tl.arange(0, MOST)
@@ -196,7 +194,6 @@ def _embedding_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """The first n_sums programs sum, the others write zeros: the longest waits begin first."""
-    begin()
     program = tl.program_id(0)
     if program < n_sums:
         _sum_chunk(
@@ -239,7 +236,6 @@ def _embedding_join_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """The row that begins in a chunk and goes on after it: its Later and the Earlier of the chunks that follow."""
-    begin()
     chunk = tl.program_id(0).to(tl.int64)
     end = (chunk + 1) * CHUNK
     row = tl.load(Sorted_ptr + end - 1, mask=end < n_tokens, other=-1).to(tl.int64)
@@ -292,14 +288,13 @@ def tunable(variant: str, kernels: tuple, blocks: dict[str, int], heuristic, spa
     return Tunable(
         "embedding",
         variant,
-        kernels=(*kernels, begin),
+        kernels=kernels,
         key=_key,
         dims=_DIMS,
         heuristic=heuristic,
         safe=safe,
         space=space,
         valid=valid,
-        ahead=EARLY,
     )
 
 

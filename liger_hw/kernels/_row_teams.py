@@ -9,7 +9,6 @@ and so from its own L1, not from memory; kept in registers they would leave none
 from __future__ import annotations
 
 from ..registry import Key, LaunchConfig, Plan, Target
-from ._ahead import begin
 from ._op import cdiv
 from ._teams import COOPERATIVE, LARGEST_TEAM, TEAMS, _hear, _tell, no_team, team_options
 from ._triton import tl, triton
@@ -58,7 +57,6 @@ def _rms_norm_team_bwd_kernel(
 
     Words_ptr [n_rows, LANES], zeroed: each tile's sum of m * h. DW_partial_ptr [teams, n_cols], or None.
     """
-    begin()
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     team = tl.program_id(0) // splits
@@ -115,7 +113,6 @@ def _layer_norm_team_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """As rms_norm's; words hold each tile's sums of m and of m * h. Partial_ptr: dw, then db if HAS_BIAS, of each team."""
-    begin()
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     team = tl.program_id(0) // splits
@@ -159,8 +156,8 @@ def _layer_norm_team_bwd_kernel(
             tl.store(line_ptr + n_cols + cols, db, mask=exist)
 
 
-RMS_TEAMS = (_rms_norm_team_bwd_kernel, begin, _of_row, _m_of, *TEAMS)
-LAYER_NORM_TEAMS = (_layer_norm_team_bwd_kernel, begin, _of_row, _m_of, *TEAMS)
+RMS_TEAMS = (_rms_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
+LAYER_NORM_TEAMS = (_layer_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
 
 
 def _have_teams(target: Target, key: Key) -> bool:

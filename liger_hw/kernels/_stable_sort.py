@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable
-from ._ahead import EARLY, begin
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -42,7 +41,6 @@ def _embedding_sort_kernel(
 ):
     """BLOCK_T tokens of a chunk a program: their words to where they belong in it; with an Order, of the only chunk, their
     rows and their numbers."""
-    begin()
     PARTS: tl.constexpr = CHUNK // BLOCK_T
     start = tl.program_id(0) // PARTS * CHUNK
     own = tl.program_id(0) % PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -73,7 +71,6 @@ def _embedding_merge_kernel(
 
     Of an earlier chunk those of the same row come before a token as well, of a later one only those of smaller rows.
     """
-    begin()
     start = tl.program_id(0) * BLOCK_T
     own = start // CHUNK
     at = start + tl.arange(0, BLOCK_T)
@@ -117,7 +114,7 @@ def _tunable(variant: str, kernels: tuple, names: tuple[str, ...], heuristic, sp
     return Tunable(
         "embedding",
         variant,
-        kernels=(*kernels, begin),
+        kernels=kernels,
         key=_key,
         dims=("n_tokens", "vocab", "n_cols"),
         heuristic=heuristic,
@@ -125,7 +122,6 @@ def _tunable(variant: str, kernels: tuple, names: tuple[str, ...], heuristic, sp
         space=space,
         neutral=frozenset({"num_warps", "BLOCK_T", "CHUNKS"}),
         valid=valid,
-        ahead=EARLY,
     )
 
 

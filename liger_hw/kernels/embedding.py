@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, row_key
-from ._ahead import begin
 from ._op import Function, cdiv, check, check_tensors, define, first_order, launch
 from ._row_sums import BWD, FEW, FEW_BWD, JOIN, sum_few, sum_rows, tunable
 from ._stable_sort import MERGE, SORT, sort_indices
@@ -46,7 +45,6 @@ def _embedding_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """BLOCK_T tokens x BLOCK_SIZE columns a program."""
-    begin()
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     there = tokens < n_tokens

@@ -19,7 +19,6 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Op, Sample
 from . import rms_norm
-from ._ahead import begin
 from ._op import (
     Function,
     check,
@@ -140,7 +139,6 @@ def _fused_add_rms_norm_fwd_kernel(
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
     time from cache."""
-    begin()
     tile = tl.program_id(0).to(tl.int64)
     rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows

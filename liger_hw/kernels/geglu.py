@@ -20,6 +20,7 @@ from .. import registry
 from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
+from ._ahead import begin
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
 from ._op import Function, check, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
@@ -78,7 +79,9 @@ def _geglu_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = B_ptr + row * B_row_stride + cols
@@ -133,7 +136,9 @@ def _geglu_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols

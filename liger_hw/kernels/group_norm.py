@@ -26,7 +26,6 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._ahead import EARLY, begin
 from ._group_norm_kernels import (
     _channel_sums,
     _dx,
@@ -180,13 +179,12 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
         safe=_safe,
         space=lambda target, key: _space(target, key, tensors),
         valid=_valid,
-        ahead=EARLY,
     )
 
 
 _FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
 _BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
-_SHARED = (begin, _tile_of_group, _lanes, _share_of, *TEAMS, _after)
+_SHARED = (_tile_of_group, _lanes, _share_of, *TEAMS, _after)
 FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
 BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db

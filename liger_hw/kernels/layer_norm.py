@@ -21,7 +21,6 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._layer_norm_kernels import (
     BWD_KERNELS,
     FWD_KERNELS,
@@ -148,7 +147,6 @@ FWD = Tunable(
     safe=safe,
     space=_fwd_space,
     valid=tiles_rows,
-    ahead=EARLY,
 )
 BWD = Tunable(
     "layer_norm",
@@ -160,18 +158,16 @@ BWD = Tunable(
     safe=safe,
     space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
     valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
-    ahead=EARLY,
 )
 BWD_MEANS = Tunable(
     "layer_norm",
     "bwd_means",
-    kernels=(_layer_norm_bwd_means_kernel, begin),
+    kernels=(_layer_norm_bwd_means_kernel,),
     key=row_key,
     dims=DIMS,
     heuristic=dot_heuristic,
     safe=dot_safe,
     space=dot_space,
-    ahead=EARLY,
 )
 DW = column_sum_tunable("layer_norm", columns=lambda n_rows, n_cols: 2 * n_cols)  # dw and db
 

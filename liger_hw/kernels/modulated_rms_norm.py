@@ -23,7 +23,6 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._elementwise import evenly_spaced
 from ._modulated_rms_norm_kernels import (
     BWD_KERNELS,
@@ -151,8 +150,17 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key) -> Tunable:
-    how = {"key": key, "heuristic": heuristic, "safe": safe, "space": space, "valid": valid}
-    return Tunable("modulated_rms_norm", variant, kernels=(*kernels, begin), dims=_DIMS, ahead=EARLY, **how)
+    return Tunable(
+        "modulated_rms_norm",
+        variant,
+        kernels=kernels,
+        key=key,
+        dims=_DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        valid=valid,
+    )
 
 
 FWD = _tunable("fwd", FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)

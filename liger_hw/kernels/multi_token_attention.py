@@ -20,7 +20,6 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._multi_token_attention_channels import (
     CHANNELS_BWD,
     CHANNELS_FILL,
@@ -116,14 +115,13 @@ def _tunable(variant: str, kernel) -> Tunable:
     return Tunable(
         "multi_token_attention",
         variant,
-        kernels=(kernel, begin),
+        kernels=(kernel,),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
         safe=safe,
         space=_space,
         valid=tiles_rows,
-        ahead=EARLY,
     )
 
 

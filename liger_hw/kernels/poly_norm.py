@@ -18,7 +18,6 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._op import (
     Function,
     check,
@@ -79,7 +78,6 @@ def _poly_norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
-    begin()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = rows < n_rows
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -159,7 +157,6 @@ def _poly_norm_bwd_kernel(
 
     Partial_ptr [programs, 4]: this program's share of dw and db.
     """
-    begin()
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     w3 = tl.load(W_ptr).to(tl.float32)
@@ -228,18 +225,17 @@ def _poly_norm_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
 
-FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum, begin)
+FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum)
 BWD = Tunable(
     "poly_norm",
     "bwd",
-    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx, begin),
+    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx),
     key=row_key,
     dims=DIMS,
     heuristic=bwd_heuristic,
     safe=safe,
     space=bwd_space,
     valid=tiles_rows_persistently,
-    ahead=EARLY,
 )
 DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
 

@@ -27,7 +27,6 @@ from .. import registry
 from ..recompute.recipes import offer_all
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from . import _op
-from ._ahead import EARLY, begin
 from ._op import cdiv, check, check_flags, check_floats, check_tensors, define, dense, first_order, launch, no_weight
 from ._qk_norm_rope_kernels import (
     _add_up,
@@ -165,15 +164,15 @@ def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
 
 
 _HELPERS = (
-    *(begin, _load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
+    *(_load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
     *(load_angles, row_offsets, _load, _rotate),
 )
-_SAME = {"key": _key, "dims": _DIMS, "ahead": EARLY}
 FWD = Tunable(
     "qk_norm_rope",
     "fwd",
     kernels=(_qk_norm_rope_fwd_kernel, *_HELPERS),
-    **_SAME,
+    key=_key,
+    dims=_DIMS,
     heuristic=_fwd_heuristic,
     safe=_fwd_safe,
     space=_fwd_space,
@@ -183,7 +182,8 @@ BWD = Tunable(
     "qk_norm_rope",
     "bwd",
     kernels=(_qk_norm_rope_bwd_kernel, _gradients, _add_up, *_HELPERS),
-    **_SAME,
+    key=_key,
+    dims=_DIMS,
     heuristic=_bwd_heuristic,
     safe=_bwd_safe,
     space=_bwd_space,

@@ -13,6 +13,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Op, Sample
+from ._ahead import begin
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
 from ._op import Function, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
@@ -48,7 +49,9 @@ def _relu_squared_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     x_ptrs = X_ptr + row * X_row_stride + cols
     y_ptrs = Y_ptr + row * n_cols + cols
@@ -84,7 +87,9 @@ def _relu_squared_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dy_ptrs = DY_ptr + row * DY_row_stride + cols
     x_ptrs = X_ptr + row * X_row_stride + cols

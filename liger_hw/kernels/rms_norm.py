@@ -21,7 +21,6 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._ahead import EARLY, begin
 from ._op import (
     Function,
     check,
@@ -150,7 +149,6 @@ def _rms_norm_fwd_kernel(
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
-    begin()
     tile = tl.program_id(0).to(tl.int64)
     rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
@@ -251,11 +249,10 @@ def forward_tunable(
         safe=safe,
         space=fwd_space,
         valid=tiles_rows,
-        ahead=EARLY and begin in kernels,
     )
 
 
-NORMALISE = (_normalise_and_store, begin, _after, *GROUPS, *PIECES)
+NORMALISE = (_normalise_and_store, _after, *GROUPS, *PIECES)
 FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=grouped_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 

@@ -26,9 +26,9 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ._ahead import EARLY, begin
+from ._ahead import begin
 from ._op import Function, check, check_flags, check_tensors, define, first_order, launch, remembered
-from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate, program_of, tiled
+from ._rope_kernels import _angles, _load, _offsets, _rope_kernel, _rotate, few_tokens, program_of, tiled
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def _tunable(variant: str) -> Tunable:
         space=_space,
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H"}),
         valid=_valid,
-        ahead=EARLY,
+        ahead=few_tokens,
     )
 
 

@@ -13,7 +13,6 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target
-from ._ahead import begin
 from ._op import Function, check, check_tensors, first_order
 from ._row_tiles import _after, heuristic, row_operators, row_tunables
 from ._triton import tl, triton
@@ -74,7 +73,6 @@ def _softmax_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
-    begin()
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         first = tl.program_id(0)
@@ -140,7 +138,6 @@ def _softmax_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """As the forward, with y (always contiguous) and dy read instead of x."""
-    begin()
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         first = tl.program_id(0)

@@ -20,7 +20,6 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._ahead import begin
 from ._op import Function, check, check_numbers, check_tensors, first_order
 from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
@@ -80,7 +79,6 @@ def _sparsemax_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read again, from cache, each step."""
-    begin()
     cols = tl.arange(0, BLOCK_SIZE)
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
@@ -147,7 +145,6 @@ def _sparsemax_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
-    begin()
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):

@@ -18,6 +18,7 @@ from .. import registry
 from ..recompute.recipes import offer, project
 from ..registry import Op, Sample
 from . import _reuse
+from ._ahead import begin
 from ._elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
 from ._op import Function, check, check_numbers, check_tensors, define, empty_like, first_order
 from ._triton import tl, triton
@@ -84,8 +85,10 @@ def _swiglu_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """B_ptr None: the fused layout, b lies b_offset behind a in its row. PLAIN: both multipliers are 1."""
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a_ptrs = A_ptr + row * A_row_stride + cols
     b_ptrs = a_ptrs + b_offset if B_ptr is None else B_ptr + row * B_row_stride + cols
@@ -159,8 +162,10 @@ def _swiglu_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """B_ptr and DB_ptr None: as in the forward."""
+    begin(AHEAD)
     row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
     a = A_ptr + row * A_row_stride + cols

@@ -16,6 +16,7 @@ from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
+FEW, MANY = (1, 64, 16, 16, 64), (1, 4096, 16, 16, 64)
 
 
 def _statements(kernel) -> list[ast.stmt]:
@@ -23,53 +24,33 @@ def _statements(kernel) -> list[ast.stmt]:
     return body[1:] if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else body
 
 
-def _called(statement: ast.stmt) -> str:
-    call = statement.value
-    return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-
-
 @pytest.mark.parametrize("tunable", AHEAD, ids=lambda tunable: tunable.name)
 def test_begins_before_it_touches_memory(tunable):
-    """Each kernel's first statement is `begin()`, or a helper's call whose own first statement is."""
+    """Each kernel's first statement is `begin(AHEAD)`."""
     jits = {kernel.fn.__name__: kernel for kernel in tunable.kernels}
     assert jits["begin"] is begin
     kernels = [kernel for name, kernel in jits.items() if name.endswith("_kernel")]
     assert kernels
     for kernel in kernels:
-        first = _called(_statements(kernel)[0])
-        assert first == "begin" or _called(_statements(jits[first])[0]) == "begin", kernel.fn.__name__
+        assert ast.unparse(_statements(kernel)[0]) == "begin(AHEAD)", kernel.fn.__name__
 
 
 @pytest.mark.parametrize("arch, early", [("sm90", True), ("sm80", False), ("gfx942", False), ("pvc", False)])
-def test_launched_early_where_the_device_can(arch, early):
-    tunable = registry.get_op("swiglu").tunables[0]
+@pytest.mark.parametrize("name, few, many", [("swiglu", (16, 4096), (512, 4096)), ("rope", FEW, MANY), ("vision_rope", FEW, MANY)])
+def test_launched_early_where_the_device_can(name, few, many, arch, early):
+    """The kernel is told what its launch is: a begin that did not wait would read too early."""
+    tunable = registry.get_op(name).tunables[0]
     with registry.pretend(known_target(arch)):
-        plan = tunable.plan(torch.device("cpu"), tunable.key(16, 4096, 2))
-        assert plan.options.get("launch_pdl", False) is early
-
-
-@pytest.mark.parametrize("op", ["rms_norm", "group_norm"])
-@pytest.mark.parametrize("vendor", [{}, {"launch_pdl": False}, {"launch_cooperative_grid": True}], ids=str)
-def test_what_a_configuration_says_goes_first(op, vendor):
-    """Turned off by hand; and programs that wait for one another are launched in the ordinary way."""
-    tunable = registry.get_op(op).tunables[0]
-    with registry.pretend(known_target("sm90")):
-        key = tunable.key(*next(iter(registry.get_op(op).workloads.values())), 2)
-        first = tunable.plan(torch.device("cpu"), key).config
-        config = LaunchConfig(first.blocks, first.num_warps, first.num_stages, max(1, first.ctas_per_mp), vendor=vendor)
-        with registry.override(tunable.name, config):
-            plan = tunable.plan(torch.device("cpu"), key)
-            assert plan.layer == "explicit"
-            assert plan.options.get("launch_pdl", False) is (not vendor)
-            assert plan.options.get("launch_cooperative_grid", False) is ("launch_cooperative_grid" in vendor)
+        for sizes, expected in ((few, early), (many, False)):
+            plan = tunable.plan(torch.device("cpu"), tunable.key(*sizes, 2))
+            assert plan.options.get("launch_pdl", False) is plan.constexprs["AHEAD"] is expected
 
 
 def test_nobody_asks_for_it():
     """A kernel that does not wait would read what is not there yet."""
     asked = LaunchConfig({"BLOCK_SIZE": 64}, vendor={"launch_pdl": True})
-    for arch in ("sm80", "sm90"):
-        assert "launch_pdl" in backend("cuda").illegal(known_target(arch), asked)
-    assert "unknown" in backend("rocm").illegal(known_target("gfx942"), asked)
+    for vendor, arch in (("cuda", "sm80"), ("cuda", "sm90"), ("rocm", "gfx942")):
+        assert "launch_pdl" in backend(vendor).illegal(known_target(arch), asked)
 
 
 @pytest.mark.parametrize("version", ["3.5", "3.6", "3.7"])

@@ -46,7 +46,7 @@ class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
     devices = _DEVICES
-    options = frozenset({"launch_cooperative_grid", "launch_pdl", "maxnreg", "num_ctas"})
+    options = frozenset({"launch_cooperative_grid", "maxnreg", "num_ctas"})
     fast_launch = True
     convolves_channels_last = True
     fast_log2 = True  # one instruction (2^-22 near 1); tl.log2 is a polynomial of about 28
@@ -106,8 +106,6 @@ class CudaBackend(Backend):
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
         if config.vendor.get("num_ctas", 1) != 1:
             return "num_ctas > 1 does not compile on a row reduction (TritonGPUPlanCTA fails, seen with Triton 3.6 on sm90)"
-        if config.vendor.get("launch_pdl", False) is not False:
-            return "launch_pdl can only be false: a kernel that waits for what runs ahead of it has it anyway, others must not"
         maxnreg = config.vendor.get("maxnreg")
         if maxnreg is not None and (type(maxnreg) is not int or not 16 <= maxnreg <= 255 or maxnreg % 8):
             return f"maxnreg={maxnreg!r} is not a multiple of 8 in 16..255"
@@ -116,10 +114,8 @@ class CudaBackend(Backend):
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]
 
-    def ahead(self, target: Target, config: LaunchConfig) -> dict[str, Any]:
-        """A cooperative launch, all of whose programs start at once, is an ordinary one."""
-        early = int(target.arch[2:]) >= 90 and not config.vendor.get("launch_cooperative_grid")
-        return {"launch_pdl": True} if early else {}
+    def ahead(self, target: Target) -> dict[str, Any]:
+        return {"launch_pdl": True} if int(target.arch[2:]) >= 90 else {}
 
     def triton_target(self, target: Target) -> Any:
         from triton.backends.compiler import GPUTarget
