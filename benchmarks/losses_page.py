@@ -35,7 +35,7 @@ def losses_table() -> str:
                 continue
             ours, others = rows[op, size, "liger_hw"], [rows.get((op, size, arm)) for arm in PEERS]
             share = f"{ours['floor_ms'] / ours['ms']['median']:.0%}"
-            old = ["†" * bool(whole and row and row["older"]) for row in (ours, *others)]
+            old = [row["mark"] if whole and row else "" for row in (ours, *others)]
             cells = [op, size, f"{ours['floor_ms']:.3g}", f"**{published.cell(ours)}{old[0]}** ({share})"]
             cells += [published.cell(row) + mark for row, mark in zip(others, old[1:])]
             three = [ours, *others[:2]]

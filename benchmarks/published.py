@@ -11,6 +11,8 @@ from liger_hw.bench import report
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
+SINCE = "ops-since-h200.json"
+"""Some ops again, after TABLE."""
 RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation", "before")
 FILES = (
     *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
@@ -22,16 +24,17 @@ FILES = (
 DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
-def measured(last: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(op, sizes, arm) -> the newest row of it, of the file `last` where it has one; `older` says that it has not."""
+def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one; `mark`: of another, or of
+    `since`."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in (*(name for name in (*FILES, TABLE) if name != last), last):
+    for name in (*(name for name in (*FILES, TABLE) if name != last), last, *([since] if since else [])):
         if not (RESULTS / name).exists():
             continue
         for row in report.load(RESULTS / name)["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
                 place = row["op"], size(row), row["arm"]
-                rows[place] = {**rows.get(place, {}), **row, "older": name != last}
+                rows[place] = {**rows.get(place, {}), **row, "mark": "" if name == last else "‡" if name == since else "†"}
     return rows
 
 

@@ -60,7 +60,7 @@ SHOWN = {
 
 
 def ops_table() -> str:
-    rows, whole = published.measured(published.TABLE), (published.RESULTS / published.TABLE).exists()
+    rows, whole = published.measured(published.TABLE, published.SINCE), (published.RESULTS / published.TABLE).exists()
     lines = [
         "| op | sizes | floor | " + " | ".join(ARMS.values()) + " | error | memory |",
         "|---" * (5 + len(ARMS)) + "|",
@@ -69,14 +69,14 @@ def ops_table() -> str:
         for size in sizes:
             ours = rows[op, size, "liger_hw"]
             found = [rows.get((op, size, arm)) for arm in ARMS]
-            cells = [published.cell(row) + "†" * bool(whole and row and row["older"]) for row in found]
+            cells = [published.cell(row) + (row["mark"] if whole and row else "") for row in found]
             cells[0] = f"**{cells[0]}** ({ours['floor_ms'] / ours['ms']['median']:.0%})"
             for figure in (published.worse_error, published.memory):
                 cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
     lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="")
     if whole and any("†" in line for line in lines):
-        lines += ["", f"† from an earlier run than the rest (`{published.TABLE}`)."]
+        lines += ["", f"† from an earlier run than the rest (`{published.TABLE}`), ‡ from a later one (`{published.SINCE}`)."]
     return "\n".join(lines)
 
 
@@ -109,16 +109,16 @@ def behind_table() -> str:
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
     best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
-    lines = ["| op | sizes | liger_hw, us | best peer, us | | speed |", "|---" * 6 + "|"]
+    lines = ["| op | sizes | liger_hw, us | best peer, us | | speed | timed at |", "|---" * 7 + "|"]
     for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
-        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f}"
+        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f} | {one['commit']}"
         lines.append(f"| {one['op']} | {published.size(one)} | {times} |")
     return "\n".join(lines)
 
 
 def limits_table() -> str:
     """A row a kernel of every op that has an aim, as limits.py measured it, beside what the whole op reaches."""
-    rows, found = published.measured(published.TABLE), published.found("limits")
+    rows, found = published.measured(published.TABLE, published.SINCE), published.found("limits")
     if found is None:
         return published.not_yet("limits.py")
     heads = "op", "sizes", "aim", "reached", "kernel", "us", "share of copy", "registers", "spills", "warps held", "launch"
