@@ -147,6 +147,33 @@ def test_transforms_are_refused_with_what_to_do(transform, compiled):
     assert transformed(op.reference)(x).isfinite().all()
 
 
+_LOSSES = {
+    "cross_entropy": lambda f, x: f(x, torch.arange(x.shape[0])),
+    "kl_div": lambda f, x: f(x, torch.full_like(x, 0.125)),
+    "fused_linear_cross_entropy": lambda f, x: f(x, torch.eye(16, 8), torch.arange(x.shape[0])),
+}
+
+
+@pytest.mark.parametrize("loss", _LOSSES)
+def test_a_transform_around_vmap_is_refused_too(loss):
+    """vmap's tensors do not say that a gradient is wanted outside it: a loss takes no Function then, and torch made zeros of
+    its gradient. Without a gradient its values are right."""
+    from liger_hw import registry
+
+    x, one = torch.randn(3, 4, 8), lambda x: _LOSSES[loss](registry.get_op(loss).function, x)
+
+    def each(x):
+        return torch.func.vmap(one)(x).sum()
+
+    for run in (torch.func.grad(each), torch.func.jacrev(each), lambda x: torch.func.jvp(each, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=f"liger_hw::{loss}.*torch.func.*reference"):
+            run(x)
+    with pytest.raises(RuntimeError, match=f"liger_hw::{loss}.*torch.func.*reference"):
+        each(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.allclose(torch.func.vmap(one)(x), torch.stack([one(part) for part in x]))
+
+
 def test_remembered_answers_are_those_of_the_very_arguments():
     """4.0 and True equal 4 and 1, and are neither; what cannot be hashed is asked again each time."""
     asked = []
