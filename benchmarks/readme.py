@@ -75,7 +75,7 @@ def ops_table() -> str:
                 cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
     lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="")
-    if whole and any("†" in line for line in lines):
+    if whole and any("†" in line or "‡" in line for line in lines):
         lines += ["", f"† from an earlier run than the rest (`{published.TABLE}`), ‡ from a later one (`{published.SINCE}`)."]
     return "\n".join(lines)
 

@@ -136,8 +136,8 @@ def trace(
     """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
 
     options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped: whether the shipped
-    tables are asked before the heuristic, and no user's cache or lock file; None: whatever the registry has is. Nothing runs
-    and nothing is compiled.
+    tables are asked before the heuristic, and never the user's cache or lock file; None: all of them are. Nothing runs and
+    nothing is compiled.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

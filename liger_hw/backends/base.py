@@ -253,7 +253,7 @@ class Backend:
 
     def is_called(self, target: Target, name: str) -> bool:
         """Whether `name`, of an architecture or a device, is the target's."""
-        return name == target.arch or (device := self.device_named(target.name)) is not None and device is self._known(name)
+        return name.lower() == target.arch or (device := self.device_named(target.name)) is not None and device is self._known(name)
 
     def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
         """Why `config` must not be launched on `target`, or None.

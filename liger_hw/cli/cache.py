@@ -53,16 +53,16 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
     folders = store.device_folders()
     if not arguments.device:
         return folders
-    wanted = arguments.device
+    wanted = {arguments.device.lower()}
     try:
-        target = registry._target_named(wanted)
+        target = registry._target_named(arguments.device)
         exact = [f for f in folders if f.name == store.fingerprint(target)]
         if exact:
             return exact
-        wanted = f"-{target.arch}-" if wanted == target.arch else f"-{store.slug(target.name)}-"
+        wanted.add(f"-{store.slug(target.name)}-")
     except (ValueError, RuntimeError):
         pass
-    found = [f for f in folders if wanted.lower() in f.name]
+    found = [f for f in folders if any(name in f.name for name in wanted)]
     if not found:
         here = ", ".join(f.name for f in folders) or "nothing"
         raise UsageError(f"cache: nothing is stored for {arguments.device!r}; stored: {here} (in {store.root()})")
@@ -75,9 +75,8 @@ def _state(name: tuple, entry: Any) -> str:
     from ..autotune import store
 
     try:
-        registry.get_op(name[0])
-        tunable = registry._tunables[f"{name[0]}.{name[1]}"]
-    except (ValueError, KeyError):
+        tunable = registry.get_tunable(f"{name[0]}.{name[1]}")
+    except ValueError:
         return "unknown kernel"
     if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
         return "stale: the kernel changed"

@@ -1,7 +1,8 @@
-"""`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device gfx942]`: what `registry.explain` says.
+"""`liger-hw explain OP --shape 8192x4096 --dtype bf16 [--device h200]`: what `registry.explain` says.
 
 And which of the kernels one forward and backward with default options launches, those included that the op shares with
-others (a loss's sums, the scaling of its gradients): its launchers are asked, where Triton is here. Works for a device that is not in this machine: name it (h200) or its architecture (sm90).
+others (a loss's sums, the scaling of its gradients): its launchers are asked, where Triton is here. Works for a device
+that is not in this machine: name it (h200) or its architecture (sm90).
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def _said(launched: list[dict[str, Any]]) -> str:
     grids: dict[str, list[int]] = {}
     for one in launched:
         grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
-    several = (
-        f"{f'{len(sizes)} times ' if len(sizes) > 1 else ''}{kernel} of {'up to ' if len(set(sizes)) > 1 else ''}{max(sizes)} programs"
-        for kernel, sizes in grids.items()
-    )
-    return " and ".join(several) or "not launched at this size"
+    said = []
+    for kernel, sizes in grids.items():
+        times, most = f"{len(sizes)} times " * (len(sizes) > 1), "up to " * (len(set(sizes)) > 1)
+        said.append(f"{times}{kernel} of {most}{max(sizes)} programs")
+    return " and ".join(said) or "not launched at this size"
 
 
 def _untold(target: Any) -> str:

@@ -183,11 +183,13 @@ def team_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
     134 instead of 171 at 2048 x 32768, 41 instead of 50 at 1024 x 16384; other widths and fp32 were not timed. Plain volatile
     reads instead of atomics, 258 us, would leave memory's order to the compiler. Beside those 258, with the next row's loads
     ahead of the wait, for which registers leave three programs, or with a row's sum heard before the next is told, it takes
-    280 and 303 us. Eight programs of 2048 columns by two warps, timed later in one run with four of 4096 by four: 262 us
-    instead of 269 at 2048 x 65536, 133.6 instead of 135.5 at 2048 x 32768; fused_add_rms_norm 334 instead of 352 at
-    2048 x 65536. layer_norm's six of 2048 columns by two warps: 284 us instead of 302 with three of 4096 by four; those with
-    the fewer steps that its kernel has since, 289 instead of 302 and 145 instead of 152 at 2048 x 32768. At 16384 columns
-    rms_norm 40.1 instead of 41.0, layer_norm was not timed.
+    280 and 303 us.
+
+    Later, in one run (`norm-loops-h200.json`), eight programs of 2048 columns by two warps beside four of 4096 by four:
+    rms_norm 259 us instead of 266 at 2048 x 65536, 132 instead of 134 at 2048 x 32768, 40.1 instead of 41.0 at 1024 x 16384
+    (not taken), fused_add_rms_norm 331 instead of 351, 173 instead of 177 and 49.4 instead of 50.6. layer_norm's six by two
+    warps beside three by four: 284 us instead of 302 at 2048 x 65536; the three with the fewer steps that its kernel has
+    since, 289, and 145 instead of 152 at 2048 x 32768. Both together were timed only launched early: 285 and 149.
     """
     if not _have_teams(target, key):
         return None

@@ -109,6 +109,8 @@ def test_list_names_every_entry_and_its_state(cache, capsys):
     assert data[0]["entries"][0]["state"] == "current" and data[0]["device"] == cache.name
     assert json.loads(run(capsys, "cache", "list", "--json", "--device", "h200")) == data
     assert "nothing is stored for 'h100'" in run(capsys, "cache", "list", "--device", "h100", code=2)
+    (cache.parent / cache.name.replace("h200", "h100-pcie")).mkdir()  # another H100 than the one that is known
+    assert "h100-pcie" in json.loads(run(capsys, "cache", "list", "--json", "--device", "H100"))[0]["device"]
 
 
 def test_verify_lists_what_is_broken_or_old(cache, capsys, monkeypatch, tmp_path):

@@ -90,7 +90,7 @@ def test_which_device_is_meant():
     cuda, rocm = backend("cuda"), backend("rocm")
     h100, h200 = known_target("h100"), known_target("h200")
     assert h100 == known_target("sm90") != h200 and h100.arch == h200.arch
-    assert cuda.is_called(h200, "H200") and cuda.is_called(h200, "sm90") and not cuda.is_called(h200, "h100")
+    assert cuda.is_called(h200, "H200") and cuda.is_called(h200, "SM90") and not cuda.is_called(h200, "h100")
     assert cuda.device_named("NVIDIA H100 PCIe").name == h100.name  # which is told by its multiprocessors
     assert cuda.device_named("NVIDIA GH200 480GB") is None is cuda.device_named("NVIDIA GeForce RTX 4080")
     mi300x, mi325x = known_target("gfx942"), known_target("mi325x")

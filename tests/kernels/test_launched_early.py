@@ -65,7 +65,7 @@ def test_the_fast_launcher_keeps_it(version, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("elements", [4096, 1 << 26])
+@pytest.mark.parametrize("elements", [4096, 1 << 19, 1 << 26])
 def test_reads_what_was_just_written(gpu, elements):
     """A chain of launches, each of which reads what the last one wrote, with and without a wait of the host between them."""
     relu_squared = registry.get_op("relu_squared").function

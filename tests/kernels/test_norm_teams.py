@@ -89,15 +89,16 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
 @pytest.mark.parametrize("op", BWD)
 @pytest.mark.parametrize(
     "sizes, splits",
-    [((2048, 1 << 21), 0), ((2048, 1 << 20), 256), ((2048, 65536), 16), ((2048, 32768), 8), ((1024, 16384), 4), ((16, 65536), 0), ((8, 1 << 21), 0), ((2048, 65537), 0), ((8192, 8192), 0)],
+    [
+        *(((2048, 1 << 20), 256), ((2048, 65536), 32), ((2048, 32768), 16), ((1024, 16384), 4)),
+        *((sizes, 0) for sizes in ((2048, 1 << 21), (16, 65536), (8, 1 << 21), (2048, 65537), (8192, 8192))),
+    ],
     ids=str,
 )
 def test_who_holds_a_row(op, sizes, splits):
     """On NVIDIA's GPUs teams, of wide rows that are many and begin at 16 bytes, 256 programs at most; each has the registers it
     needs."""
     key = grouped_key(*sizes, 2)
-    if 16384 < sizes[1] < 1 << 20:
-        splits *= 2  # tiles half as wide
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
         config = BWD[op].heuristic(target, key)
