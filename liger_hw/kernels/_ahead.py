@@ -17,7 +17,7 @@ _CAN = hasattr(tl, "target_info")
 
 
 def few(elements: int) -> bool:
-    """Whether a launch over so many elements is to be early."""
+    """Whether a launch over so many elements, of sizes rounded up as in keys, is to be early."""
     return _CAN and elements <= 1 << 19
 
 

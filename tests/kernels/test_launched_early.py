@@ -16,7 +16,7 @@ from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
-FEW, MANY = (1, 64, 16, 16, 64), (1, 4096, 16, 16, 64)
+FEW, MANY = (1, 256, 16, 16, 64), (1, 257, 16, 16, 64)  # 2^19 elements, and as a key has it twice that
 
 
 def _statements(kernel) -> list[ast.stmt]:
@@ -36,7 +36,7 @@ def test_begins_before_it_touches_memory(tunable):
 
 
 @pytest.mark.parametrize("arch, early", [("sm90", True), ("sm80", False), ("gfx942", False), ("pvc", False)])
-@pytest.mark.parametrize("name, few, many", [("swiglu", (16, 4096), (512, 4096)), ("rope", FEW, MANY), ("vision_rope", FEW, MANY)])
+@pytest.mark.parametrize("name, few, many", [("swiglu", (128, 4096), (129, 4096)), ("rope", FEW, MANY), ("vision_rope", FEW, MANY)])
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
     """The kernel is told what its launch is: a begin that did not wait would read too early."""
     tunable = registry.get_op(name).tunables[0]
