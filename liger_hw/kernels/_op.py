@@ -156,7 +156,7 @@ def _set_aside(failure: LaunchFailed) -> None:
 
 
 class Function(torch.autograd.Function):
-    """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own outside torch.func.
+    """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
     torch asks every argument whether it is a tensor, which for a number or a name takes long.
     """
