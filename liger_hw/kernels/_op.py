@@ -97,7 +97,7 @@ def define(
             except LaunchFailed as failure:
                 _set_aside(failure)
                 return on_gpu(*args)
-        elif (torch.is_grad_enabled() or is_compiling()) and _is_transformed():
+        elif _is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
@@ -128,7 +128,8 @@ _is_transformed._dynamo_marked_constant = True  # as torch.compiler.assume_const
 def _refuse_transforms(what: str) -> NoReturn:
     """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain function and
     gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without its Function, as where
-    vmap's tensors do not say that a gradient is wanted outside it."""
+    vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's fallback crashed in torch 2.13: over
+    torch.autograd.grad of a loss, by a segmentation fault under pytest."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "

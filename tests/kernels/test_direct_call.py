@@ -157,7 +157,7 @@ _LOSSES = {
 @pytest.mark.parametrize("loss", _LOSSES)
 def test_a_transform_around_vmap_is_refused_too(loss):
     """vmap's tensors do not say that a gradient is wanted outside it: a loss takes no Function then, and torch made zeros of
-    its gradient. Without a gradient its values are right."""
+    its gradient. Around a backward torch's fallback read memory that was not its own."""
     from liger_hw import registry
 
     x, one = torch.randn(3, 4, 8), lambda x: _LOSSES[loss](registry.get_op(loss).function, x)
@@ -170,8 +170,11 @@ def test_a_transform_around_vmap_is_refused_too(loss):
             run(x)
     with pytest.raises(RuntimeError, match=f"liger_hw::{loss}.*torch.func.*reference"):
         each(x.clone().requires_grad_())
-    with torch.no_grad():
-        assert torch.allclose(torch.func.vmap(one)(x), torch.stack([one(part) for part in x]))
+    leaf = x[0].clone().requires_grad_()
+    value = one(leaf)
+    for run in (torch.no_grad()(each), lambda x: torch.func.vmap(lambda g: torch.autograd.grad(value, leaf, g))(x[:, 0, 0])):
+        with pytest.raises(RuntimeError, match="liger_hw::.*torch.func.*reference"):
+            run(x)
 
 
 def test_remembered_answers_are_those_of_the_very_arguments():
