@@ -111,7 +111,7 @@ def behind_table() -> str:
     best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
     lines = ["| op | sizes | liger_hw, us | best peer, us | | speed | timed at |", "|---" * 7 + "|"]
     for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
-        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f} | {one['commit']}"
+        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f} | {one['commit'] or '-'}"
         lines.append(f"| {one['op']} | {published.size(one)} | {times} |")
     return "\n".join(lines)
 

@@ -23,14 +23,22 @@ NAME = ("rms_norm", "fwd", KEY)
 DEVICE = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def nothing_ships(tmp_path):
+    """Undone last: a test's own patch of the same name is undone before, to this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "nothing-ships")
+        yield
+    registry.reload()
+
+
 @pytest.fixture
-def h200(clean_registry, caplog, tmp_path):
+def h200(clean_registry, caplog):
     """Every device is an H200; the user cache is empty and nothing ships."""
     caplog.set_level(logging.WARNING, logger="liger_hw")
     tunable()
     with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
         patch.setattr(registry, "target_of", lambda device: H200)
-        patch.setattr(store, "shipped_folder", lambda vendor: tmp_path / "nothing-ships")
         yield clean_registry
 
 

@@ -105,7 +105,7 @@ def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     assert "| dyt | 2 | 0.90 | 0.90 | 1.20 | 1 | 1 | 50% |" in readme.shapes_table()
     assert "In all: 2 shapes, 1 behind a peer by more than 1%." in readme.shapes_table()
-    assert readme.behind_table().splitlines()[2:] == ["| dyt | 1x16 | 1000.0 | 900.0 | compile | 0.90 |"]
+    assert readme.behind_table().splitlines()[2:] == ["| dyt | 1x16 | 1000.0 | 900.0 | compile | 0.90 | - |"]
 
 
 def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
