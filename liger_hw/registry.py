@@ -14,6 +14,7 @@ legal answer wins:
 
 A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is
 recorded in `misses()`. `explain()` shows every candidate and why it was or was not taken.
+
 The table of ops is in `ops.py`, what a layer answers in `answers.py`; callers take their names from here.
 """
 
@@ -51,7 +52,7 @@ class Plan:
     compiled: specialisation -> compiled kernel, or None where only Triton's own launcher is used
     """
 
-    __slots__ = (*("tunable", "target", "device", "key", "layer", "config", "provenance", "source"),)
+    __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance", "source")
     __slots__ += ("constexprs", "options", "programs", "compiled")
 
     def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:

@@ -3,9 +3,9 @@
 Of a launch of 1 us a good part is waiting for the launch before it to drain. Where `Backend.ahead` says that a device can,
 a Tunable whose `ahead` says yes to a key has its kernels launched early; they begin with `begin(AHEAD)`, before they touch
 memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.5 to 1 us less so: 2.6 -> 1.6
-us of one token, 4.1 -> 2.8 of swiglu's 128 x 512. Where programs are many the wait itself costs, launched early or not: rope of 16384 tokens took 316 us
-for 166 (we do not know why), so that those begin without a word of it. Norms had nothing from it: 16.9 us for 15.5 at 2048 x
-2048. `benchmarks/results/early-launch-h200.json`.
+us of one token, 4.1 -> 2.8 of swiglu's 128 x 512. Where programs are many the wait itself costs, launched early or not: rope
+of 16384 tokens took 316 us for 166 (we do not know why), so that those begin without a word of it. Norms had nothing from it:
+16.9 us for 15.5 at 2048 x 2048. `benchmarks/results/early-launch-h200.json`.
 """
 
 from __future__ import annotations

@@ -115,11 +115,9 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
     if len(key) == 3 or key[0] <= 8192:
         return rows_heuristic(target, key)
     warps = target.warps(2048, 16, 16)
-    return (
-        LaunchConfig({"BLOCK_SIZE": 2048}, warps)
-        if key[3]
-        else LaunchConfig({"BLOCK_SIZE": 2048}, warps, 3, hint="keep")
-    )
+    if key[3]:
+        return LaunchConfig({"BLOCK_SIZE": 2048}, warps)
+    return LaunchConfig({"BLOCK_SIZE": 2048}, warps, 3, hint="keep")
 
 
 FWD = Tunable(

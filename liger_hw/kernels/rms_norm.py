@@ -231,11 +231,7 @@ def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def forward_tunable(
-    op: str,
-    *kernels: Any,
-    widest: int = WIDEST_TILE,
-    key: Callable[..., Key] = row_key,
-    heuristic: Callable[[Target, Key, int], LaunchConfig] = fwd_heuristic,
+    op: str, *kernels: Any, widest: int = WIDEST_TILE, key: Callable[..., Key] = row_key
 ) -> Tunable:
     """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`, and
     `key` is `grouped_key` where its kernel takes rows in two pieces."""
@@ -245,7 +241,7 @@ def forward_tunable(
         kernels=kernels,
         key=key,
         dims=DIMS,
-        heuristic=lambda target, key: heuristic(target, key, widest),
+        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
         safe=safe,
         space=fwd_space,
         valid=tiles_rows,

@@ -52,7 +52,7 @@ def _swiglu_fwd_tile(
     LOAD_EVICT: tl.constexpr,
 ):
     """PLAIN: both multipliers are 1: there is one product, in the input's dtype, that rounds it once too. (On an H200, bf16,
-    forward and backward: 16 x 4096 takes 2.27 us instead of 2.35 with inputs in L2, 4096 x 1024 18.0 instead of 18.4, 2026-11-22.)"""
+    forward and backward, 2026-11-22: 16 x 4096 takes 2.27 us instead of 2.35 with inputs in L2, 4096 x 1024 18.0 for 18.4.)"""
     a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     gate = a.to(tl.float32)
