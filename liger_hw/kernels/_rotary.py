@@ -268,8 +268,8 @@ class Rotary:
     The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, pairs_in, pairs_out,
     trig, section, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
     pairs_in and pairs_out are those of the forward; backward goes the other way.
-    flat: heads whose width is even and no power of two go through `_rotary_flat`, which takes halves with HALVES or pairs, in
-    and out, with COMPLEX.
+    flat: heads whose width is even and no power of two go through `_rotary_flat`, which takes halves with HALVES or SHARED,
+    or pairs, in and out, with COMPLEX.
     """
 
     def __init__(self, op: str, flat: bool = False) -> None:
@@ -317,7 +317,7 @@ class Rotary:
         """Kernel, grid, flags and runtime numbers of a launch."""
         pairs_in, pairs_out, trig, section, sections, back = how
         if self.flat and _rotary_flat.is_flat(plan.key):
-            flags = trig == COMPLEX, back
+            flags = trig == COMPLEX, trig == SHARED, back
             return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
         grid, tiles, sizes = tiled(geometry.sizes, plan, geometry.widths)
         ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)

@@ -91,6 +91,7 @@ def _flat_rotary_kernel(
     SEQUENCES: tl.constexpr,
     ALIGN: tl.constexpr,
     IS_PAIRS: tl.constexpr,
+    SHARED_HALVES: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -101,7 +102,7 @@ def _flat_rotary_kernel(
 
     Strides count ALIGN elements each. HEADS divides the heads of q and of k, which are at most GROUPS times as many. K_ptr may be None. IS_PAIRS: pairs lie
     together, their angles are complex numbers in Cos_ptr; else a pair is (i, i + HALF) and every place has its own cos
-    and sin. SEQUENCES: there is more than one.
+    and sin, or with SHARED_HALVES those of its pair's first. SEQUENCES: there is more than one.
     """
     begin(AHEAD)
     WIDTH: tl.constexpr = 2 * HALF + TAIL
@@ -135,12 +136,16 @@ def _flat_rotary_kernel(
         if BACKWARD:
             sin = -sin
     else:
+        if SHARED_HALVES:
+            angles -= (lane >= HALF).to(tl.int32) * HALF
         cos = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
-        if BACKWARD:  # the transposed rotation: the partner's sin
-            sin = tl.load(Sin_ptr + angles + _partner(lane, HALF), mask=inside, other=0.0).to(tl.float32)
+        sin_ptrs = Sin_ptr + angles
+        if BACKWARD and not SHARED_HALVES:  # the transposed rotation: the partner's sin
+            sin_ptrs += _partner(lane, HALF)
+        sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
+        if BACKWARD:
             sin = tl.where(lane < HALF, sin, -sin)
         else:
-            sin = tl.load(Sin_ptr + angles, mask=inside, other=0.0).to(tl.float32)
             sin = tl.where(lane < HALF, -sin, sin)
 
     out = OutQ_ptr + _places(batch, token, head, lane, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
@@ -201,7 +206,7 @@ TUNABLES = {"key": rope._key, "heuristic": heuristic, "safe": safe, "space": spa
 def numbers(plan: Plan, strides: tuple, sizes: tuple, widths: tuple, flags: tuple) -> tuple[Any, tuple, tuple, tuple]:
     """Kernel, grid, flags and runtime numbers of a launch.
 
-    strides, sizes and widths as rope's `_geometry` has them; flags: IS_PAIRS, BACKWARD.
+    strides, sizes and widths as rope's `_geometry` has them; flags: IS_PAIRS, SHARED_HALVES, BACKWARD.
     """
     n_tokens, seq_len, n_q_heads, n_k_heads = sizes
     half, tail = widths[:2]

@@ -443,7 +443,8 @@ WORKLOADS = {
     "qwen3_8b": (4, 4096, 32, 8, 128),
     "gemma3_4b": (4, 4096, 8, 4, 256),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
+are equal, as in these models, and the op is told so."""
 
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
@@ -474,6 +475,6 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,
-        options=({}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
+        options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
     )
 )

@@ -127,10 +127,11 @@ WORKLOADS = {
     "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),
     "qwen2_vl_72b": (2, 4096, 64, 8, 128),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
+are equal and the op is told so, as patched models do."""
 
 
-def _sample(sizes, dtype, device, generator, *, transposed=True, shared=False, one_batch=False) -> Sample:
+def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
     """transposed: q and k are views of [B, T, heads, D], as the model passes them; one_batch: angles without a batch."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
 
@@ -166,6 +167,6 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,
-        options=({}, {"transposed": False, "shared": True, "one_batch": True}),
+        options=({}, {"shared": False}, {"transposed": False, "one_batch": True}),
     )
 )

@@ -424,11 +424,12 @@ WORKLOADS = {
     "gemma2_2b": (4, 4096, 8, 4, 256),
     "phi3_mini": (4, 4096, 32, 32, 96),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
+are equal and the op is told so, as patched models do."""
 
 
 def _sample(
-    sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False, shared=False
+    sizes, dtype, device, generator, *, unsqueeze_dim=1, transposed=True, partial=False, table=False, shared=True
 ):
     """transposed: q and k are views of the other layout, as Hugging Face passes them; partial: half the width rotates;
     table: cos and sin are half-width tables indexed by random positions."""

@@ -4,8 +4,9 @@
     q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
 
 Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T, width],
-width even and at most D (dimensions from width on pass through). Dtypes: fp32, fp16 or bf16; cos and sin may differ,
-and usually are fp32. Arithmetic in fp32, rounded once. Saved for backward: cos and sin. They get no gradient.
+width even and at most D (dimensions from width on pass through). Both halves of cos and sin are read unless shared_halves
+says that they are equal. Dtypes: fp32, fp16 or bf16; cos and sin may differ, and usually are fp32. Arithmetic in fp32,
+rounded once. Saved for backward: cos and sin. They get no gradient.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -16,8 +17,8 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
-from ._op import Function, check, check_tensors, first_order, remembered
-from ._rotary import HALVES, SMALL, Rotary, no_gradient, turned
+from ._op import Function, check, check_flags, check_tensors, first_order, remembered
+from ._rotary import HALVES, SHARED, SMALL, Rotary, no_gradient, turned
 
 _HEAD_AXIS = 2
 
@@ -25,10 +26,10 @@ _HEAD_AXIS = 2
 
 
 def vision_rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, HALVES)
+    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
     return turned(q[None], *how)[0], turned(k[None], *how)[0]
 
 
@@ -41,8 +42,8 @@ class LigerVisionRopeFunction(Function):
     """Autograd for vision rope: saves cos and sin."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
-        layout = (cos.shape[-1], _HEAD_AXIS, False, False, HALVES)
+    def forward(ctx, q, k, cos, sin, shared_halves=False):
+        layout = (cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
         q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
         return q[0], k[0]
 
@@ -51,25 +52,27 @@ class LigerVisionRopeFunction(Function):
     def backward(ctx, dq, dk):
         grads = (None if grad is None else grad[None] for grad in (dq, dk))
         dq, dk = _rotary.backward(ctx, *grads)
-        return None if dq is None else dq[0], None if dk is None else dk[0], None, None
+        return None if dq is None else dq[0], None if dk is None else dk[0], None, None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_vision_rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k rotated by their patches' angles, as `apply_rotary_pos_emb_vision` of Qwen2-VL.
 
     q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D. No gradients.
+    shared_halves: the caller knows that both halves of cos and of sin are equal: only the first is read.
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
     if reason := _misfit(q.shape, k.shape, cos.shape, sin.shape):
         check(False, "liger_vision_rope", reason)
     no_gradient("liger_vision_rope", cos, sin)
-    return LigerVisionRopeFunction.apply(q, k, cos, sin)
+    check_flags("liger_vision_rope", shared_halves=shared_halves)
+    return LigerVisionRopeFunction.apply(q, k, cos, sin, shared_halves)
 
 
 @remembered
@@ -88,7 +91,7 @@ def _misfit(q, k, cos, sin) -> str:
 
 
 def liger_rotary_pos_emb_vision(q, k, cos, sin):
-    """`liger_vision_rope` under the name Liger gives it."""
+    """`liger_vision_rope` under the name Liger gives it; nothing is assumed about the halves of cos and sin."""
     return liger_vision_rope(q, k, cos, sin)
 
 
@@ -98,10 +101,11 @@ WORKLOADS = {
     "qwen2_5_vl": (16, 1024, 16, 16, 80),
     "qwen3_vl": (16, 1024, 16, 16, 72),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each."""
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. Halves of
+cos and sin are equal and the op is told so, as patched models do."""
 
 
-def _sample(sizes, dtype, device, generator) -> Sample:
+def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
     """q and k are slices of one projection."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     tokens, heads = batch * seq_len, n_q_heads + n_k_heads
@@ -112,6 +116,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     angles = torch.cat((angles, angles), -1)
     return Sample(
         args=(q, k, angles.cos(), angles.sin()),
+        kwargs={"shared_halves": shared},
         reduction=2,
         grad_reduction=2,
         moved=4 * tokens * heads * head_dim * dtype.itemsize,
@@ -127,5 +132,6 @@ OP = registry.register(
         workloads=WORKLOADS,
         sample=_sample,
         small=(*SMALL, (1, 5, 3, 2, 7)),
+        options=({}, {"shared": False}),
     )
 )

@@ -85,7 +85,7 @@ def three_axes(shared_halves: bool) -> Callable[[Callable], Callable]:
     return make
 
 
-def vision() -> Callable[[Callable], Callable]:
+def vision(shared_halves: bool) -> Callable[[Callable], Callable]:
     """Packed patches of all images: q and k [T, heads, width], cos and sin [T, width]."""
     from .functional import liger_vision_rope
 
@@ -94,7 +94,7 @@ def vision() -> Callable[[Callable], Callable]:
             packed = q.dim() == 3 and cos.dim() == 2 and cos.shape[0] == q.shape[0] == k.shape[0]
             if not packed or cos.requires_grad or sin.requires_grad:
                 return original(q, k, cos, sin)
-            return liger_vision_rope(q, k, cos, sin)
+            return liger_vision_rope(q, k, cos, sin, shared_halves)
 
         return rotary
 

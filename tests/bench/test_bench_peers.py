@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import types
 
 import pytest
 import torch
@@ -95,6 +96,35 @@ class Quack:
     def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
         args = (dout, x, x.shape[-1:], mean[:, None], rstd[:, None], weight, weight)
         return torch.ops.aten.native_layer_norm_backward(*args, [True, True, has_bias])
+
+
+class Liger:
+    """Liger's rotary functions in plain torch, with its argument lists: they read the first half of cos and sin."""
+
+    @staticmethod
+    def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        return registry.get_op("rope").reference(q, k, cos, sin, None, unsqueeze_dim, None, True)
+
+    @staticmethod
+    def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        return registry.get_op("qwen2vl_mrope").reference(q, k, cos, sin, mrope_section, unsqueeze_dim, True)
+
+    @staticmethod
+    def liger_rotary_pos_emb_vision(q, k, cos, sin):
+        return registry.get_op("vision_rope").reference(q, k, cos, sin, True)
+
+
+@pytest.mark.parametrize("name", ("rope", "qwen2vl_mrope", "vision_rope"))
+def test_liger_is_not_told_that_halves_are_equal(name, monkeypatch):
+    for module in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    for module in ("functional", "rope"):
+        monkeypatch.setitem(sys.modules, f"liger_kernel.transformers.{module}", Liger)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    op, inputs = few(name)
+    assert inputs.kwargs["shared_halves"]
+    found = peers.arm("liger", op)(*inputs.args, **inputs.kwargs)
+    torch.testing.assert_close(found, op.function(*inputs.args, **inputs.kwargs))
 
 
 @pytest.mark.parametrize("name", ("rope", "interleaved_rope", "layer_norm"))

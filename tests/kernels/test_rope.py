@@ -61,6 +61,15 @@ def test_vision_heads_of_a_width_that_is_no_power_of_two(lane, generator, seed, 
     verify(get_op("vision_rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
 
 
+@pytest.mark.parametrize("width, rotary", [(12, 12), (12, 10), (8, 8), (8, 6)])
+def test_vision_halves_shared_are_not_read(lane, generator, seed, width, rotary):
+    """The caller's word that halves are equal: the second may hold anything, in flat tiles and others."""
+    cos, sin = (_random(generator, lane, 29, rotary // 2) for _ in range(2))
+    cos, sin = (torch.cat((t, torch.full_like(t, float("nan"))), -1) for t in (cos, sin))
+    q, k = (_random(generator, lane, 29, n, width, grad=True) for n in (4, 2))
+    verify(get_op("vision_rope"), Sample((q, k, cos, sin), {"shared_halves": True}, 2, 2), seed)
+
+
 def test_one_gradient_alone_through_a_flat_tile(lane, generator):
     """k's, which arrives as a slice of a wider tensor and is read where it lies; no gradient of q comes in."""
     op = get_op("vision_rope")

@@ -372,6 +372,15 @@ def _glm_rope(q, k, cos, sin, unsqueeze_dim=1):
     return _cohere_rope(q, k, cos, sin, unsqueeze_dim)
 
 
+def _vision_rope(q, k, cos, sin):
+    return _llama_rope(q, k, cos, sin, -2)
+
+
+def _three_axes_rope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    cos, sin = (torch.cat([t[i % 3] for i, t in enumerate(x.split(mrope_section * 2, -1))], -1) for x in (cos, sin))
+    return _llama_rope(q, k, cos, sin, unsqueeze_dim)
+
+
 def _complex_rope(xq, xk, freqs_cis):
     parts = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (xq, xk))
     return tuple(torch.view_as_real(x * freqs_cis[:, :, None, :]).flatten(3) for x in parts)
@@ -383,6 +392,8 @@ ROTARY = {
     "cohere": (_cohere_rope, "interleaved_rope", ""),
     "glm": (_glm_rope, "interleaved_rope", "one angle a pair"),
     "llama4": (_complex_rope, "llama4_rope", ""),
+    "vision": (_vision_rope, "vision_rope", "halves shared"),
+    "three axes": (_three_axes_rope, "qwen2vl_mrope", "halves shared"),
 }
 
 
@@ -410,8 +421,16 @@ def test_keywords_in_any_order():
         replacement(q, k)
 
 
-def test_halves_that_may_differ_are_both_read():
-    assert rotary.recognise(_llama_rope, shared_halves=False).variant == ""
+@pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
+def test_halves_that_may_differ_are_both_read(function):
+    found = rotary.recognise(function, shared_halves=False)
+    assert found.variant == ""
+    leading = () if function is _vision_rope else (3, 2) if function is _three_axes_rope else (2,)
+    cos, sin = torch.randn(2, *leading, 5, 8)
+    more = ([1, 2, 1],) if function is _three_axes_rope else ()
+    q, k = (torch.randn(5, n, 8) if function is _vision_rope else torch.randn(2, n, 5, 8) for n in (4, 2))
+    for a, b in zip(found.core(function)(q, k, cos, sin, *more), function(q, k, cos, sin, *more), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_other_rotary_functions_are_refused():

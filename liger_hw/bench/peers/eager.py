@@ -33,7 +33,7 @@ def _rotate_half(x):
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
     only({}, position_ids=position_ids)
     width = rotary_dim or cos.shape[-1]
     cos, sin = cos[..., :width].unsqueeze(unsqueeze_dim), sin[..., :width].unsqueeze(unsqueeze_dim)
@@ -116,7 +116,7 @@ def _llama4_rope(xq, xk, freqs_cis):
     return turned(xq), turned(xk)
 
 
-def _vision_rope(q, k, cos, sin):
+def _vision_rope(q, k, cos, sin, shared_halves=False):
     found = _turn(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
     return found[0].to(q.dtype), found[1].to(k.dtype)
 

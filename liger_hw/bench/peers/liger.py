@@ -62,6 +62,12 @@ def _vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoo
     return loss(logits[:, None], target[:, None], tp_group)[:, 0]
 
 
+def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
+    only({}, rotary_dim=rotary_dim)  # it always takes halves of cos and sin for equal
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_rope
+    return function(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+
 def _mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
     function = importlib.import_module("liger_kernel.transformers.functional").liger_qwen2vl_mrope
     return function(q, k, cos, sin, mrope_section, unsqueeze_dim)
@@ -72,7 +78,7 @@ def _llama4(xq, xk, freqs_cis):
     return module.liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis)
 
 
-def _vision(q, k, cos, sin):
+def _vision(q, k, cos, sin, shared_halves=False):
     return importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb_vision(q, k, cos, sin)
 
 
@@ -90,6 +96,7 @@ def _embedding(weight, indices, padding_idx=None):
 
 
 ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "rope": _rope,
     "qwen2vl_mrope": _mrope,
     "llama4_rope": _llama4,
     "vision_rope": _vision,

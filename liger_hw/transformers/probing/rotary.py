@@ -103,11 +103,14 @@ def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
     return found
 
 
+def _words(shared_halves: bool) -> str:
+    return "halves shared" if shared_halves else ""
+
+
 def _q_and_k_kernels(shared_halves: bool) -> list[_Kernel]:
-    words = "halves shared" if shared_halves else ""
     pairs = {"shared_halves": True, "to_halves": True}
     return [
-        _Kernel("rope", words, rope_reference, lambda: rotations.half_split(shared_halves)),
+        _Kernel("rope", _words(shared_halves), rope_reference, lambda: rotations.half_split(shared_halves)),
         _Kernel("rope", "cos and sin of half the width", rope_reference, rotations.half_width, {"rotary_dim": _D}),
         _Kernel("interleaved_rope", "", interleaved_rope_reference, lambda: rotations.interleaved(False, False)),
         _Kernel(
@@ -133,6 +136,8 @@ def _patches(shared_halves: bool) -> list[dict[str, Any]]:
         source = generator()
         q, k = (normal(_T, heads, _D, source=source) for heads in (4, 2))
         cos, sin = (normal(_T, width, source=source) for _ in range(2))
+        if shared_halves:
+            cos, sin = (torch.cat((t[:, : width // 2],) * 2, -1) for t in (cos, sin))
         found.append({"q": q, "k": k, "cos": cos, "sin": sin})
     return found
 
@@ -176,12 +181,16 @@ _FORMS = (
     _Form(
         lambda names: names == _QK,
         _patches,
-        lambda _: [_Kernel("vision_rope", "", vision_rope_reference, rotations.vision)],
+        lambda shared: [
+            _Kernel("vision_rope", _words(shared), vision_rope_reference, lambda: rotations.vision(shared))
+        ],
     ),
     _Form(
         lambda names: names == [*_QK, "mrope_section", "unsqueeze_dim"],
         _three_axes,
-        lambda shared: [_Kernel("qwen2vl_mrope", "", qwen2vl_mrope_reference, lambda: rotations.three_axes(shared))],
+        lambda shared: [
+            _Kernel("qwen2vl_mrope", _words(shared), qwen2vl_mrope_reference, lambda: rotations.three_axes(shared))
+        ],
     ),
     _Form(lambda names: len(names) == 3 and names[0] != "x", _complex(1), _complex_kernel(1)),
     _Form(lambda names: len(names) == 3 and names[0] != "x", _complex(2), _complex_kernel(2)),
