@@ -1,24 +1,32 @@
 """Launches that do not wait for what runs ahead of them to drain (programmatic dependent launch).
 
-Of a launch of 1 us a good part is waiting for the launch before it to drain. Where `Backend.ahead` says that a device can,
-a Tunable whose `ahead` says yes to a key has its kernels launched early; they begin with `begin(AHEAD)`, before they touch
-memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.5 to 1 us less so: 2.6 -> 1.6
-us of one token, 4.1 -> 2.8 of swiglu's 128 x 512. Where programs are many the wait itself costs, launched early or not: rope
-of 16384 tokens took 316 us for 166 (we do not know why), so that those begin without a word of it. Norms had nothing from it:
-16.9 us for 15.5 at 2048 x 2048. `benchmarks/results/early-launch-h200.json`.
+Of a launch of 1 us a good part is waiting for the launch before it to drain. Where `Backend.ahead` says that a device can, a
+Tunable whose `ahead` says yes to a key has its kernels launched early; they begin with `begin(AHEAD)`, before they touch
+memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.3 to 1 us less so: 2.6 -> 1.6
+us of one token, 4.1 -> 2.8 of swiglu's 128 x 512, 3.2 -> 2.5 of rms_norm's. Of more that costs: layer_norm of 512 x 2048 10.9
+us for 10.1, swiglu of 512 x 8192 20.7 for 17.8; where programs are many even the wait does, launched early or not: rope of
+16384 tokens took 316 us for 166 (we do not know why), so that those begin without a word of it. An embedding's gradient, of
+few tokens but a whole table, took 32 us for 20; the sums behind a norm's backward gained nothing from being early (0.1 us
+slower of 47). `benchmarks/results/early-launch-h200.json`.
 """
 
 from __future__ import annotations
 
+from ..registry import Key
 from ._triton import tl, triton
 
 _CAN = hasattr(tl, "target_info")
 """Triton from 3.5 on."""
 
 
-def few(elements: int) -> bool:
+def few(elements: int, log2: int = 19) -> bool:
     """Whether a launch over so many elements, of sizes rounded up as in keys, is to be early."""
-    return _CAN and elements <= 1 << 19
+    return _CAN and elements <= 1 << log2
+
+
+def few_elements(key: Key, log2: int = 19) -> bool:
+    """`Tunable.ahead` of keys that begin as `row_key` does."""
+    return few(key[0] << key[1], log2)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
-from ._ahead import begin, few
+from ._ahead import begin, few_elements
 from ._op import cdiv, launch
 from ._triton import tl, triton
 
@@ -104,7 +104,7 @@ def elementwise_tunable(op: str, variant: str, *kernels: Any, **limits: int) -> 
         space=space,
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
         valid=valid,
-        ahead=lambda key: few(key[0] << key[1]),
+        ahead=lambda key: few_elements(key, 20),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._ahead import begin
 from ._rms_backward import _all_rows, _scale_of, _store_sums, _values_of
 from ._row_groups import (
     GROUPS,
@@ -77,6 +78,7 @@ def _layer_norm_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache.
@@ -84,6 +86,7 @@ def _layer_norm_fwd_kernel(
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next ones' loads in flight, and keeps W and
     B in registers.
     """
+    begin(AHEAD)
     pid = tl.program_id(0).to(tl.int64)
     lead = _lead_of(pid, n_cols, GROUP)
     if WHOLE_ROW:
@@ -175,8 +178,10 @@ def _layer_norm_bwd_means_kernel(
     n_rows,
     n_cols,
     BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """mean(m) and mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     mean = tl.load(STATS_ptr + row)
@@ -261,6 +266,7 @@ def _layer_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw, db stays in registers.
 
@@ -269,6 +275,7 @@ def _layer_norm_bwd_kernel(
     Partial_ptr: a row of dw, then of db if HAS_BIAS, for each p; None when nobody wants them.
     AT_ONCE, WIDTH: as in rms_norm's backward; programs behind those of the rows leave dw and db themselves.
     """
+    begin(AHEAD)
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and AT_ONCE < 2
     if AT_ONCE > 1:
@@ -354,7 +361,7 @@ def _layer_norm_bwd_kernel(
             _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail_cols, tail_exist, HAS_BIAS)
 
 
-FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _store_stats, _centred, _after, *GROUPS, *PIECES)
+FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _store_stats, _centred, _after, begin, *GROUPS, *PIECES)
 BWD_KERNELS = (
     _layer_norm_bwd_kernel,
     _centred_and_m,
@@ -364,6 +371,7 @@ BWD_KERNELS = (
     _store_sums,
     _scale_of,
     _values_of,
+    begin,
     *GROUPS,
     *PIECES,
 )

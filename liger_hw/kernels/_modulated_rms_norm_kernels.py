@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._ahead import begin
 from ._modulated_rms_norm_sums import _store_gradients, _store_if, _sums_of_columns
 from ._rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums, _values_of
 from ._row_pieces import (
@@ -80,6 +81,7 @@ def _modulated_rms_norm_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one piece or two (TAIL).
 
@@ -87,6 +89,7 @@ def _modulated_rms_norm_fwd_kernel(
     and every row's modulation is read with it: once its sum is known, or, by programs of one tile each, at once (2).
     Rows too wide to hold are read twice, the second time from cache.
     """
+    begin(AHEAD)
     pid = tl.program_id(0)
     if KEEP == 1:
         group = (pid // chunks).to(tl.int64)
@@ -164,8 +167,10 @@ def _modulated_rms_norm_bwd_dot_kernel(
     rows_per_mod,
     offset,
     BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     scale_row = Scale_ptr + (row // rows_per_mod) * Scale_row_stride
@@ -238,6 +243,7 @@ def _modulated_rms_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
@@ -249,6 +255,7 @@ def _modulated_rms_norm_bwd_kernel(
     leave dscale, dshift and dw themselves, of so many columns each; MODS and PER_MOD: powers of two that are no less than
     the modulations and the rows of one.
     """
+    begin(AHEAD)
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and WIDTH == 0
     if WIDTH:
@@ -347,7 +354,7 @@ def _modulated_rms_norm_bwd_kernel(
             _store_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
 
 
-FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _scale_of, _modulate_and_store, *PIECES)
+FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _scale_of, _modulate_and_store, begin, *PIECES)
 _OWN = (_factor_of, _own_modulation, _store_if, _sums_of_columns, _store_gradients)
 BWD_KERNELS = (
     _modulated_rms_norm_bwd_kernel,
@@ -357,6 +364,7 @@ BWD_KERNELS = (
     _values_of,
     _store_dx,
     _store_sums,
+    begin,
     *PIECES,
 )
 """The kernel first, then all that it calls: what a tuned entry is valid for."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
+from ._ahead import begin, few_elements
 from ._op import dense, empty_like, launch, no_weight, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, partial_sums
 from ._rms_backward_dot import _rms_norm_bwd_dot_kernel, dot_heuristic, dot_safe, dot_space
@@ -155,6 +156,7 @@ def _rms_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its share of dw stays in registers.
 
@@ -164,6 +166,7 @@ def _rms_norm_bwd_kernel(
     AT_ONCE: 0, or 1 where every program has one tile: no loop then stands between its loads. More, a power of two that is no
     less than the rows: the programs behind those leave dw itself, of WIDTH columns each.
     """
+    begin(AHEAD)
     pid = tl.program_id(0)
     SUMS: tl.constexpr = DW_partial_ptr is not None and AT_ONCE < 2
     if AT_ONCE > 1:
@@ -392,23 +395,25 @@ def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tuna
     bwd = Tunable(
         op,
         "bwd",
-        kernels=(*RMS_BACKWARD, *RMS_TEAMS),
+        kernels=(*RMS_BACKWARD, *RMS_TEAMS, begin),
         key=grouped_key,
         dims=DIMS,
         heuristic=lambda target, key: team_heuristic(target, key, 1) or bwd_heuristic(target, key, streams, grads=1),
         safe=safe,
         space=lambda target, key: [*bwd_space(target, key, streams), *team_space(target, key)],
         valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
+        ahead=few_elements,
     )
     bwd_dot = Tunable(
         op,
         "bwd_dot",
-        kernels=(_rms_norm_bwd_dot_kernel,),
+        kernels=(_rms_norm_bwd_dot_kernel, begin),
         key=row_key,
         dims=DIMS,
         heuristic=dot_heuristic,
         safe=dot_safe,
         space=dot_space,
+        ahead=few_elements,
     )
     return bwd, bwd_dot, column_sum_tunable(op)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..registry import Key, LaunchConfig, Target
+from ._ahead import begin
 from ._triton import tl, triton
 
 
@@ -18,8 +19,10 @@ def _rms_norm_bwd_dot_kernel(
     n_cols,
     offset,
     BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """mean(m * h) of one row: the backward kernel then works on column tiles."""
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)

@@ -9,6 +9,7 @@ and so from its own L1, not from memory; kept in registers they would leave none
 from __future__ import annotations
 
 from ..registry import Key, LaunchConfig, Plan, Target
+from ._ahead import begin
 from ._op import cdiv
 from ._teams import COOPERATIVE, LARGEST_TEAM, TEAMS, _hear, _tell, no_team, team_options
 from ._triton import tl, triton
@@ -52,11 +53,13 @@ def _rms_norm_team_bwd_kernel(
     CASTING: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program t * splits + s: column tile s of the rows t, t + teams, ...
 
     Words_ptr [n_rows, LANES], zeroed: each tile's sum of m * h. DW_partial_ptr [teams, n_cols], or None.
     """
+    begin(AHEAD)
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     team = tl.program_id(0) // splits
@@ -111,8 +114,10 @@ def _layer_norm_team_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """As rms_norm's; words hold each tile's sums of m and of m * h. Partial_ptr: dw, then db if HAS_BIAS, of each team."""
+    begin(AHEAD)
     split = tl.program_id(0) % splits
     teams = tl.num_programs(0) // splits
     team = tl.program_id(0) // splits

@@ -16,6 +16,7 @@ from typing import Any, Callable
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._op import define, empty_like, launch, row_major, rows_of
 from ._rms_backward import DIMS, few_rows, row_warps, safe, tiles_rows
 from ._triton import tl, triton
@@ -91,13 +92,14 @@ def row_tunables(
         return Tunable(
             op,
             variant,
-            kernels=kernels,
+            kernels=(*kernels, begin),
             key=row_key,
             dims=DIMS,
             heuristic=lambda target, key: heuristic(target, key, tensors),
             safe=safe,
             space=lambda target, key: _space(target, key, tensors),
             valid=tiles_rows,
+            ahead=lambda key: few_elements(key, 20),
         )
 
     return tunable("fwd", fwd, 1), tunable("bwd", bwd, 2)

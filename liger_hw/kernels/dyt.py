@@ -15,6 +15,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
+from ._ahead import begin, few_elements
 from ._op import Function, check, check_tensors, define, dense, empty_like, first_order, launch, row_major, rows_of
 from ._reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
 from ._rms_backward import DIMS, few_rows, safe, tiles_rows, tiles_rows_persistently
@@ -84,8 +85,10 @@ def _dyt_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (r, c) computes row tile r of column tile c."""
+    begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
     rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
@@ -125,12 +128,14 @@ def _dyt_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
     Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
     None when nobody wants them. ONCE: every program has one tile, and no loop stands between its loads.
     """
+    begin(AHEAD)
     pid = tl.program_id(0)
     lead = _lead_of(pid, n_cols, GROUP)
     lanes, col_mask = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, 0, GROUP)
@@ -252,7 +257,7 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 FWD = Tunable(
     "dyt",
     "fwd",
-    kernels=(_dyt_fwd_kernel, _tanh_and_slope, *GROUPS),
+    kernels=(_dyt_fwd_kernel, _tanh_and_slope, *GROUPS, begin),
     key=_key,
     dims=DIMS,
     heuristic=_fwd_heuristic,
@@ -260,17 +265,19 @@ FWD = Tunable(
     space=_fwd_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
     valid=tiles_rows,
+    ahead=few_elements,
 )
 BWD = Tunable(
     "dyt",
     "bwd",
-    kernels=(_dyt_bwd_kernel, _tanh_and_slope, *GROUPS),
+    kernels=(_dyt_bwd_kernel, _tanh_and_slope, *GROUPS, begin),
     key=_key,
     dims=DIMS,
     heuristic=_bwd_heuristic,
     safe=safe,
     space=_bwd_space,
     valid=tiles_rows_persistently,
+    ahead=few_elements,
 )
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 

@@ -19,6 +19,7 @@ from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Op, Sample
 from . import rms_norm
+from ._ahead import begin
 from ._op import (
     Function,
     check,
@@ -136,9 +137,11 @@ def _fused_add_rms_norm_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
     time from cache."""
+    begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
     rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows

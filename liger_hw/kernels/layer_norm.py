@@ -21,6 +21,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._layer_norm_kernels import (
     BWD_KERNELS,
     FWD_KERNELS,
@@ -147,6 +148,7 @@ FWD = Tunable(
     safe=safe,
     space=_fwd_space,
     valid=tiles_rows,
+    ahead=few_elements,
 )
 BWD = Tunable(
     "layer_norm",
@@ -158,16 +160,18 @@ BWD = Tunable(
     safe=safe,
     space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
     valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
+    ahead=few_elements,
 )
 BWD_MEANS = Tunable(
     "layer_norm",
     "bwd_means",
-    kernels=(_layer_norm_bwd_means_kernel,),
+    kernels=(_layer_norm_bwd_means_kernel, begin),
     key=row_key,
     dims=DIMS,
     heuristic=dot_heuristic,
     safe=dot_safe,
     space=dot_space,
+    ahead=few_elements,
 )
 DW = column_sum_tunable("layer_norm", columns=lambda n_rows, n_cols: 2 * n_cols)  # dw and db
 

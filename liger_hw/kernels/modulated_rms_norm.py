@@ -23,6 +23,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._elementwise import evenly_spaced
 from ._modulated_rms_norm_kernels import (
     BWD_KERNELS,
@@ -149,7 +150,7 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
 
 
-def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key) -> Tunable:
+def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key, ahead=few_elements) -> Tunable:
     return Tunable(
         "modulated_rms_norm",
         variant,
@@ -160,6 +161,7 @@ def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, k
         safe=safe,
         space=space,
         valid=valid,
+        ahead=ahead,
     )
 
 
@@ -172,9 +174,9 @@ BWD = _tunable(
     lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
     tiles_rows_persistently,
 )
-BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space, key=_wide_key)
-BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key)
-BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key)
+BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel, begin), dot_heuristic, dot_safe, dot_space, key=_wide_key)
+BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key, ahead=None)
+BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key, ahead=None)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -298,8 +300,7 @@ def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
 
 def _fwd_fake(x, w, scale, shift, eps, offset, casting):
     stat = torch.promote_types(x.dtype, torch.float32)
-    y = x.new_empty(x.shape, dtype=_out_dtype(x, w, casting))
-    return y, x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
+    return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
 
 
 def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):

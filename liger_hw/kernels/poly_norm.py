@@ -18,6 +18,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._op import (
     Function,
     check,
@@ -76,8 +77,10 @@ def _poly_norm_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    begin(AHEAD)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = rows < n_rows
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -152,11 +155,13 @@ def _poly_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache.
 
     Partial_ptr [programs, 4]: this program's share of dw and db.
     """
+    begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     w3 = tl.load(W_ptr).to(tl.float32)
@@ -229,13 +234,14 @@ FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum)
 BWD = Tunable(
     "poly_norm",
     "bwd",
-    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx),
+    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx, begin),
     key=row_key,
     dims=DIMS,
     heuristic=bwd_heuristic,
     safe=safe,
     space=bwd_space,
     valid=tiles_rows_persistently,
+    ahead=few_elements,
 )
 DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
 

@@ -21,6 +21,7 @@ import torch
 from .. import registry
 from ..recompute.recipes import offer
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._op import (
     Function,
     check,
@@ -146,9 +147,11 @@ def _rms_norm_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
     cache."""
+    begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
     rows = _tile_rows(tile, ROWS, GROUP)
     row_mask = rows < n_rows
@@ -238,13 +241,14 @@ def forward_tunable(
     return Tunable(
         op,
         "fwd",
-        kernels=kernels,
+        kernels=(*kernels, begin),
         key=key,
         dims=DIMS,
         heuristic=lambda target, key: fwd_heuristic(target, key, widest),
         safe=safe,
         space=fwd_space,
         valid=tiles_rows,
+        ahead=few_elements,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target
+from ._ahead import begin
 from ._op import Function, check, check_tensors, first_order
 from ._row_tiles import _after, heuristic, row_operators, row_tunables
 from ._triton import tl, triton
@@ -71,8 +72,10 @@ def _softmax_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
+    begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         first = tl.program_id(0)
@@ -136,8 +139,10 @@ def _softmax_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """As the forward, with y (always contiguous) and dy read instead of x."""
+    begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         first = tl.program_id(0)

@@ -20,6 +20,7 @@ import torch
 
 from .. import registry
 from ..registry import Op, Sample
+from ._ahead import begin
 from ._op import Function, check, check_numbers, check_tensors, first_order
 from ._row_tiles import _after, row_operators, row_tunables
 from ._triton import tl, triton
@@ -77,8 +78,10 @@ def _sparsemax_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read again, from cache, each step."""
+    begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
@@ -143,8 +146,10 @@ def _sparsemax_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
+    begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
     if WHOLE_ROW:
         for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):

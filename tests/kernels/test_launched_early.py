@@ -36,14 +36,26 @@ def test_begins_before_it_touches_memory(tunable):
 
 
 @pytest.mark.parametrize("arch, early", [("sm90", True), ("sm80", False), ("gfx942", False), ("pvc", False)])
-@pytest.mark.parametrize("name, few, many", [("swiglu", (128, 4096), (129, 4096)), ("rope", FEW, MANY), ("vision_rope", FEW, MANY)])
+@pytest.mark.parametrize(
+    "name, few, many",
+    [
+        *((name, (256, 4096), (257, 4096)) for name in ("swiglu", "relu_squared", "softmax", "sparsemax")),
+        ("rope", FEW, MANY),
+        ("vision_rope", FEW, MANY),
+        *((name, (128, 4096), (129, 4096)) for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "poly_norm")),
+        ("modulated_rms_norm", (2, 128, 4096), (3, 129, 4096)),
+        ("dyt", (128, 4096), (129, 4096)),
+    ],
+)
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
     """The kernel is told what its launch is: a begin that did not wait would read too early."""
-    tunable = registry.get_op(name).tunables[0]
+    tunables = [tunable for tunable in AHEAD if tunable.op == name]
+    assert tunables
     with registry.pretend(known_target(arch)):
-        for sizes, expected in ((few, early), (many, False)):
-            plan = tunable.plan(torch.device("cpu"), tunable.key(*sizes, 2))
-            assert plan.options.get("launch_pdl", False) is plan.constexprs["AHEAD"] is expected
+        for tunable in tunables:
+            for sizes, expected in ((few, early), (many, False)):
+                plan = tunable.plan(torch.device("cpu"), tunable.key(*sizes, 2))
+                assert plan.options.get("launch_pdl", False) is plan.constexprs["AHEAD"] is expected, (tunable, sizes)
 
 
 def test_nobody_asks_for_it():
@@ -65,7 +77,7 @@ def test_the_fast_launcher_keeps_it(version, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("elements", [4096, 1 << 19, 1 << 26])
+@pytest.mark.parametrize("elements", [4096, 1 << 20, 1 << 26])
 def test_reads_what_was_just_written(gpu, elements):
     """A chain of launches, each of which reads what the last one wrote, with and without a wait of the host between them."""
     relu_squared = registry.get_op("relu_squared").function

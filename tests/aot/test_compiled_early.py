@@ -1,0 +1,37 @@
+"""What is launched early waits before it touches memory, and in what is not there is not a word of that."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+import torch
+
+from liger_hw.autotune import compile as aot
+from liger_hw.backends import backend, known_target
+
+ACCESSES = ("ld.global", "st.global", "cp.async.cg", "cp.async.ca", "atom.")
+
+
+def _ptx(launch) -> str:
+    job = json.loads(json.dumps(aot._job(launch)))
+    module, name = job["kernel"].split(":")
+    args = [aot._Pointer(*a[1:]) if isinstance(a, list) else a for a in job["args"]]
+    kernel = getattr(importlib.import_module(module), name)
+    return aot._built(launch.target, backend(launch.target.vendor), kernel, args, job["options"]).asm["ptx"]
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("few, sizes", [(True, (1, 512)), (False, (1024, 2048))], ids=["few", "many"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "dyt"])
+def test_waits_where_it_is_early(op, few, sizes):
+    for one in aot.trace(op, sizes, torch.bfloat16, known_target("sm90"), shipped=False):
+        ptx, early = _ptx(one), dict(one.options).get("launch_pdl", False)
+        assert early == (few), one.tunable
+        if early:
+            wait = ptx.index("griddepcontrol.wait")
+            assert wait < min(place for place in map(ptx.find, ACCESSES) if place >= 0), one.tunable
+        else:
+            assert "griddepcontrol" not in ptx, one.tunable
