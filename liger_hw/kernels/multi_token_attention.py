@@ -20,6 +20,7 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ._ahead import begin, few_elements
 from ._multi_token_attention_channels import (
     CHANNELS_BWD,
     CHANNELS_FILL,
@@ -36,6 +37,7 @@ from ._multi_token_attention_kernels import (
     _causal_fill_kernel,
     _causal_softmax_bwd_kernel,
     _causal_softmax_fwd_kernel,
+    _rows_and_last,
 )
 from ._op import (
     Function,
@@ -115,13 +117,14 @@ def _tunable(variant: str, kernel) -> Tunable:
     return Tunable(
         "multi_token_attention",
         variant,
-        kernels=(kernel,),
+        kernels=(kernel, _rows_and_last, begin),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
         safe=safe,
         space=_space,
         valid=tiles_rows,
+        ahead=few_elements,
     )
 
 
