@@ -131,13 +131,14 @@ def trace(
     options: Mapping[str, Any] | None = None,
     *,
     configs: Mapping[str, LaunchConfig] | None = None,
-    shipped: bool | None = True,
+    shipped: bool = True,
+    own: bool = False,
 ) -> list[Launch]:
     """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order.
 
-    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped: whether the shipped
-    tables are asked before the heuristic, and never the user's cache or lock file; None: all of them are. Nothing runs and
-    nothing is compiled.
+    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`; shipped, own: whether the
+    shipped tables, and the user's own cache and lock file, are asked before the heuristic. Nothing runs and nothing is
+    compiled.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -160,7 +161,7 @@ def trace(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target))
-        stack.enter_context(_tables_of(target, shipped))
+        stack.enter_context(_tables_of(target, shipped, own))
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
         before, _launch.redirect = _launch.redirect, record
@@ -193,13 +194,13 @@ def _stand_in(parameter: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _tables_of(target: Target, shipped: bool | None) -> Iterator[None]:
-    """The registry with the shipped tables of `target` alone, with none, or (None) with all there are."""
+def _tables_of(target: Target, shipped: bool, own: bool) -> Iterator[None]:
+    """The registry with no tables of `target` but the shipped ones, the user's own, or both."""
     from . import store
 
     layers = []
-    if shipped is not False:
-        layers = [(name, table) for name, table in store.layers(target) if shipped is None or name.startswith("shipped")]
+    if shipped or own:
+        layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
     misses = registry.misses()
     registry.set_tables(target, layers)
     try:

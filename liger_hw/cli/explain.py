@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             head, *answers = str(one).splitlines()
             print("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]))
         if explanations[0][1] is None:
-            print(f"These are the op's own kernels; {_untold(target)}.")
+            why = _unasked(target) or "which of them this size launches is unknown: its launchers failed, see stderr"
+            print(f"These are the op's own kernels; {why}.")
     return 0
 
 
@@ -78,12 +79,18 @@ def _said(launched: list[dict[str, Any]]) -> str:
     return " and ".join(said) or "not launched at this size"
 
 
-def _untold(target: Any) -> str:
+def _unasked(target: Any) -> str:
+    """Why its launchers cannot be asked, or ""."""
     from .. import registry
+    from ..kernels import _triton
 
-    if target.vendor == "cpu" and not registry.interpreting():
+    if registry.interpreting():
+        return "not all are launched at every size, which is not told where kernels are interpreted"
+    if target.vendor == "cpu":
         return "on the cpu its reference in torch runs, and none is launched"
-    return "not all are launched at every size, which only tells where Triton is and does not interpret"
+    if not _triton.AVAILABLE:
+        return "not all are launched at every size, which is only told where Triton is installed"
+    return ""
 
 
 def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list[tuple[Any, list | None]]:
@@ -104,15 +111,13 @@ def _explained(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> list
 def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[tuple, list[dict[str, Any]]] | None:
     """(tunable, key) -> kernel and grid of each of its launches, in one forward and backward with default options; None
     where no launcher can be asked."""
-    from .. import registry
-    from ..autotune import compile as ahead
-    from ..kernels import _triton
+    from ..autotune import compile as aot
 
-    if not _triton.AVAILABLE or registry.interpreting() or target.vendor == "cpu":
+    if _unasked(target):
         return None
     found: dict[tuple, list[dict[str, Any]]] = {}
     try:
-        for launch in ahead.trace(op.name, sizes, torch_dtype(dtype), target, shipped=None):
+        for launch in aot.trace(op.name, sizes, torch_dtype(dtype), target, own=True):
             one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
             found.setdefault((launch.tunable, launch.key), []).append(one)
     except Exception as error:  # the op's own kernels are explained all the same

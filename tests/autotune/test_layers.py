@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from liger_hw import env, registry
+from liger_hw.autotune import compile as aot
 from liger_hw.autotune import inline, lock, notes, persist, store, tables
 from liger_hw.backends import known_target
 from liger_hw.cli import main
-from tests.autotune.fakes import H200, FakeMeasurer, entry, tunable
+from tests.autotune.fakes import H200, FakeMeasurer, entry, other_config, tunable
 
 KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
@@ -161,6 +162,18 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     monkeypatch.undo()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
     assert fwd.plan(DEVICE, KEY).layer == "user", "the tables answer as soon as they may be read"
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("layer", ["lock", "user", "shipped-arch"])
+def test_a_trace_asks_the_tables_it_is_told_to(h200, layer, shipped, own, monkeypatch, tmp_path):
+    config = other_config(tunable(), H200, KEY)
+    put(layer, config, monkeypatch, tmp_path)
+    asked = shipped if layer == "shipped-arch" else own
+    launch = aot.trace("rms_norm", (8192, 4096), torch.bfloat16, H200, shipped=shipped, own=own)[0]
+    assert launch.key == KEY and (launch.config == config) is asked
+    assert launch.layer == (layer if asked else "heuristic")
 
 
 def test_compiling_and_capturing_are_noticed(monkeypatch):

@@ -197,16 +197,22 @@ def test_explain_says_what_is_launched(capsys):
 
 
 def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
-    from liger_hw.autotune import compile as ahead
+    from liger_hw import registry
+    from liger_hw.autotune import compile as aot
     from liger_hw.kernels import _triton
 
     words = ("explain", "rms_norm", "--shape", "2x4096", "--device")
     assert "on the cpu its reference in torch runs" in said(capsys, *words, "cpu")[1]
     with monkeypatch.context() as patch:
-        patch.setattr(ahead, "trace", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(aot, "trace", lambda *args, **kwargs: 1 / 0)
         code, out, err = said(capsys, *words, "h200")
-        assert code == 0 and "not all are launched at every size" in out and "unknown: ZeroDivisionError" in err
+        assert code == 0 and "launchers failed, see stderr" in out and "unknown: ZeroDivisionError" in err
+        assert "Triton" not in out.splitlines()[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "interpreting", lambda: True)
+        assert "where kernels are interpreted" in said(capsys, *words, "h200")[1]
     monkeypatch.setattr(_triton, "AVAILABLE", False)
+    assert "where Triton is installed" in said(capsys, *words, "h200")[1]
     code, out, err = said(capsys, *words, "h200", "--json")
     assert code == 0 and not err and {row["launched"] for row in json.loads(out)} == {None}
 
