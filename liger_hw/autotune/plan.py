@@ -125,9 +125,9 @@ def trace(
     """`compile.trace` without stored tables."""
     import torch
 
-    from . import compile as ahead
+    from . import compile as aot
 
-    return ahead.trace(op, sizes, getattr(torch, dtype), target, configs=configs, shipped=False)
+    return aot.trace(op, sizes, getattr(torch, dtype), target, configs=configs, shipped=False)
 
 
 def measured(measurer: Any) -> Scan:

@@ -49,7 +49,7 @@ def _measuring(setting: dict[str, Any]) -> Callable[[str, list], Any]:
 def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
     """Compiles what a candidate would launch, so that Triton's on-disk cache has it when the measuring worker asks."""
     from ..backends import LaunchConfig, Target, backend
-    from . import compile as ahead
+    from . import compile as aot
     from . import plan
 
     target = Target(**{**setting["target"], "warp_sizes": tuple(setting["target"]["warp_sizes"])})
@@ -69,7 +69,7 @@ def _compiling(setting: dict[str, Any]) -> Callable[[str, list], Any]:
         for launch in launches:
             if launch.same() not in known:
                 try:
-                    known[launch.same()] = ahead._compile(json.loads(json.dumps(ahead._job(launch))))["resources"]
+                    known[launch.same()] = aot._compile(json.loads(json.dumps(aot._job(launch))))["resources"]
                 except Exception as error:
                     known[launch.same()] = {"error": f"{type(error).__name__}: {str(error).strip()[:200]}"}
             if launch.tunable == f"{op}.{variant}" and launch.layer == "explicit":

@@ -41,7 +41,7 @@ _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else N
 CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
 """Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
 noted: dict[int, Callable[[Plan, Any, tuple, tuple, tuple], tuple | None]] = {}
-"""Thread -> what takes (plan, kernel, grid, args, flags) in place of `launch`; see `autotune.ahead` and `_recorded`."""
+"""Thread -> what takes (plan, kernel, grid, args, flags) in place of `launch`: `_recorded`, `autotune.compile_ahead`"""
 redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
 """Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 

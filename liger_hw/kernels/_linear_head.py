@@ -341,7 +341,7 @@ def _refused(error: Exception) -> bool:
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """out = a @ b, or out += a @ b, in out's dtype: the operands' own, or fp32."""
     if type(out) is not torch.Tensor:
-        return  # a rehearsal's fake tensors (autotune/ahead.py), for which torch has no out_dtype
+        return  # a rehearsal's fake tensors (autotune/compile_ahead.py), for which torch has no out_dtype
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
         return

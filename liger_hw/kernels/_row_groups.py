@@ -22,7 +22,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def _address(t: torch.Tensor) -> int:
-    """Where `t` begins. A fake tensor (see `autotune.ahead`) has no address, only a place in its storage."""
+    """Where `t` begins. A fake tensor (see `autotune.compile_ahead`) has no address, only a place in its storage."""
     return t.data_ptr() if type(t) in _REAL else t.storage_offset() * t.itemsize
 
 

@@ -20,7 +20,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ..autotune import ahead
+from ..autotune import compile_ahead
 from ..counted_rows import CountedRows
 from .deferred import DeferredLogits, Surroundings
 
@@ -293,7 +293,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
         if fused and not skip and not wants:
             return original(self, *args, **kwargs)
         if skip and not torch.compiler.is_compiling():
-            ahead.at_first_forward(self, args, kwargs)
+            compile_ahead.at_first_forward(self, args, kwargs)
         counted = None
         if skip and not torch.compiler.is_compiling():  # first of all, so that the number is there when the loss asks
             counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])

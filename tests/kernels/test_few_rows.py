@@ -10,7 +10,7 @@ import torch
 from harness import make, verify
 
 from liger_hw import registry
-from liger_hw.autotune import compile as ahead
+from liger_hw.autotune import compile as aot
 from liger_hw.backends import known_target
 from liger_hw.kernels._rms_backward import at_once
 
@@ -28,7 +28,7 @@ def test_launches(arch):
     target = known_target(arch)
 
     def launches(name: str, *sizes: int) -> list[str]:
-        found = ahead.trace(name, sizes, torch.bfloat16, target, shipped=False)
+        found = aot.trace(name, sizes, torch.bfloat16, target, shipped=False)
         return [launch.tunable.removeprefix(f"{name}.") for launch in found]
 
     for name in ("rms_norm", "fused_add_rms_norm", "layer_norm"):
@@ -56,7 +56,7 @@ def test_threads(arch):
 
     def tiles(name: str, rows: int, columns: int) -> list[tuple[int, int]]:
         """(rows, threads) of a program, forward and backward."""
-        found = ahead.trace(name, (rows, columns), torch.bfloat16, target, shipped=False)[:2]
+        found = aot.trace(name, (rows, columns), torch.bfloat16, target, shipped=False)[:2]
         return [(one.config.blocks["ROWS"], one.config.num_warps * target.warp_size) for one in found]
 
     for name in ("rms_norm", "fused_add_rms_norm", "layer_norm"):

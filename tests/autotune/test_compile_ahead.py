@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liger_hw import registry
-from liger_hw.autotune import ahead
+from liger_hw.autotune import compile_ahead
 from liger_hw.autotune.compile import _launcher_mode
 from liger_hw.backends import known_target
 from liger_hw.kernels import _launch, rms_norm
@@ -43,11 +43,12 @@ def test_a_model_launches_what_was_foreseen(kind, target):
     sizes = dict(vocab_size=512, num_hidden_layers=1, hidden_size=256, intermediate_size=512, head_dim=64)
     config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
     foreseen, launched = set(), set()
-    ahead.note_launches(ahead.foresee(config, 2, 32), torch.bfloat16, torch.device("cpu"), _noted(foreseen))
+    jobs = compile_ahead.foresee(config, 2, 32)
+    compile_ahead.note_launches(jobs, torch.bfloat16, torch.device("cpu"), _noted(foreseen))
     report = getattr(patches, f"apply_liger_kernel_to_{kind}")()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with FakeTensorMode(), _launcher_mode(), ahead._noting(_noted(launched)):
+        with FakeTensorMode(), _launcher_mode(), compile_ahead._noting(_noted(launched)):
             model = getattr(transformers, f"{name}ForCausalLM")(config).train()
             ids = torch.randint(0, 512, (2, 32))
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -62,7 +63,7 @@ def test_nothing_is_started_where_nothing_compiles():
         def to_dict(self):
             raise AssertionError("asked for although the CPU compiles nothing")
 
-    assert ahead.start(Config(), 1, 8, torch.float32, torch.device("cpu")) is None
+    assert compile_ahead.start(Config(), 1, 8, torch.float32, torch.device("cpu")) is None
 
 
 def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
@@ -99,5 +100,5 @@ def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, target):
     plan.compiled["alike"] = future
     monkeypatch.setattr(_launch, "compile_only", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
-    ahead._compile(future, "alike", plan, None, (), (), x.device)
+    compile_ahead._compile(future, "alike", plan, None, (), (), x.device)
     assert "alike" not in plan.compiled and future.exception() is not None
