@@ -26,6 +26,9 @@ def train(options, patch: bool, steps) -> list[float]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    # Losses go over a group of their own, which destroy_process_group ends, threads and all. The mesh's is kept by caches
+    # of DTensor (torch 2.13): a gloo thread that lets go of its last tensor while Python exits aborts the process.
+    metrics = dist.new_group(backend="gloo")
     losses = []
     for batch in windows(size * options.batch * options.steps, options.seq).split(size * options.batch):
         mine = batch[rank * options.batch : (rank + 1) * options.batch].to(options.device)
@@ -33,8 +36,8 @@ def train(options, patch: bool, steps) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
+        mean = loss.detach().to("cpu", copy=True)
+        dist.all_reduce(mean, group=metrics)
         losses.append(mean.item() / size)
         steps()
     return losses
