@@ -89,10 +89,9 @@ def _key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int
 def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
 
-    Few tokens are 16 bytes a thread, in four warps or, where they are a handful, one. On an H200 from 512 to 131072 tokens
-    the best of 8 shapes or within 1.5% of it. Tiles that the head width does not fill are of twice that: 96 wide 40 us by 32
-    bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads. Where 7 or 8 heads share one of k, two such groups in four warps: there
-    and back of 4 x 4096 x 28 + 4 x 128 133.0 us for 133.9 (of 16 + 2 41.0 for 40.8).
+    Few tokens are 16 bytes a thread, in four warps or, of a handful, one. Tiles that the head width does not fill are of
+    twice that: 96 wide 40 us by 32 bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads. Where 7 or 8 heads share one of k, two
+    such groups in four warps: there and back of 4 x 4096 x 28 + 4 x 128 133.0 us for 133.9 (of 16 + 2 41.0 for 40.8).
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
