@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from liger_hw import registry
+from liger_hw.autotune import ttir
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
@@ -66,15 +67,31 @@ def test_nobody_asks_for_it():
         assert "launch_pdl" in backend(vendor).illegal(known_target(arch), asked)
 
 
-@pytest.mark.parametrize("version", ["3.5", "3.6", "3.7"])
-def test_the_fast_launcher_keeps_it(version, monkeypatch):
+def test_the_fast_launcher_keeps_it(monkeypatch):
     """It is no part of the metadata that a launch hands on: the launcher object has it, whose C function takes it by 3.6."""
     given = {"launch_cooperative_grid": False, "launch_pdl": True, "launch": "C function"}
     run = SimpleNamespace(**given, global_scratch_size=0, profile_scratch_size=0)
     compiled = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
-    monkeypatch.setattr(_launch, "_VERSION", version)
+    monkeypatch.setattr(_launch, "_VERSION", "3.6")
     taken, head = _launch._entry(compiled)
-    assert (taken, head[:3]) == ((run.launch, (7, False, True)) if version == "3.6" else (run, (7, (4, 1, 0), None)))
+    assert taken == "C function" and head == (7, False, True, None, None, (4, 1, 0), None, None, None)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_tritons_launcher_keeps_it(early):
+    """The C function is given the same by the fast launcher as by the launcher of the Triton that is here."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    told = []
+    run = object.__new__(driver.CudaLauncher)  # without the C function: that takes a device
+    for field in ("global_scratch", "profile_scratch"):
+        vars(run).update({f"{field}_size": 0, f"{field}_align": 1})
+    vars(run).update(launch=lambda *given: told.append(given), launch_cooperative_grid=False, launch_pdl=early)
+    vars(run).update(num_ctas=1, arg_annotations=(), kernel_signature=b"", gsan_enabled=False)
+    taken, head = _launch._entry(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
+    with ttir.standing_in(SimpleNamespace()):  # newer launchers look at the driver, and ask it nothing
+        run(2, 1, 1, 9, 7, (4, 1, 0), None, None, None, "X_ptr", 8)
+        taken(2, 1, 1, 9, *head, "X_ptr", 8)
+    assert told[0] == told[1] and told[1][:7] == (2, 1, 1, 9, 7, False, early)
 
 
 @pytest.mark.gpu
