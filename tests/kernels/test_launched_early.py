@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_hw import registry
-from liger_hw.autotune import ttir
+from liger_hw.autotune import compile_ahead, ttir
+from liger_hw.autotune.compile import _launcher_mode
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
@@ -116,31 +118,38 @@ def test_reads_what_was_just_written(gpu, elements):
 
 
 # -- chains ----------------------------------------------------------------------------------------------------------
-# Every op on what the last one left, forward and, with that for dy, backward.
+# Every op that is launched early on what the last one left, forward and, with that for dy, backward.
 
-CHAIN = ("rms_norm", "swiglu", "layer_norm", "dyt", "softmax", "group_norm", "relu_squared", "poly_norm", "sparsemax")
-CHAIN += ("modulated_rms_norm", "fused_add_rms_norm")
+CHAIN = ("rms_norm", "swiglu", "rope", "layer_norm", "dyt", "softmax", "interleaved_rope", "relu_squared", "poly_norm")
+CHAIN += ("sparsemax", "geglu", "modulated_rms_norm", "rope", "fused_add_rms_norm")
+CHAIN = tuple(name for name in CHAIN if registry.get_op(name).tunables[0].ahead)
+SHAPES = [(4, 512), (33, 2048), (128, 4096)]
 
 
 def _once(name, x):
     """y like x, and the gradients of x and of all else the op takes."""
-    n, ones = x.shape[1], torch.ones(x.shape[1], device=x.device)
+    ones = torch.ones(x.shape[1], device=x.device)
     others = {
         "rms_norm": (ones, 1e-6),
         "layer_norm": (ones, ones * 0.1, 1e-6),
         "dyt": (ones[:1] * 0.7, ones, ones * 0.1),
         "poly_norm": (ones[:3] / 3, ones[:1] * 0.1, 1e-6),
         "fused_add_rms_norm": (x * 0.5, ones, 1e-6),
-        "group_norm": (ones[:16], ones[:16] * 0.1, 16, 4, 1e-6),
         "modulated_rms_norm": (ones, x * 0.1, x * 0.2, 1e-6),
         "swiglu": (x.flip(0),),
+        "geglu": (x.flip(0),),
     }.get(name, ())
-    x = x.view(-1, 16, n // 16) if name == "group_norm" else x
     args = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in (x, *others)]
-    y = registry.get_op(name).function(*args)
-    y = y[0] if isinstance(y, tuple) else y
+    if "rope" in name:  # its heads, 64 wide: the first half of them is q, the others k
+        angles = torch.arange(x.shape[0], device=x.device)[:, None] * 0.5 ** torch.arange(32, device=x.device).repeat(2)
+        heads = args[0].view(1, x.shape[0], -1, 64).transpose(1, 2).chunk(2, 1)
+        y = registry.get_op(name).function(*heads, angles.cos()[None], angles.sin()[None])
+        y = torch.cat(y, 1).transpose(1, 2).flatten(2)[0]
+    else:
+        y = registry.get_op(name).function(*args)
+        y = y[0] if isinstance(y, tuple) else y
     grads = torch.autograd.grad(y, [t for t in args if isinstance(t, torch.Tensor)], y.detach())
-    return [y.detach().view(-1, n), *grads]
+    return [y.detach(), *grads]
 
 
 def _chain(x, between=lambda t: t, rounds=2):
@@ -153,12 +162,34 @@ def _chain(x, between=lambda t: t, rounds=2):
     return found
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_chain_is_launched_early(shape):
+    """On the device that can; but for the sums of a weight's gradient, by a kernel of its own."""
+    early = {}
+
+    def note(plan, *_launch):
+        early.setdefault(plan.tunable.name, set()).add(plan.constexprs["AHEAD"])
+
+    with registry.pretend(known_target("sm90")), FakeTensorMode(), _launcher_mode(), compile_ahead._noting(note):
+        with torch.autograd.set_multithreading_enabled(False):
+            _chain(torch.empty(shape), rounds=1)
+    assert {name.split(".")[0] for name in early} == set(CHAIN) and early["rope.fwd"] == early["rope.bwd"] == {True}
+    assert all(said == {True} or name.endswith(".dw") for name, said in early.items()), early
+
+
+def test_the_chain_computes(seed):
+    x = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(seed))
+    found = _chain(x)
+    assert all(t.isfinite().all() for t in found)
+    assert len({t.double().sum().item() for t in found}) > len(found) // 2  # no op hands on what it was given
+
+
 def _same(found, expected):
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(a, b), number
 
 
-@pytest.fixture(params=[(4, 512), (33, 2048), (1024, 4096)], ids=str)
+@pytest.fixture(params=SHAPES, ids=str)
 def chained(request, gpu, seed):
     """x, and what the chain gives where the host waits after every op."""
     x = torch.randn(request.param, generator=torch.Generator().manual_seed(seed)).to(gpu)
