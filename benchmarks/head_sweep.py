@@ -26,6 +26,8 @@ from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.ops import SETTLE_MS
 from liger_hw.bench.runners import Calls, Replay
 from liger_hw.bench.timing import Meter, interleave
+from liger_hw.cli import UsageError
+from liger_hw.cli._values import part, positive, seconds, usable_device
 from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
@@ -87,7 +89,7 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, meter: Meter)
 
 def sweep(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    index, parts = map(int, options.part.split("/"))
+    index, parts = options.part
     meter = Meter(options.device)
     device, on_gpu = meter.device, meter.module is not None
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -172,18 +174,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the points here")
     parser.add_argument("--plot", metavar="PNG", help="draw the files given instead of measuring")
-    parser.add_argument("files", nargs="*", help="for --plot")
-    parser.add_argument("--part", default="0/1")
-    parser.add_argument("--seconds", type=float, default=100.0, help="no further point is begun after this")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--vocabularies", type=int, nargs="*", default=list(VOCABULARIES))
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("files", nargs="*", help="for --plot: what --out wrote")
+    parser.add_argument("--part", type=part, default="0/1", metavar="I/N", help="every N-th vocabulary from the I-th on (default all)")
+    parser.add_argument("--seconds", type=seconds, default=100.0, help="no further point is begun after this (default 100)")
+    parser.add_argument("--hidden", type=positive, default=4096, help="(default 4096)")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), help="(default 1 to 65536)")
+    parser.add_argument("--vocabularies", type=positive, nargs="+", default=list(VOCABULARIES), help="(default 1000 to 262144)")
+    parser.add_argument("--device", default="cuda", help="(default cuda)")
     options = parser.parse_args()
+    for name in [options.out or options.plot or ""]:
+        if not Path(name).parent.is_dir():
+            parser.error(f"{name}: there is no folder {Path(name).parent}")
     if options.plot and options.files:
         return plot(options.plot, options.files)
-    if not options.out:
+    if not options.out or options.files:
         parser.error("--out FILE, or --plot PNG FILE...")
+    try:
+        usable_device("head_sweep.py", options.device)
+    except UsageError as error:
+        parser.error(str(error))
     return sweep(options)
 
 

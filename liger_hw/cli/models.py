@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from . import UsageError
-from ._values import seconds, usable_device
+from ._values import part, seconds, usable_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--named", action="store_true", help="only the families with a function of their own")
     parser.add_argument("--converge", action="store_true", help="train each 32 steps on real text, patched and not")
     parser.add_argument("--device", default="cpu", help="where (default cpu)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="for --converge")
     parser.add_argument(
-        "--part", default="0/1", metavar="I/N", help="each N-th family from the I-th on, for N processes"
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="for --converge (default float32)"
+    )
+    parser.add_argument(
+        "--part",
+        type=part,
+        default="0/1",
+        metavar="I/N",
+        help="each N-th family from the I-th on, counted from 0, for N processes (default 0/1: all)",
     )
     parser.add_argument(
         "--rows", type=Path, nargs="+", metavar="FILE", help="check nothing: tables of earlier --json runs"
@@ -53,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if any(row["outcome"] == "differs" for row in rows) else 0
     usable_device("models", arguments.device)
     rows = []
-    first, step = _part(arguments.part)
+    first, step = arguments.part
     with _Worker(arguments.timeout) as worker:
         jobs = list(_jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge))
         for job in jobs[first::step]:
@@ -72,13 +78,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UsageError(f"models: --rows {path}: {error}; `liger-hw models --json > FILE` writes one") from None
-
-
-def _part(text: str) -> tuple[int, int]:
-    first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
-        raise UsageError(f"models: --part {text!r} is no part; write 0/4 to 3/4 for four processes")
-    return int(first), int(count)
 
 
 def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from ..registry import Key, LaunchConfig, Target, Tunable, backend_of, row_key
-from ._ahead import begin, few_elements
 from ._op import cdiv, launch
 from ._recorded import repeated
 from ._triton import tl, triton
@@ -57,9 +56,7 @@ def _channels_softmax_fwd_kernel(
     Y_key_stride,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    begin(AHEAD)
     batch, query, channels, own, keys, exist, seen = _query_of(n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS)
     strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
     x_ptrs = _where(X_ptr, batch, query, channels, keys, *strides)
@@ -93,9 +90,7 @@ def _channels_softmax_bwd_kernel(
     DX_key_stride,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    begin(AHEAD)
     batch, query, channels, own, keys, exist, seen = _query_of(n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS)
     strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
     y_ptrs = _where(Y_ptr, batch, query, channels, keys, *strides)
@@ -127,11 +122,9 @@ def _channels_fill_kernel(
     Y_key_stride,
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Y = X, plus Bias_ptr [channels] if any, up to the diagonal, zero after it; Sums_ptr [batch, queries, channels], if any:
     what of X lies there, summed over the keys in fp32."""
-    begin(AHEAD)
     batch, query, channels, own, keys, exist, seen = _query_of(n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS)
     strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
     x = tl.load(_where(X_ptr, batch, query, channels, keys, *strides), mask=seen, other=0.0)
@@ -181,14 +174,13 @@ def _tunable(variant: str, kernel, most: int) -> Tunable:
     return Tunable(
         "multi_token_attention",
         variant,
-        kernels=(kernel, _query_of, _where, begin),
+        kernels=(kernel, _query_of, _where),
         key=lambda batch, seq_len, n_channels, itemsize: row_key(batch * n_channels * seq_len, seq_len, itemsize),
         dims=("batch", "seq_len", "n_channels"),
         heuristic=lambda target, key: _heuristic(target, key, most),
         safe=_safe,
         space=_space,
         valid=_valid,
-        ahead=few_elements,
     )
 
 

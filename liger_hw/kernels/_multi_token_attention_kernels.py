@@ -6,7 +6,6 @@ the others are not read.
 
 from __future__ import annotations
 
-from ._ahead import begin
 from ._triton import tl, triton
 
 
@@ -27,10 +26,8 @@ def _causal_softmax_fwd_kernel(
     WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE are read twice, with a running maximum and sum."""
-    begin(AHEAD)
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     x_ptrs = X_ptr + rows * n_keys + cols
@@ -70,9 +67,7 @@ def _causal_softmax_bwd_kernel(
     WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    begin(AHEAD)
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     places = rows * n_keys + cols
@@ -111,14 +106,12 @@ def _causal_fill_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: only what lies after it is written.
 
     Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [batch, n_queries, n_channels]: what of a row lies there, summed
     in fp32. Or None.
     """
-    begin(AHEAD)
     rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
     channel = (rows // n_queries) % n_channels
     if Bias_ptr is not None:

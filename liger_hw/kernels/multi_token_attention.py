@@ -20,7 +20,6 @@ import torch
 
 from .. import registry
 from ..registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ._ahead import begin, few_elements
 from ._multi_token_attention_channels import (
     CHANNELS_BWD,
     CHANNELS_FILL,
@@ -117,14 +116,13 @@ def _tunable(variant: str, kernel) -> Tunable:
     return Tunable(
         "multi_token_attention",
         variant,
-        kernels=(kernel, _rows_and_last, begin),
+        kernels=(kernel, _rows_and_last),
         key=_key,
         dims=_DIMS,
         heuristic=_heuristic,
         safe=safe,
         space=_space,
         valid=tiles_rows,
-        ahead=few_elements,
     )
 
 

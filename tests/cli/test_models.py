@@ -8,6 +8,7 @@ import re
 import pytest
 
 from liger_hw.cli import UsageError, main, models
+from liger_hw.cli._values import part
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
@@ -64,11 +65,10 @@ def test_unknown_families_and_no_transformers():
 def test_parts_and_one_page_of_them(tmp_path, capsys):
     listed = {"classes": {f"f{i}": "X" for i in range(5)}}
     jobs = list(models._jobs(listed, [], True, True))
-    parts = [jobs[first::step] for first, step in map(models._part, ("0/3", "1/3", "2/3"))]
-    assert sorted(job["family"] for part in parts for job in part) == sorted(job["family"] for job in jobs)
+    parts = [jobs[first::step] for first, step in map(part, ("0/3", "1/3", "2/3"))]
+    assert sorted(job["family"] for some in parts for job in some) == sorted(job["family"] for job in jobs)
     for wrong in ("3/3", "1", "-1/2", "a/b"):
-        with pytest.raises(UsageError, match="is no part"):
-            models._part(wrong)
+        assert main(["models", f"--part={wrong}"]) == 2 and "is no part" in capsys.readouterr().err
     base = {"model_class": "X", "outcome": "verified", "reason": "", "converge": True, "named": True, "loss_error": 0.5}
     for number, (device, dtype) in enumerate((("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "bfloat16"))):
         row = {**base, "family": f"f{number}", "device": device, "dtype": dtype, "device_name": device.upper()}

@@ -48,7 +48,6 @@ def test_begins_before_it_touches_memory(tunable):
         *((name, (128, 4096), (129, 4096)) for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "poly_norm")),
         ("modulated_rms_norm", (2, 128, 4096), (3, 129, 4096)),
         ("dyt", (128, 4096), (129, 4096)),
-        ("multi_token_attention", (1, 256, 8), (1, 257, 8)),
     ],
 )
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
