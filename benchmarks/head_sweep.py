@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -175,24 +176,32 @@ def main() -> int:
     parser.add_argument("--out", help="write the points here")
     parser.add_argument("--plot", metavar="PNG", help="draw the files given instead of measuring")
     parser.add_argument("files", nargs="*", help="for --plot: what --out wrote")
-    parser.add_argument("--part", type=part, default="0/1", metavar="I/N", help="every N-th vocabulary from the I-th on (default all)")
-    parser.add_argument("--seconds", type=seconds, default=100.0, help="no further point is begun after this (default 100)")
+    parser.add_argument(
+        "--part", type=part, default="0/1", metavar="I/N", help="every N-th vocabulary from the I-th on (default all)"
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=100.0, help="no further point is begun after this (default 100)"
+    )
     parser.add_argument("--hidden", type=positive, default=4096, help="(default 4096)")
     parser.add_argument("--tokens", type=positive, nargs="+", default=list(TOKENS), help="(default 1 to 65536)")
-    parser.add_argument("--vocabularies", type=positive, nargs="+", default=list(VOCABULARIES), help="(default 1000 to 262144)")
+    parser.add_argument(
+        "--vocabularies", type=positive, nargs="+", default=list(VOCABULARIES), help="(default 1000 to 262144)"
+    )
     parser.add_argument("--device", default="cuda", help="(default cuda)")
     options = parser.parse_args()
-    for name in [options.out or options.plot or ""]:
-        if not Path(name).parent.is_dir():
-            parser.error(f"{name}: there is no folder {Path(name).parent}")
-    if options.plot and options.files:
-        return plot(options.plot, options.files)
-    if not options.out or options.files:
+    if bool(options.plot) != bool(options.files) or bool(options.plot) == bool(options.out):
         parser.error("--out FILE, or --plot PNG FILE...")
+    if missing := [name for name in options.files if not Path(name).is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    if not (folder := Path(options.out or options.plot).absolute().parent).is_dir():
+        parser.error(f"there is no folder {folder}")
+    if options.plot:
+        return plot(options.plot, options.files)
     try:
         usable_device("head_sweep.py", options.device)
     except UsageError as error:
-        parser.error(str(error))
+        print(error, file=sys.stderr)
+        return 2
     return sweep(options)
 
 

@@ -167,6 +167,34 @@ def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
     assert module.plot(str(png), [str(out)]) == 0 and png.stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--tokens", "0"], "'0' is not a positive"),
+        (["--tokens=-1"], "'-1' is not a positive"),
+        (["--tokens"], "at least one"),
+        (["--vocabularies", "8", "0"], "'0' is not a positive"),
+        (["--hidden", "0"], "'0' is not a positive"),
+        (["--seconds", "inf"], "'inf' is not a positive"),
+        (["--part", "1/1"], "'1/1' is no part"),
+        (["--device", "foo"], "cannot use --device foo"),
+        (["--out", "nowhere/sweep.json"], "there is no folder"),
+        (["nothing.json"], "--plot PNG FILE"),
+    ],
+    ids=str,
+)
+def test_the_sweep_refuses_before_it_begins(words, said, script, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = script("head_sweep")
+    monkeypatch.setattr(module, "sweep", lambda options: pytest.fail("began"))
+    monkeypatch.setattr(sys, "argv", ["head_sweep.py", "--out", "sweep.json", "--device", "cpu", *words])
+    try:
+        code = module.main()
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
 def test_the_sweep_replays_short_calls_and_runs_slow_ones(monkeypatch, script):
     module = script("head_sweep")
     monkeypatch.setattr(module, "SETTLE_MS", 0.0)
