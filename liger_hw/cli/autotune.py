@@ -51,18 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
     )
-    what.add_argument("--batch", type=_numbers, help="batch sizes for --model (default 1)")
+    what.add_argument("--batch", type=_numbers, metavar="B,..", help="batch sizes for --model (default 1)")
     what.add_argument(
         "--seq",
         type=_numbers,
-        help="sequence lengths for --model (default 512 to 16384)",
+        metavar="S,..",
+        help="sequence lengths for --model (default powers of two, 512 to 16384)",
     )
     what.add_argument(
         "--shapes",
         type=_shapes,
         default=[],
         metavar="AxB,..",
-        help="problem sizes, for ops that take as many (see `liger-hw explain`)",
+        help="problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)",
     )
     what.add_argument(
         "--from-misses", action="store_true", help="keys that earlier runs on this kind of device found no entry for"
@@ -74,12 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=seconds,
         metavar="SECONDS",
-        help="stop after about this long; less is tried where time is short",
+        help="stop after about this long; less is tried where time is short (default: no limit)",
     )
     how.add_argument(
         "--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)"
     )
-    how.add_argument("--candidates", type=positive, default=96, help="most candidates of a first shape (default 96)")
+    how.add_argument(
+        "--candidates", type=positive, default=96, help="most candidates of a kernel's first shape (default 96)"
+    )
     how.add_argument("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
     how.add_argument(
         "--dry-run",

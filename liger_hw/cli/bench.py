@@ -48,13 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", nargs="?", const="-", metavar="FILE", help="write every figure; without FILE, print it"
     )
     parser.add_argument("--plot", metavar="DIR", help="write a PNG per op and one over the ops (needs matplotlib)")
-    parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="stop starting new work after this long")
+    parser.add_argument(
+        "--budget", type=seconds, metavar="SECONDS", help="start no new work after this long (default: no limit)"
+    )
     parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
-    parser.add_argument("--commit", help="commit to record, where the source tree is no git checkout")
+    parser.add_argument("--commit", help="commit to record (default: the git checkout's, if it is one)")
 
     ops = parser.add_argument_group("ops and host")
     ops.add_argument(
-        "--against", type=_words, metavar="PEERS", help="default torch,compile,liger,quack,cce; also aten, cce_exact"
+        "--against",
+        type=_words,
+        metavar="PEERS",
+        help="default torch,compile,liger,quack,cce, for host liger,torch; also aten, apart, cce_exact",
     )
     ops.add_argument(
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
@@ -74,16 +79,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     e2e = parser.add_argument_group("e2e")
     e2e.add_argument(
-        "--model", default="mistral", help="mistral, llama3, qwen3 (7, 8B), gemma2 (2B), phi3 (mini), mixtral"
+        "--model", default="mistral", help="mistral (default), llama3, qwen3 (7, 8B), gemma2 (2B), phi3 (mini), mixtral"
     )
-    e2e.add_argument("--layers", type=positive, default=8)
-    e2e.add_argument("--batch", type=positive, default=4)
-    e2e.add_argument("--seq", type=positive, default=4096)
+    e2e.add_argument("--layers", type=positive, default=8, help="of the model's layers (default 8)")
+    e2e.add_argument("--batch", type=positive, default=4, help="sequences of a step (default 4)")
+    e2e.add_argument("--seq", type=positive, default=4096, help="tokens of a sequence (default 4096)")
     e2e.add_argument("--steps", type=positive, default=20, help="steps of each arm (default 20)")
     e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
-    e2e.add_argument("--arms", type=_words, default=["hf", "liger", "liger_hw"], help="of hf, liger, liger_hw, compile")
+    e2e.add_argument(
+        "--arms",
+        type=_words,
+        default=["hf", "liger", "liger_hw"],
+        help="of hf, liger, liger_hw, compile (default: all but compile)",
+    )
     e2e.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
-    e2e.add_argument("--hidden", type=positive, help="smaller width (every size in proportion), for a quick try")
+    e2e.add_argument(
+        "--hidden",
+        type=positive,
+        help="smaller width, every size in proportion, for a quick try (default: the model's)",
+    )
     e2e.add_argument("--text", metavar="FILE", help="training text (default: Python's own documentation)")
 
 

@@ -23,22 +23,27 @@ from ._values import table as text_table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, text: str) -> argparse.ArgumentParser:
+    stored = "cuda:0, h200, sm90, or part of a folder's name"
+
+    def action(name: str, text: str, device: str = f"{stored} (default: every device)") -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
-        sub.add_argument("--device", help="cuda:0, h200, sm90, or part of a folder's name (default: every device)")
+        sub.add_argument("--device", help=device)
         return sub
 
     one = action("list", "every stored configuration, and what failed or was missed")
     one.add_argument("--json", action="store_true", help="print JSON")
     action("verify", "what cannot be read or is out of date")
-    one = action("export", "write a table in the format that ships with the package")
+    only = f"{stored} (default: the only one stored)"
+    one = action("export", "write a table in the format that ships with the package", only)
     one.add_argument("-o", "--output", help="file to write (default: print it)")
     one.add_argument("--merge", action="store_true", help="keep what the output file has for other keys")
-    one = action("import", "copy a table's entries into the user cache of a device")
+    one = action(
+        "import", "copy a table's entries into the user cache of a device", "cuda:0, h200, sm90 (default: the one here)"
+    )
     one.add_argument("file", help="a table written by export, or a shipped one")
     one = action("clear", "remove stored files")
     for what in ("entries", "misses", "quarantine", "journal"):
-        one.add_argument(f"--{what}", action="store_true", help=f"only the {what}")
+        one.add_argument(f"--{what}", action="store_true", help=f"the {what} (default: all four)")
 
 
 def run(arguments: argparse.Namespace) -> int:

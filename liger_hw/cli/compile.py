@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="quick: first workload; deep: with every option set; full: every workload with every option set (default)",
     )
     parser.add_argument(
-        "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: cores)"
+        "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: one a core)"
     )
-    parser.add_argument("--timeout", type=positive, default=300, metavar="SECONDS", help="for one kernel (default 300)")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, metavar="SECONDS", help="a kernel may take (default 300)"
+    )
     parser.add_argument("--heuristic", action="store_true", help="leave the shipped tables out")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

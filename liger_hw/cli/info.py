@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype to show the ops for (default bf16)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
     parser.add_argument(
-        "--require", choices=VENDORS, help="print nothing but what is missing to run kernels on such a GPU; 1 if anything"
+        "--require",
+        choices=VENDORS,
+        help="print nothing but what is missing to run kernels on such a GPU; exit status 1 if anything",
     )
 
 

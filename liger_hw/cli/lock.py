@@ -21,12 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
     )
-    parser.add_argument("--batch", type=_numbers, default=[1], help="batch sizes (default 1)")
+    parser.add_argument("--batch", type=_numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
     parser.add_argument(
         "--seq",
         type=_numbers,
         default=SEQS,
-        help="sequence lengths (default 512 to 16384)",
+        metavar="S,..",
+        help="sequence lengths (default powers of two, 512 to 16384)",
     )
     parser.add_argument(
         "--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up"

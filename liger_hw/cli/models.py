@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=seconds, default=120.0, help="seconds a family may take (default 120)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.description = (
-        "Builds every causal LM family of transformers tiny, from its configuration class, with random weights; patches "
-        "it; compares loss and gradients with the reverted model; prints what was patched, what was left alone and why. "
-        "Families with a function of their own are checked through it, on their classes."
+        "Builds every causal LM family of transformers tiny, from its configuration class, with random weights;\n"
+        "patches it; compares loss and gradients with the reverted model; prints what was patched, what was left\n"
+        "alone and why. Families with a function of their own are checked through it, on their classes."
     )
 
 

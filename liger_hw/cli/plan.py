@@ -31,16 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="80GiB",
         help="what a step may use (default: the device here, if any)",
     )
-    parser.add_argument("--layers", type=positive, help="another number of layers than the model has")
+    parser.add_argument("--layers", type=positive, help="other than the model has (default: the model's)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the parameters (default bf16)")
     parser.add_argument(
-        "--autocast", type=dtype_name, help="dtype of activations where it differs, as bf16 under autocast"
+        "--autocast", type=dtype_name, help="dtype of activations, as bf16 under autocast (default: --dtype)"
     )
     parser.add_argument(
-        "--optimizer", default="adamw", help="adamw, sgd, momentum, adafactor, adamw8bit (default adamw)"
+        "--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adafactor, adamw8bit"
     )
-    parser.add_argument("--shards", type=positive, default=1, help="devices that share parameters and states (FSDP)")
-    parser.add_argument("--trainable", type=share, default=1.0, help="share of the parameters that train (LoRA: 0.01)")
+    parser.add_argument(
+        "--shards", type=positive, default=1, help="devices that share parameters and states, FSDP (default 1)"
+    )
+    parser.add_argument(
+        "--trainable", type=share, default=1.0, help="share of the parameters that train, for LoRA 0.01 (default 1)"
+    )
     parser.add_argument("--no-window", action="store_true", help="attention without the config's sliding window")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -14,7 +14,7 @@ from . import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="say whether it is in use here; 1 if not")
+    parser.add_argument("--check", action="store_true", help="say whether it is in use here; exit status 1 if not")
 
 
 def run(arguments: argparse.Namespace) -> int:

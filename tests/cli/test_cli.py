@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -50,6 +52,28 @@ def test_an_unknown_command_is_answered_with_a_hint(capsys, typed, hint):
 def test_every_command_has_help(capsys, command):
     code, out, _ = said(capsys, command, "--help")
     assert code == 0 and f"liger-hw {command}" in out
+
+
+def _arguments(parser: argparse.ArgumentParser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _arguments(sub)
+        else:
+            yield action
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_argument_has_help_that_names_its_default(command):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"liger_hw.cli.{command}").add_arguments(parser)
+    for action in _arguments(parser):
+        assert action.help, action.dest
+        if action.default in (None, False, [], argparse.SUPPRESS):
+            continue
+        assert "default" in action.help, f"{action.dest}: {action.help}"
+        if type(action.default) in (int, float) and action.dest != "workers":  # those follow the cores
+            assert f"{action.default:g}" in action.help, f"{action.dest}: {action.help}"
 
 
 def test_importing_the_command_line_imports_nothing_heavy():

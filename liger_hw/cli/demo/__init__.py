@@ -33,17 +33,23 @@ _INTERPRETED = replace(SIZES["tiny"], batch=1, seq=32, steps=6)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), help="model and batch (default small; tiny with --interpret)")
-    add("--steps", type=positive, help="training steps (default depends on --size)")
-    add("--batch", type=positive, help="sequences a step")
-    add("--seq", type=positive, help="tokens a sequence")
+    add("--steps", type=positive, help="training steps (default: what --size has)")
+    add("--batch", type=positive, help="sequences a step (default: what --size has)")
+    add("--seq", type=positive, help="tokens a sequence (default: what --size has)")
     add("--device", help="torch device (default: the GPU if there is one, else cpu)")
     add("--dtype", type=dtype_name, help="fp32 or bf16 (default: bf16 on a GPU, fp32 on the CPU)")
     add("--text", metavar="FILE", help="train on this file (default: Python's own documentation)")
     add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     add("--interpret", action="store_true", help="run the real Triton kernels, in Triton's interpreter on the CPU")
     arms = ", ".join(f"{arm.name} ({arm.title})" for arm in ARMS.values())
-    add("--against", default="hf,liger_hw", metavar="ARMS", help=f"what to train, compared with the first: {arms}")
-    add("--repeats", type=positive, default=1, help="train every arm this often, interleaved, for steadier timings")
+    against = f"what to train, compared with the first (default hf,liger_hw): {arms}"
+    add("--against", default="hf,liger_hw", metavar="ARMS", help=against)
+    add(
+        "--repeats",
+        type=positive,
+        default=1,
+        help="times every arm is trained, in turn, for steadier timings (default 1)",
+    )
     add("--out", default="liger-hw-demo", metavar="DIR", help="where curves and numbers go (default ./liger-hw-demo)")
 
 
