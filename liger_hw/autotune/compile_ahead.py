@@ -102,7 +102,7 @@ def foresee(config: Any, batch: int, seq: int) -> list[Job]:
     softcap = data.get("final_logit_softcapping")
     options: dict[str, Mapping[str, Any]] = {
         "rms_norm": {"casting_mode": "gemma", "offset": 1.0} if gemma else {},
-        "rope": {"shared": True},
+        "rope": {},
         "swiglu": {},
         "geglu": {},
         "fused_linear_cross_entropy": {"softcap": softcap} if softcap else {},

@@ -1,4 +1,4 @@
-"""What is launched early waits before it touches memory, and in what is not there is not a word of that."""
+"""What is launched early waits before it lets others come and touches memory; in what is not there is not a word of that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_waits_where_it_is_early(op, few, sizes):
         ptx, early = _ptx(one), dict(one.options).get("launch_pdl", False)
         assert early == (few), one.tunable
         if early:
-            wait = ptx.index("griddepcontrol.wait")
-            assert wait < min(place for place in map(ptx.find, ACCESSES) if place >= 0), one.tunable
+            wait, come = (ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+            assert wait < come < min(place for place in map(ptx.find, ACCESSES) if place >= 0), one.tunable
         else:
             assert "griddepcontrol" not in ptx, one.tunable

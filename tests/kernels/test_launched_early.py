@@ -38,6 +38,12 @@ def test_begins_before_it_touches_memory(tunable):
         assert ast.unparse(_statements(kernel)[0]) == "begin(AHEAD)", kernel.fn.__name__
 
 
+def test_what_begins_is_asked_whether_it_is_early():
+    for op in registry.ops().values():
+        for tunable in op.tunables:
+            assert (begin in tunable.kernels) is bool(tunable.ahead), tunable.name
+
+
 @pytest.mark.parametrize("arch, early", [("sm90", True), ("sm80", False), ("gfx942", False), ("pvc", False)])
 @pytest.mark.parametrize(
     "name, few, many",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import pytest
@@ -421,16 +422,40 @@ def test_keywords_in_any_order():
         replacement(q, k)
 
 
+def _turned_by(function):
+    """q, k, cos, sin and what else the function takes."""
+    leading = () if function is _vision_rope else (3, 2) if function is _three_axes_rope else (2,)
+    q, k = (torch.randn(5, n, 8) if function is _vision_rope else torch.randn(2, n, 5, 8) for n in (4, 2))
+    return q, k, *torch.randn(2, *leading, 5, 8), *([[1, 2, 1]] if function is _three_axes_rope else [])
+
+
 @pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
 def test_halves_that_may_differ_are_both_read(function):
     found = rotary.recognise(function, shared_halves=False)
     assert found.variant == ""
-    leading = () if function is _vision_rope else (3, 2) if function is _three_axes_rope else (2,)
-    cos, sin = torch.randn(2, *leading, 5, 8)
-    more = ([1, 2, 1],) if function is _three_axes_rope else ()
-    q, k = (torch.randn(5, n, 8) if function is _vision_rope else torch.randn(2, n, 5, 8) for n in (4, 2))
-    for a, b in zip(found.core(function)(q, k, cos, sin, *more), function(q, k, cos, sin, *more), strict=True):
+    given = _turned_by(function)
+    for a, b in zip(found.core(function)(*given), function(*given), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
+def test_of_equal_halves_one_is_read(function):
+    q, k, cos, sin, *more = _turned_by(function)
+    halves = [t[..., :4] for t in (cos, sin)]
+    equal, one = ([torch.cat((t, t * other), -1) for t in halves] for other in (1, float("nan")))
+    found = rotary.recognise(function, shared_halves=True).core(function)(q, k, *one, *more)
+    for a, b in zip(found, function(q, k, *equal, *more), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("function", [_llama_rope, _vision_rope, _three_axes_rope])
+def test_who_reads_one_half_is_known_where_halves_are_equal(function):
+    def of_one_half(q, k, cos, sin, *more, **named):
+        return function(q, k, *(torch.cat((t[..., : t.shape[-1] // 2],) * 2, -1) for t in (cos, sin)), *more, **named)
+
+    of_one_half.__signature__ = inspect.signature(function)
+    assert isinstance(rotary.recognise(of_one_half, shared_halves=True), Match)
+    assert isinstance(rotary.recognise(of_one_half, shared_halves=False), Refused)
 
 
 def test_other_rotary_functions_are_refused():

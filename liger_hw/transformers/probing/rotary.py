@@ -87,6 +87,12 @@ def _heads(source: torch.Generator, axis: int, queries: int = 4, keys: int = 2) 
     return tuple(normal(*shape, source=source) for shape in shapes)
 
 
+def _angles(source: torch.Generator, *shape: int, equal: bool) -> tuple[torch.Tensor, ...]:
+    """cos and sin, or what stands for them; equal: of two equal halves."""
+    tables = tuple(normal(*shape, source=source) for _ in range(2))
+    return tuple(torch.cat((t[..., : shape[-1] // 2],) * 2, -1) for t in tables) if equal else tables
+
+
 def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
     """cos and sin of several widths and kinds; a function that does not take one says so by raising."""
     found = []
@@ -96,9 +102,7 @@ def _q_and_k(shared_halves: bool) -> list[dict[str, Any]]:
         for axis in (1, 2):
             source = generator()
             q, k = _heads(source, axis)
-            cos, sin = (normal(2, _T, width, source=source) for _ in range(2))
-            if kind in ("equal halves", "partial"):
-                cos, sin = (torch.cat((t[..., : width // 2],) * 2, -1) for t in (cos, sin))
+            cos, sin = _angles(source, 2, _T, width, equal=kind in ("equal halves", "partial"))
             found.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
     return found
 
@@ -135,9 +139,7 @@ def _patches(shared_halves: bool) -> list[dict[str, Any]]:
     for width in (_D, _D // 2):
         source = generator()
         q, k = (normal(_T, heads, _D, source=source) for heads in (4, 2))
-        cos, sin = (normal(_T, width, source=source) for _ in range(2))
-        if shared_halves:
-            cos, sin = (torch.cat((t[:, : width // 2],) * 2, -1) for t in (cos, sin))
+        cos, sin = _angles(source, _T, width, equal=shared_halves)
         found.append({"q": q, "k": k, "cos": cos, "sin": sin})
     return found
 
@@ -145,7 +147,7 @@ def _patches(shared_halves: bool) -> list[dict[str, Any]]:
 def _three_axes(shared_halves: bool) -> list[dict[str, Any]]:
     source = generator()
     q, k = _heads(source, 1)
-    cos, sin = (normal(3, 2, _T, _D // 2, source=source).repeat(1, 1, 1, 2) for _ in range(2))
+    cos, sin = _angles(source, 3, 2, _T, _D, equal=shared_halves)
     return [{"q": q, "k": k, "cos": cos, "sin": sin, "mrope_section": [2, 3, 3]}]
 
 
