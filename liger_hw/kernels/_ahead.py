@@ -2,12 +2,12 @@
 
 Of a launch of 1 us a good part is waiting for the launch before it to drain. Where `Backend.ahead` says that a device can, a
 Tunable whose `ahead` says yes to a key has its kernels launched early; they begin with `begin(AHEAD)`, before they touch
-memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.3 to 1 us less so: 2.6 -> 1.6
-us of one token, 4.1 -> 2.8 of swiglu's 128 x 512, 3.2 -> 2.5 of rms_norm's. Of more that costs: layer_norm of 512 x 2048 10.9
-us for 10.1, swiglu of 512 x 8192 20.7 for 17.8; where programs are many even the wait does, launched early or not: rope of
-16384 tokens took 316 us for 166 (we do not know why), so that those begin without a word of it. An embedding's gradient, of
-few tokens but a whole table, took 32 us for 20; the sums behind a norm's backward gained nothing from being early (0.1 us
-slower of 47). `benchmarks/results/early-launch-h200.json`.
+memory, and wait there. On an H200 (2026-11-22) a forward and a backward of few elements take 0.2 to 1.3 us less so: 2.6 -> 1.6
+us of one token, 4.1 -> 2.8 of swiglu's 128 x 512, 3.2 -> 2.5 of rms_norm's. Of more it gains little or costs: rms_norm of 512 x
+2048 8.7 us for 8.9, swiglu of 512 x 8192 20.7 for 17.8; where programs are many even the wait does, launched early or not: rope
+of 16384 tokens took 316 us for 166 (we do not know why), so that those begin without a word of it. An embedding's gradient, of
+few tokens but a whole table, took 32 us for 20; the sums behind a norm's backward, 0.1 to 0.2 us slower of 47 if they alone are
+early and with the rest 0.2 to 0.9 of 9 to 11, are not. `benchmarks/results/early-launch-h200.json`.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ WORKLOADS = {
     "qwen2_vl_72b": (2, 4096, 64, 8, 128),
 }
 """Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
-are equal and the op is told so, as patched models do."""
+are equal and the op is told so; patched models with a tower of transformers 4 do not know it (docs/rotary.md)."""
 
 
 def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:

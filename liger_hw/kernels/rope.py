@@ -90,8 +90,9 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
 
     Few tokens are 16 bytes a thread, in four warps or, of a handful, one. Tiles that the head width does not fill are of
-    twice that: 96 wide 40 us by 32 bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads. Where 7 or 8 heads share one of k, two
-    such groups in four warps: there and back of 4 x 4096 x 28 + 4 x 128 133.0 us for 133.9 (of 16 + 2 41.0 for 40.8).
+    twice that: 96 wide 40 us by 32 bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads. Where more heads share one of k than a warp
+    takes (in bf16 7 of 128; fp32 was not timed), two such groups in four warps: there and back of 4 x 4096 x 28 + 4 x 128 133.0
+    us for 133.9, of 2 x 4096 x 64 + 8 148.4 for 149.3, of 8192 x 16 + 2 41.0 for 40.8.
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
@@ -425,8 +426,7 @@ WORKLOADS = {
     "gemma2_2b": (4, 4096, 8, 4, 256),
     "phi3_mini": (4, 4096, 32, 32, 96),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
-are equal and the op is told so, as patched models do."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models; told of equal halves, as patched models do."""
 
 
 def _sample(

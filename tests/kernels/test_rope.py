@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import verify
 
+from liger_hw.backends import known_target
 from liger_hw.registry import Sample, get_op
 
 
@@ -59,6 +60,13 @@ def test_vision_heads_of_a_width_that_is_no_power_of_two(lane, generator, seed, 
     cos, sin = (_random(generator, lane, 29, rotary) for _ in range(2))
     q, k = (_random(generator, lane, 29, n, 12, grad=True) for n in heads)
     verify(get_op("vision_rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
+
+
+@pytest.mark.parametrize("heads, tile, warps", [((28, 4), 16, 4), ((64, 8), 16, 4), ((32, 8), 4, 1), ((32, 32), 4, 1)])
+def test_heads_that_share_one_of_k_are_of_one_program(heads, tile, warps):
+    tunable = get_op("rope").tunables[0]
+    config = tunable.heuristic(known_target("h200"), tunable.key(4, 4096, *heads, 128, 2))
+    assert (config.blocks, config.num_warps) == ({"BLOCK_T": 1, "BLOCK_H": tile}, warps)
 
 
 @pytest.mark.parametrize("width, rotary", [(12, 12), (12, 10), (8, 8), (8, 6)])
