@@ -27,7 +27,7 @@ def few(elements: int, log2: int = 19) -> bool:
 def few_elements(key: Key, log2: int = 19) -> bool:
     """`Tunable.ahead` of keys that begin as `row_key` does.
 
-    What is read in one go gains up to 2^20: softmax of 1024 x 1024 5.6 us for 6.1, of 2048 x 1024 8.8 for 8.3.
+    Activations and softmax gain up to 2^20: softmax of 1024 x 1024 5.6 us for 6.1, of 2048 x 1024 8.8 for 8.3.
     """
     return few(key[0] << key[1], log2)
 
