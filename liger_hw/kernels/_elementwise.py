@@ -104,7 +104,7 @@ def elementwise_tunable(op: str, variant: str, *kernels: Any, **limits: int) -> 
         space=space,
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
         valid=valid,
-        ahead=lambda key: few_elements(key, 20),
+        ahead=few_elements,
     )
 
 

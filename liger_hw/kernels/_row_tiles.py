@@ -99,7 +99,7 @@ def row_tunables(
             safe=safe,
             space=lambda target, key: _space(target, key, tensors),
             valid=tiles_rows,
-            ahead=lambda key: few_elements(key, 20),
+            ahead=few_elements,
         )
 
     return tunable("fwd", fwd, 1), tunable("bwd", bwd, 2)

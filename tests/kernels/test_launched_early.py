@@ -19,7 +19,7 @@ from liger_hw.kernels import _launch
 from liger_hw.kernels._ahead import begin
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
-FEW, MANY = (1, 256, 16, 16, 64), (1, 257, 16, 16, 64)  # 2^19 elements, and as a key has it twice that
+FEW, MANY = (1, 512, 16, 16, 64), (1, 513, 16, 16, 64)  # 2^20 elements, and as a key has it twice that
 
 
 def _statements(kernel) -> list[ast.stmt]:
@@ -48,12 +48,11 @@ def test_what_begins_is_asked_whether_it_is_early():
 @pytest.mark.parametrize(
     "name, few, many",
     [
-        *((name, (256, 4096), (257, 4096)) for name in ("swiglu", "relu_squared", "softmax", "sparsemax")),
+        *((name, (256, 4096), (257, 4096)) for name in ("swiglu", "relu_squared", "softmax", "sparsemax", "dyt")),
         ("rope", FEW, MANY),
         ("vision_rope", FEW, MANY),
-        *((name, (128, 4096), (129, 4096)) for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "poly_norm")),
-        ("modulated_rms_norm", (2, 128, 4096), (3, 129, 4096)),
-        ("dyt", (128, 4096), (129, 4096)),
+        *((name, (256, 4096), (257, 4096)) for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "poly_norm")),
+        ("modulated_rms_norm", (2, 256, 4096), (3, 257, 4096)),
     ],
 )
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
