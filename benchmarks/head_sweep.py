@@ -14,6 +14,7 @@ to try the script.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -88,6 +89,14 @@ def point(tokens: int, weight: torch.Tensor, states: torch.Tensor, meter: Meter)
     }
 
 
+def write(path: str, data: bytes) -> None:
+    """Into that file. Raises `UsageError` where it cannot be written."""
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"head_sweep.py: cannot write {path}: {error.strerror}") from None
+
+
 def sweep(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     index, parts = options.part
@@ -102,6 +111,11 @@ def sweep(options: argparse.Namespace) -> int:
         "left_out": [],
     }
     found["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
+
+    def store() -> None:
+        write(options.out, (json.dumps(found, indent=1) + "\n").encode())
+
+    store()  # refuses before anything is measured; an older run's points are not taken for this one's
     generator = torch.Generator(device).manual_seed(0)
     states = torch.randn(max(options.tokens), options.hidden, generator=generator, device=device, dtype=dtype)
     for vocab in options.vocabularies[index::parts]:
@@ -116,7 +130,7 @@ def sweep(options: argparse.Namespace) -> int:
             meter.forget()
         row = " ".join(f"{p['tokens']}:{p['share']:.0%}" for p in found["points"] if p["vocab"] == vocab)
         print(f"{vocab:7} words, share of the floor by tokens: {row}", flush=True)
-        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+        store()
     summary(found["points"])
     if found["left_out"]:
         print(f"left out after {options.seconds:g} s (tokens, vocabulary): {found['left_out']}")
@@ -142,13 +156,23 @@ def summary(points: list[dict[str, Any]]) -> None:
         )
 
 
+def read(name: str) -> dict[str, Any]:
+    """What a plot takes of a file that --out wrote. Raises `UsageError` for another file."""
+    try:
+        run = json.loads(Path(name).read_text())
+        return {key: run[key] for key in ("hidden", "device", "points")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"head_sweep.py: {name} is not what --out wrote: {error!r}") from None
+
+
 def plot(target: str, files: list[str]) -> int:
+    runs = [read(name) for name in files]
+
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = [json.loads(Path(name).read_text()) for name in files]
     points = [p for run in runs for p in run["points"]]
     figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for vocab in sorted({p["vocab"] for p in points}):
@@ -166,7 +190,8 @@ def plot(target: str, files: list[str]) -> int:
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
     figure.suptitle(f"Fused linear cross entropy, hidden size {runs[0]['hidden']}, {runs[0]['device']}", fontsize=10)
-    figure.savefig(target, dpi=100)
+    figure.savefig(png := io.BytesIO(), dpi=100, format="png")
+    write(target, png.getvalue())
     summary(sorted(points, key=lambda p: (p["vocab"], p["tokens"])))
     return 0
 
@@ -193,16 +218,16 @@ def main() -> int:
         parser.error("--out FILE, or --plot PNG FILE...")
     if missing := [name for name in options.files if not Path(name).is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
-    if not (folder := Path(options.out or options.plot).absolute().parent).is_dir():
-        parser.error(f"there is no folder {folder}")
-    if options.plot:
-        return plot(options.plot, options.files)
+    if options.plot and not options.plot.endswith(".png"):
+        parser.error(f"--plot draws a PNG, and {options.plot} does not end in .png")
     try:
+        if options.plot:
+            return plot(options.plot, options.files)
         usable_device("head_sweep.py", options.device)
+        return sweep(options)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    return sweep(options)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from liger_hw.bench.timing import Meter
 
 pytestmark = pytest.mark.cpu
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ONE_POINT = ["--hidden", "8", "--tokens", "1", "--vocabularies", "50", "--device", "cpu"]
+ONE_RUN = {"hidden": 8, "device": "cpu", "points": [{"vocab": 50, "tokens": 1, "ms": 1.0, "share": 0.5}]}
 
 
 @pytest.fixture
@@ -178,21 +180,52 @@ def test_the_sweep_measures_draws_and_names_its_least_share(tmp_path, script):
         (["--seconds", "inf"], "'inf' is not a positive"),
         (["--part", "1/1"], "'1/1' is no part"),
         (["--device", "foo"], "cannot use --device foo"),
-        (["--out", "nowhere/sweep.json"], "there is no folder"),
+        (["--out", "nowhere/sweep.json"], "cannot write nowhere/sweep.json"),
+        (["--out", "."], "cannot write .: Is a directory"),
+        (["--out", "/proc/sweep.json"], "cannot write /proc/sweep.json"),
         (["nothing.json"], "--plot PNG FILE"),
     ],
     ids=str,
 )
-def test_the_sweep_refuses_before_it_begins(words, said, script, monkeypatch, tmp_path, capsys):
+def test_the_sweep_refuses_before_it_measures(words, said, script, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     module = script("head_sweep")
-    monkeypatch.setattr(module, "sweep", lambda options: pytest.fail("began"))
-    monkeypatch.setattr(sys, "argv", ["head_sweep.py", "--out", "sweep.json", "--device", "cpu", *words])
+    monkeypatch.setattr(module, "point", lambda *_: pytest.fail("measured"))
+    assert ended(module, monkeypatch, ["--out", "sweep.json", *ONE_POINT, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def ended(module, monkeypatch, words):
+    """The status that script ends with."""
+    monkeypatch.setattr(sys, "argv", ["head_sweep.py", *words])
     try:
-        code = module.main()
+        return module.main()
     except SystemExit as stop:
-        code = stop.code
-    assert code == 2 and said in capsys.readouterr().err
+        return stop.code
+
+
+def test_an_empty_part_leaves_no_points_of_an_older_run(script, monkeypatch, tmp_path):
+    (out := tmp_path / "sweep.json").write_text('{"points": ["an older run\'s"]}')
+    assert ended(script("head_sweep"), monkeypatch, ["--out", str(out), *ONE_POINT, "--part", "1/2"]) == 0
+    assert json.loads(out.read_text())["points"] == []
+
+
+@pytest.mark.parametrize(
+    "png, content, said",
+    [
+        ("x.png", "no JSON", "sweep.json is not what --out wrote: JSONDecodeError"),
+        ("x.png", "{}", "sweep.json is not what --out wrote: KeyError"),
+        (".", "{}", ". does not end in .png"),
+        ("folder.png", json.dumps(ONE_RUN), "cannot write folder.png: Is a directory"),
+    ],
+)
+def test_the_plot_refuses(png, content, said, script, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    Path("sweep.json").write_text(content)
+    assert ended(script("head_sweep"), monkeypatch, ["--plot", png, "sweep.json"]) == 2
+    assert said in capsys.readouterr().err and not Path("x.png").exists()
 
 
 def test_the_sweep_replays_short_calls_and_runs_slow_ones(monkeypatch, script):
