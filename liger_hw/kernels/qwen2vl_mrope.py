@@ -127,8 +127,7 @@ WORKLOADS = {
     "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),
     "qwen2_vl_72b": (2, 4096, 64, 8, 128),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
-are equal and the op is told so; patched models with a tower of transformers 4 do not know it (docs/rotary.md)."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models; told of equal halves, as patched models do."""
 
 
 def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:

@@ -175,10 +175,10 @@ class _Instance(_Engine):
             self.leave(part, "-", part, f"left alone: this {type(self.model).__name__} has no causal LM in it")
 
     def rope(self) -> None:
-        shared = rotary.halves_are_shared(list(self.model.modules()))
+        modules = list(self.model.modules())
         results: dict[Callable, Match | Refused] = {}
         copies: dict[tuple, Callable | str] = {}
-        for module in self.model.modules():
+        for module in modules:
             slot = _slot(module)
             forward = probing.current_forward(module, slot)
             where = f"{type(module).__name__}.forward"
@@ -190,7 +190,7 @@ class _Instance(_Engine):
                     self.leave("rope", f"{_short(function)}.{name}", "rope", ALREADY)
                     continue
                 if function not in results:
-                    results[function] = rotary.recognise(function, shared)
+                    results[function] = rotary.recognise(function, rotary.halves_are_shared(modules, function))
                 found = results[function]
                 if isinstance(found, Refused):
                     self.leave("rope", f"{_short(function)}.{name}", "rope", f"left alone: {found.reason}")
@@ -335,7 +335,6 @@ class _Classes(_Engine):
 
     def rope(self) -> None:
         modules = [module for model in self.samples for module in model.modules()]
-        shared = rotary.halves_are_shared(modules)
         done: set[str] = set()
         for cls, _ in self._by_class():
             if cls.__module__ != self.modeling.__name__:
@@ -348,7 +347,7 @@ class _Classes(_Engine):
                 if hasattr(function, MARK):
                     self.leave("rope", where, "rope", ALREADY)
                     continue
-                found = rotary.recognise(function, shared)
+                found = rotary.recognise(function, rotary.halves_are_shared(modules, function))
                 if isinstance(found, Refused):
                     self.leave("rope", where, "rope", f"left alone: {found.reason}")
                     continue

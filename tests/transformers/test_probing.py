@@ -479,3 +479,84 @@ def test_a_call_without_a_form_runs_the_original():
         torch.testing.assert_close(found, wanted)
     with pytest.raises(RuntimeError):  # as the original does
         replacement(q, k, cos, cos)
+
+
+class _TextRotary(nn.Module):
+    """cos and sin of three axes; other: what the second half has times the first."""
+
+    def __init__(self, other=1.0):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.rand(4), persistent=False)
+        self.other = other
+
+    def forward(self, x, position_ids):
+        freqs = position_ids.expand(3, -1, -1)[..., None].float() * self.inv_freq
+        angles = torch.cat((freqs, freqs * self.other), -1)
+        return angles.cos(), angles.sin()
+
+
+class _TowerRotary(_TextRotary):
+    def forward(self, seqlen):
+        return torch.outer(torch.arange(seqlen), self.inv_freq)
+
+
+class _RotaryOfPixels(_TextRotary):
+    def forward(self, pixels):
+        return self.inv_freq[: pixels.shape[1]]
+
+
+rotate_text, rotate_patches = _three_axes_rope, _vision_rope
+
+
+class _TextAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return rotate_text(q, k, cos, sin, [1, 2, 1])
+
+
+class _PatchAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return rotate_patches(q, k, cos, sin)
+
+
+def _shared(**parts):
+    """Of text and of patches, whether halves are known to be equal."""
+    modules = list(nn.ModuleDict(parts).modules())
+    return tuple(rotary.halves_are_shared(modules, function) for function in (_three_axes_rope, _vision_rope))
+
+
+def _part(embedding, *attentions):
+    return nn.Sequential(embedding, nn.Sequential(*attentions))
+
+
+def test_frequencies_of_a_tower_say_nothing_of_text():
+    tower, text = _part(_TowerRotary(), _PatchAttention()), _part(_TextRotary(), _TextAttention())
+    assert _shared(text=text) == (True, True)
+    assert _shared(tower=tower, text=text) == _shared(text=text, tower=tower) == (True, False)
+    assert _shared(tower=tower) == (False, False)
+    assert _shared(tower=_part(_TextRotary(), _PatchAttention()), text=text) == (True, True)
+
+
+MAY_FEED_TEXT = {
+    "cos and sin of unequal halves": (_TextRotary(2.0), _PatchAttention()),
+    "an unknown embedding": (_RotaryOfPixels(), _PatchAttention()),
+    "frequencies, beside attentions of text": (_TowerRotary(), _PatchAttention(), _TextAttention()),
+    "frequencies that nobody is seen to take": (_TowerRotary(), nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("name", MAY_FEED_TEXT)
+def test_what_may_feed_text_decides_of_it(name):
+    text = _part(_TextRotary(), _TextAttention())
+    assert _shared(tower=_part(*MAY_FEED_TEXT[name]), text=text) == (False, False)
+
+
+def test_unequal_halves_of_three_axes_are_seen():
+    tower = _part(_TowerRotary(), _PatchAttention())
+    assert _shared(tower=tower, text=_part(_TextRotary(2.0), _TextAttention())) == (False, False)
+
+    class RotaryOfOneAxisEqual(_TextRotary):
+        def forward(self, x, position_ids):
+            return super().forward(x, position_ids) if position_ids.dim() == 3 else (torch.ones(1, 5, 8),) * 2
+
+    assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(2.0), _TextAttention())) == (False, False)
+    assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(), _TextAttention())) == (True, False)

@@ -18,7 +18,7 @@ from ...kernels.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rope import rope_reference
 from ...kernels.vision_rope import vision_rope_reference
 from .. import rotations
-from .twin import Match, Refused, agrees, generator, normal, quiet, twin_of
+from .twin import Match, Refused, agrees, current_forward, generator, normal, quiet, run, twin_of
 
 _D, _T = 16, 5
 _WIDTHS = {"unequal halves": _D, "equal halves": _D, "half width": _D // 2, "partial": _D // 4}
@@ -214,22 +214,37 @@ def _same(wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...] | No
     return found is not None and len(wanted) == len(found) and all(agrees(f, w) for f, w in zip(found, wanted))
 
 
-def halves_are_shared(modules: list[nn.Module]) -> bool:
-    """Whether every rotary embedding among `modules` gives cos and sin of two equal halves, found by running copies."""
-    embeddings = [m for m in modules if "rotary" in type(m).__name__.lower() and m._buffers]
-    if not embeddings:
-        return False
-    seen: set[tuple] = set()
+def halves_are_shared(modules: list[nn.Module], function: Callable) -> bool:
+    """Whether every rotary embedding among `modules` that may feed `function` gives cos and sin of two equal halves, found
+    by running copies.
+
+    Any may, but one that gives frequencies (those of towers in transformers 4) feeds what is called inside the module
+    that holds it: it is there that cos and sin are made of them.
+    """
+    found: dict[tuple, str] = {}
     with quiet():
-        for module in embeddings:
-            kind = (type(module), tuple(module._buffers), str(getattr(module, "rope_type", None)))
-            if kind not in seen and not _gives_equal_halves(module):
-                return False
-            seen.add(kind)
-    return True
+        for holder in modules:
+            for module in holder.children():
+                if "rotary" not in type(module).__name__.lower() or not module._buffers:
+                    continue
+                kind = (type(module), tuple(module._buffers), str(getattr(module, "rope_type", None)))
+                found[kind] = found.get(kind) or _gives(module)
+                if found[kind] == "frequencies" and not _may_call(holder, function):
+                    continue
+                if found[kind] != "equal halves":
+                    return False
+    return "equal halves" in found.values()
 
 
-def _gives_equal_halves(module: nn.Module) -> bool:
+def _may_call(holder: nn.Module, function: Callable) -> bool:
+    """Whether a module inside `holder` calls `function`, or none is seen to call a rotary function."""
+    forwards = {current_forward(module) for module in holder.modules()}
+    called = [found for forward in forwards for found in functions_called(forward).values()]
+    return function in called or not called
+
+
+def _gives(module: nn.Module) -> str:
+    """What a rotary embedding gives: "equal halves" of cos and sin, "frequencies" of so many positions, or "unknown"."""
     source = generator()
     twin = twin_of(module, {}, {})
     for name, buffer in module._buffers.items():
@@ -240,18 +255,19 @@ def _gives_equal_halves(module: nn.Module) -> bool:
     positions = torch.arange(3, 3 + _T)[None]
     layer_types = getattr(module, "layer_types", None) or ()
     extra = [(t,) for t in dict.fromkeys(layer_types)] or [()]
-    for more in extra:
-        if not any(
-            _equal(type(module).forward, twin, x, shape, more)
-            for shape in (positions, positions[None].expand(3, 1, -1))
-        ):
-            return False
-    return True
+    shapes = (positions, positions[None].expand(3, 1, -1))
+    forward = type(module).forward
+    if all({_equal(forward, twin, x, shape, more) for shape in shapes} - {None} == {True} for more in extra):
+        return "equal halves"
+    table = run(forward, twin, _T)
+    known = isinstance(table, torch.Tensor) and table.is_floating_point() and table.dim() == 2 and len(table) == _T
+    return "frequencies" if known else "unknown"
 
 
-def _equal(forward: Callable, twin: nn.Module, x: torch.Tensor, positions: torch.Tensor, more: tuple) -> bool:
+def _equal(forward: Callable, twin: nn.Module, x: torch.Tensor, positions: torch.Tensor, more: tuple) -> bool | None:
+    """Whether both halves of cos and sin are equal; None when the embedding does not take such positions."""
     try:
         cos, sin = forward(twin, x, positions, *more)
         return all(t.shape[-1] % 2 == 0 and torch.equal(*t.chunk(2, -1)) for t in (cos, sin))
-    except Exception:  # another kind of embedding: nothing is known of it
-        return False
+    except Exception:  # positions, or a kind of embedding, that it was not written for
+        return None
