@@ -50,7 +50,7 @@ def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, d
     partial = torch.full((teams, n_cols), torch.nan) if sums else None
     numbers = n_cols, n_cols, n_cols, n_rows, n_cols, splits, offset
     args = dy, x, w, rstd.float(), more, out, partial, words, *numbers, casting, words.shape[1], block
-    _rms_norm_team_bwd_kernel[(teams * splits,)](*args)
+    _rms_norm_team_bwd_kernel[(teams * splits,)](*args, False)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -76,7 +76,7 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     out = torch.full_like(x, torch.nan)
     partial = torch.full((teams, parts * n_cols), torch.nan) if parts else None
     args = dy, x, w, stats.float(), out, partial, words, n_cols, n_cols, n_rows, n_cols, splits
-    _layer_norm_team_bwd_kernel[(teams * splits,)](*args, parts == 2, words.shape[1], block)
+    _layer_norm_team_bwd_kernel[(teams * splits,)](*args, parts == 2, words.shape[1], block, False)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
