@@ -13,22 +13,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLE, MANY, ALL_LOSSES = "ops-table-h200.json", "ops-many-h200.json.gz", "losses-h200.json"
 SINCE = "ops-since-h200.json"
 """Some ops again, after TABLE."""
-RUNS = ("norms", "activations", "rotary", "heads", "divergences", "distillation", "before")
-FILES = (
-    *("ops-h200.json", "ops-losses-h200.json", "ops-memory-bound-h200.json", "ops-others-h200.json"),
-    *(f"ops-{run}-h200.json" for run in RUNS),
-    ALL_LOSSES,
-)
-"""Runs of single ops, oldest first."""
 
 DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
 def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one; `mark`: of another, or of
-    `since`."""
+    """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one, else of the other of TABLE
+    and ALL_LOSSES; `mark`: of that one, or of `since`."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in (*(name for name in (*FILES, TABLE) if name != last), last, *([since] if since else [])):
+    for name in (ALL_LOSSES if last == TABLE else TABLE, last, *([since] if since else [])):
         if not (RESULTS / name).exists():
             continue
         for row in report.load(RESULTS / name)["rows"]:

@@ -5,7 +5,7 @@
     python benchmarks/readme.py --plots    draws the plots of docs/ as well (needs matplotlib)
 
 The tables of docs/losses.md are in losses_page.py, what both read in published.py. A cell is the median from the newest
-file that has the row (`published.FILES`, oldest first); what no file has is a dash.
+file that has the row (`published.measured`); what no file has is a dash.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def ops_table() -> str:
                 cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
     lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="")
-    if whole and any("†" in line or "‡" in line for line in lines):
-        lines += ["", f"† from an earlier run than the rest (`{published.TABLE}`), ‡ from a later one (`{published.SINCE}`)."]
+    said = {"†": f"of another run than the rest (`{published.ALL_LOSSES}`)", "‡": f"of a later one (`{published.SINCE}`)"}
+    legend = [f"{mark} {words}" for mark, words in said.items() if whole and any(mark in line for line in lines)]
+    if legend:
+        lines += ["", ", ".join(legend) + "."]
     return "\n".join(lines)
 
 

@@ -17,15 +17,16 @@ join() { # NAME DIR: the rows so far as one file
   $PY - "$1" "$2" <<'P'
 import sys
 from pathlib import Path
+import torch
 from liger_hw.bench import report, share
 folder = Path(sys.argv[2])
 taken, n = (len(list(folder.glob(f"[0-9]*.{what}"))) for what in ("timed", "json"))
 rows = [r for r in share.rows_in(folder) if not (r["status"] == "absent" and " has no " in r["note"])]
-keep = ("device", "driver", "torch", "triton", "liger_hw", "commit", "date")
 if rows:
     said = ("driver", "torch", "triton", "liger_hw", "date")  # once, under machine
     slim = [{k: v for k, v in r.items() if k not in said} for r in rows]
-    report.save(sys.argv[1], {"machine": {k: rows[0][k] for k in keep}, "cases": {"taken": taken, "measured": n}, "rows": slim})
+    facts = report.machine(torch.device(torch.accelerator.current_accelerator() or "cpu"), rows[0]["commit"])
+    report.save(sys.argv[1], {"machine": facts | {"date": rows[0]["date"]}, "cases": {"taken": taken, "measured": n}, "rows": slim})
 print("joined", n, "of", taken, "cases taken,", len(rows), "rows")
 best = report.against_best(rows)
 lost = sorted((b for b in best if b["speed"] < 0.99), key=lambda b: b["speed"])

@@ -111,7 +111,7 @@ def test_many_shapes_say_where_a_peer_wins(readme, tmp_path, monkeypatch):
 def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
     full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
     old = [one | full for one in many("dyt", [8, 16], liger_hw=1.5, liger=2.0)]
-    readme.report.save(tmp_path / readme.published.FILES[0], {"rows": old})
+    readme.report.save(tmp_path / readme.published.ALL_LOSSES, {"rows": old})
     readme.report.save(tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     monkeypatch.setattr(readme, "SHOWN", {"dyt": ("8x16",)})
