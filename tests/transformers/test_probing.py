@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_hw.transformers import probing
+from liger_hw.transformers import apply_liger_kernel_to_qwen2_5_vl, probing
 from liger_hw.transformers.probing import Match, Refused, rotary
+from liger_hw.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.cpu
 
@@ -505,6 +506,28 @@ class _RotaryOfPixels(_TextRotary):
         return self.inv_freq[: pixels.shape[1]]
 
 
+class VisionRope2D(_TextRotary):
+    pass
+
+
+class _RotatoryEmbedding(_TextRotary):
+    pass
+
+
+class _RotaryOfAttributes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.freqs = torch.zeros(8)  # of equal halves for now
+
+    def forward(self, x, position_ids=None):
+        angles = torch.arange(x.shape[-2])[:, None] * self.freqs
+        return angles.cos(), angles.sin()
+
+
+class _Places(_RotaryOfAttributes):
+    """Nothing of its name or its buffers says that it makes cos and sin."""
+
+
 rotate_text, rotate_patches = _three_axes_rope, _vision_rope
 
 
@@ -530,7 +553,7 @@ def _part(embedding, *attentions):
 
 def test_frequencies_of_a_tower_say_nothing_of_text():
     tower, text = _part(_TowerRotary(), _PatchAttention()), _part(_TextRotary(), _TextAttention())
-    assert _shared(text=text) == (True, True)
+    assert _shared(text=text) == (True, False)
     assert _shared(tower=tower, text=text) == _shared(text=text, tower=tower) == (True, False)
     assert _shared(tower=tower) == (False, False)
     assert _shared(tower=_part(_TextRotary(), _PatchAttention()), text=text) == (True, True)
@@ -539,6 +562,9 @@ def test_frequencies_of_a_tower_say_nothing_of_text():
 MAY_FEED_TEXT = {
     "cos and sin of unequal halves": (_TextRotary(2.0), _PatchAttention()),
     "an unknown embedding": (_RotaryOfPixels(), _PatchAttention()),
+    "a name in other letters": (VisionRope2D(2.0), _PatchAttention()),
+    "a name spelled otherwise": (_RotatoryEmbedding(2.0), _PatchAttention()),
+    "frequencies without a buffer": (_RotaryOfAttributes(), _PatchAttention()),
     "frequencies, beside attentions of text": (_TowerRotary(), _PatchAttention(), _TextAttention()),
     "frequencies that nobody is seen to take": (_TowerRotary(), nn.Identity()),
 }
@@ -547,7 +573,8 @@ MAY_FEED_TEXT = {
 @pytest.mark.parametrize("name", MAY_FEED_TEXT)
 def test_what_may_feed_text_decides_of_it(name):
     text = _part(_TextRotary(), _TextAttention())
-    assert _shared(tower=_part(*MAY_FEED_TEXT[name]), text=text) == (False, False)
+    tower = _part(*MAY_FEED_TEXT[name])
+    assert _shared(tower=tower, text=text) == _shared(text=text, tower=tower) == (False, False)
 
 
 def test_unequal_halves_of_three_axes_are_seen():
@@ -560,3 +587,38 @@ def test_unequal_halves_of_three_axes_are_seen():
 
     assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(2.0), _TextAttention())) == (False, False)
     assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(), _TextAttention())) == (True, False)
+
+
+def test_the_embedding_of_text_says_nothing_of_a_tower():
+    text, tower = _part(_TextRotary(), _TextAttention()), _part(_Places(), _PatchAttention())
+    assert _shared(tower=tower, text=text) == (True, False)
+    assert _shared(tower=_part(_Places(), _TextAttention()), text=text) == (False, False)  # one function for both
+    for inside in (tower, _part(_Places(), _TextAttention())):  # the tower in the module that holds text's embedding
+        assert _shared(text=nn.Sequential(_TextRotary(), nn.Sequential(_TextAttention()), inside)) == (False, False)
+
+
+def test_embeddings_may_be_held_in_a_dictionary():
+    for other in (1.0, 2.0):
+        held = nn.ModuleDict({"near": _TextRotary(), "far": _TextRotary(other)})
+        assert _shared(text=_part(held, _TextAttention())) == (other == 1.0, False)
+
+
+@pytest.mark.parametrize("name", ["VisionRope2D", "Places"])
+def test_a_tower_of_an_embedding_of_any_name_keeps_its_numbers(name):
+    modeling = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+    if hasattr(modeling, "apply_multimodal_rotary_pos_emb"):
+        pytest.skip("in this transformers a tower makes cos and sin itself")
+    model = tiny_model(modeling.Qwen2_5_VLForConditionalGeneration)
+    tower = model.model.visual
+    freqs = torch.rand(tower.blocks[0].attn.head_dim)
+
+    def forward(self, x, *args, **kwargs):
+        angles = torch.arange(16)[:, None] * freqs
+        return angles.cos(), angles.sin()
+
+    tower.rotary_pos_emb = type(name, (nn.Module,), {"forward": forward})()
+    patches, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
+    wanted = tower(patches, grid).last_hidden_state
+    report = apply_liger_kernel_to_qwen2_5_vl(model=model)
+    assert ("vision_rope", "") in {(row.kernel, row.variant) for row in report.patched}
+    torch.testing.assert_close(tower(patches, grid).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import types
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -22,6 +23,8 @@ from .twin import Match, Refused, agrees, current_forward, generator, normal, qu
 
 _D, _T = 16, 5
 _WIDTHS = {"unequal halves": _D, "equal halves": _D, "half width": _D // 2, "partial": _D // 4}
+_EMBEDDING = re.compile("[Rr]ot|[Rr]ope|R[oO]PE")
+"""Of which classes' names a rotary embedding's may be."""
 
 
 def functions_called(forward: Callable) -> dict[str, Callable]:
@@ -215,36 +218,43 @@ def _same(wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...] | No
 
 
 def halves_are_shared(modules: list[nn.Module], function: Callable) -> bool:
-    """Whether every rotary embedding among `modules` that may feed `function` gives cos and sin of two equal halves, found
-    by running copies.
+    """Whether both halves of every cos and sin that `function` is given are known to be equal, found by running copies of
+    the rotary embeddings among `modules`.
 
-    Any may, but one that gives frequencies (those of towers in transformers 4) feeds what is called inside the module
-    that holds it: it is there that cos and sin are made of them.
+    Every caller must be inside a module that holds an embedding of equal halves and has callers of rotary functions in no
+    second child, a tower say, that may be fed otherwise. No other embedding may feed the function either: one that gives
+    frequencies (those of towers in transformers 4) feeds what is called inside its holder, any other may feed all.
     """
-    found: dict[tuple, str] = {}
+    look = functools.cache(functions_called)
+    calls = {module: look(current_forward(module)).values() for module in modules}
+    known: set[nn.Module] = set()
     with quiet():
         for holder in modules:
-            for module in holder.children():
-                if "rotary" not in type(module).__name__.lower() or not module._buffers:
-                    continue
-                kind = (type(module), tuple(module._buffers), str(getattr(module, "rope_type", None)))
-                found[kind] = found.get(kind) or _gives(module)
-                if found[kind] == "frequencies" and not _may_call(holder, function):
-                    continue
-                if found[kind] != "equal halves":
-                    return False
-    return "equal halves" in found.values()
+            gives = {_gives(embedding) for embedding in _held(holder)}
+            if not gives:
+                continue
+            parts = [[holder], *(list(child.modules()) for child in holder.children())]
+            called = [found for part in parts if (found := {f for module in part for f in calls[module]})]
+            feeds = any(function in found for found in called)
+            if gives == {"equal halves"}:
+                known.update(holder.modules() if len(called) == 1 else ())
+            elif gives != {"frequencies"} or feeds or not called:
+                return False
+    callers = {module for module in modules if function in calls[module]}
+    return bool(callers) and callers <= known
 
 
-def _may_call(holder: nn.Module, function: Callable) -> bool:
-    """Whether a module inside `holder` calls `function`, or none is seen to call a rotary function."""
-    forwards = {current_forward(module) for module in holder.modules()}
-    called = [found for forward in forwards for found in functions_called(forward).values()]
-    return function in called or not called
+def _held(holder: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings, by their class's name, that a module holds, also in a list or dictionary."""
+    children = list(holder.children())
+    children += [m for c in children if isinstance(c, (nn.ModuleList, nn.ModuleDict)) for m in c.children()]
+    return [m for m in children if _EMBEDDING.search(type(m).__name__)]
 
 
 def _gives(module: nn.Module) -> str:
     """What a rotary embedding gives: "equal halves" of cos and sin, "frequencies" of so many positions, or "unknown"."""
+    if not module._buffers:  # its frequencies are elsewhere, and cannot be replaced by random ones
+        return "unknown"
     source = generator()
     twin = twin_of(module, {}, {})
     for name, buffer in module._buffers.items():
