@@ -100,7 +100,7 @@ def _sparsemax_fwd_kernel(
             while shrinking:
                 inside = z > tau
                 support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
-                tau = (tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0) / support
+                tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
                 shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
                 count = support
             tl.store(y_ptrs, _above(z, tau).to(Y_ptr.dtype.element_ty), mask=mask)
@@ -121,7 +121,7 @@ def _sparsemax_fwd_kernel(
                     above += tl.where(z > tau, z, 0.0)
                     members += (z > tau).to(tl.float32)
                 support = tl.sum(members, axis=1)[:, None]
-                tau = (tl.sum(above, axis=1)[:, None] - 1.0) / tl.maximum(support, 1.0)
+                tau = tl.div_rn(tl.sum(above, axis=1)[:, None] - 1.0, tl.maximum(support, 1.0))
                 shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
                 count = support
             for col_tile in range(col_tiles):
