@@ -91,8 +91,8 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 
     Few tokens are 16 bytes a thread, in four warps or, of a handful, one. Tiles that the head width does not fill are of
     twice that: 96 wide 40 us by 32 bytes and 33 by 64, of 3 x 5000 x 16 + 4 heads. Where twice as many heads share one of k as
-    a warp takes (8 of 128, of 2 bytes; with 16 it lost 4%), two such groups in four warps: there and back of 4 x 4096 x 28 + 4
-    x 128 133.0 us for 133.9, of 2 x 4096 x 64 + 8 148.4 for 149.3, of 8192 x 16 + 2 41.0 for 40.8.
+    a warp takes (8 of 128, of 2 bytes; with 16 it lost 4%), and more than two such groups are there (16 + 2 heads lost 0.5%),
+    two groups in four warps: there and back of 4 x 4096 x 28 + 4 x 128 133.0 us for 133.9, of 2 x 4096 x 64 + 8 148.4 for 149.3.
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
@@ -104,7 +104,7 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     wanted = (32 if width == head_dim else 64) * place
     together = min(q_heads // max(1, k_heads), max(1, 128 * place // width))
     per_thread = 64 // itemsize
-    if itemsize == 2 and wanted < together * width <= 2 * wanted and 2 * together <= q_heads:
+    if itemsize == 2 and wanted < together * width <= 2 * wanted and 2 * together < q_heads:
         wanted, together, per_thread = 2 * together * width, 2 * together, per_thread // 2
     block_h = min(q_heads, max(1, wanted // width, together))
     block_t = min(8, max(1, wanted // (block_h * width)))
