@@ -43,7 +43,7 @@ def losses_table() -> str:
             cells += [" / ".join(_error(row, kind) for row in three) for kind in ("error_out", "error_grad")]
             lines.append("| " + " | ".join(cells) + " |")
     if any("†" in line for line in lines):
-        lines += ["", f"† from an earlier run than the rest (`{published.ALL_LOSSES}`)."]
+        lines += ["", f"† of another run than the rest (`{published.TABLE}`)."]
     return "\n".join(lines)
 
 
