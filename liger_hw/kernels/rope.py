@@ -104,7 +104,7 @@ def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     wanted = (32 if width == head_dim else 64) * place
     together = min(q_heads // max(1, k_heads), max(1, 128 * place // width))
     per_thread = 64 // itemsize
-    if itemsize == 2 and wanted < together * width <= 2 * wanted and 2 * together < q_heads:
+    if itemsize == 2 and head_dim == 128 and wanted < together * width <= 2 * wanted and 2 * together < q_heads:
         wanted, together, per_thread = 2 * together * width, 2 * together, per_thread // 2
     block_h = min(q_heads, max(1, wanted // width, together))
     block_t = min(8, max(1, wanted // (block_h * width)))

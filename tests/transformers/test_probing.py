@@ -589,6 +589,27 @@ def test_unequal_halves_of_three_axes_are_seen():
     assert _shared(tower=tower, text=_part(RotaryOfOneAxisEqual(), _TextAttention())) == (True, False)
 
 
+def test_halves_of_two_axes_are_not_equal():
+    class RotaryOfTwoAxes(_TextRotary):
+        def forward(self, x, position_ids):
+            p = position_ids.expand(3, *position_ids.shape[-2:])[..., None].float()
+            angles = torch.cat((p[1] * self.inv_freq, p[2] * self.inv_freq), -1)
+            return angles.cos(), angles.sin()
+
+    assert _shared(text=_part(RotaryOfTwoAxes(), _TextAttention())) == (False, False)
+
+
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_an_embedding_changed_after_it_was_made_is_unknown(how):
+    changed = _TextRotary()
+    if how == "hook":
+        changed.register_forward_hook(lambda module, args, out: out)
+    else:
+        changed.forward = lambda *args: _TextRotary.forward(changed, *args)
+    assert _shared(text=_part(_TextRotary(), _TextAttention())) == (True, False)
+    assert _shared(text=_part(changed, _TextAttention())) == (False, False)
+
+
 def test_the_embedding_of_text_says_nothing_of_a_tower():
     text, tower = _part(_TextRotary(), _TextAttention()), _part(_Places(), _PatchAttention())
     assert _shared(tower=tower, text=text) == (True, False)
