@@ -189,7 +189,10 @@ def main() -> None:
             try:
                 for row in measured(*plan, pool):
                     rows.append(row)
-                    print(f"{row['regret']:7.2%}  {row['layer']:<15} {row['op']}.{row['variant']} {row['sizes']}", flush=True)
+                    print(
+                        f"{row['regret']:7.2%}  {row['layer']:<15} {row['op']}.{row['variant']} {row['sizes']}",
+                        flush=True,
+                    )
                 save(folder / f"{place:04d}.json", {"rows": rows})
             except Exception as error:
                 failed(plan[0].op.name, plan[0].sizes, error)

@@ -46,7 +46,11 @@ def tuned(op, launched, target, which, folder):
     named = {tunable.variant: tunable for tunable in op.tunables}
     for variant, key in launched:
         config = extremes(named[variant], target, key)[which]
-        about = {"kind": "measured", "triton": store.triton_version(), "note": "an extreme, for benchmarks/determinism.py"}
+        about = {
+            "kind": "measured",
+            "triton": store.triton_version(),
+            "note": "an extreme, for benchmarks/determinism.py",
+        }
         store.save(target, (op.name, variant, key), Entry(config, about, named[variant].kernel_hash()))
     registry.reload()
 
@@ -99,7 +103,9 @@ def main() -> None:
             report.save(arguments.file, found)
     same = all(all(row["deterministic=True"]) for row in found["rows"])
     apart = sum(not all(row["deterministic=False"]) for row in found["rows"])
-    print(f"deterministic: {'bit-identical' if same else 'NOT identical'}; without, {apart} of {len(found['rows'])} ops differ")
+    print(
+        f"deterministic: {'bit-identical' if same else 'NOT identical'}; without, {apart} of {len(found['rows'])} ops differ"
+    )
 
 
 if __name__ == "__main__":

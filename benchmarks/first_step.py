@@ -92,7 +92,11 @@ def main() -> None:
     arguments = parser.parse_args()
     began, lock = time.monotonic(), threading.Lock()
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    found = {"what": " ".join(__doc__.split("\n\n")[-1].split()), "date": date, "commit": os.environ.get("LIGER_COMMIT")}
+    found = {
+        "what": " ".join(__doc__.split("\n\n")[-1].split()),
+        "date": date,
+        "commit": os.environ.get("LIGER_COMMIT"),
+    }
     found["runs"] = []
 
     def lane(model: str) -> None:
@@ -119,7 +123,9 @@ def main() -> None:
         thread.join()
     for model in arguments.models.split(","):
         for arm in arguments.arms.split(","):
-            first = [one["steps"][0] for one in found["runs"] if (one["model"], one["arm"]) == (model, arm) and one["steps"]]
+            first = [
+                one["steps"][0] for one in found["runs"] if (one["model"], one["arm"]) == (model, arm) and one["steps"]
+            ]
             print(f"{model:8} {arm:9} first step {', '.join(f'{s:.2f}' for s in first) or 'not reached'} s")
 
 

@@ -34,7 +34,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def loss_of(arm: str) -> Loss:
     """(hidden states, weight, target) -> loss."""
     if arm == "liger_hw":
-        from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+        from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
         return liger_fused_linear_cross_entropy
     if arm == "liger":

@@ -27,7 +27,11 @@ def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str,
         for row in report.load(RESULTS / name)["rows"]:
             if row["mode"] == "full" and row["dtype"] in DTYPES and row["ms"]:
                 place = row["op"], size(row), row["arm"]
-                rows[place] = {**rows.get(place, {}), **row, "mark": "" if name == last else "‡" if name == since else "†"}
+                rows[place] = {
+                    **rows.get(place, {}),
+                    **row,
+                    "mark": "" if name == last else "‡" if name == since else "†",
+                }
     return rows
 
 

@@ -75,7 +75,10 @@ def ops_table() -> str:
                 cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
     lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="")
-    said = {"†": f"of another run than the rest (`{published.ALL_LOSSES}`)", "‡": f"of a later one (`{published.SINCE}`)"}
+    said = {
+        "†": f"of another run than the rest (`{published.ALL_LOSSES}`)",
+        "‡": f"of a later one (`{published.SINCE}`)",
+    }
     legend = [f"{mark} {words}" for mark, words in said.items() if whole and any(mark in line for line in lines)]
     if legend:
         lines += ["", ", ".join(legend) + "."]
@@ -123,7 +126,19 @@ def limits_table() -> str:
     rows, found = published.measured(published.TABLE, published.SINCE), published.found("limits")
     if found is None:
         return published.not_yet("limits.py")
-    heads = "op", "sizes", "aim", "reached", "kernel", "us", "share of copy", "registers", "spills", "warps held", "launch"
+    heads = (
+        "op",
+        "sizes",
+        "aim",
+        "reached",
+        "kernel",
+        "us",
+        "share of copy",
+        "registers",
+        "spills",
+        "warps held",
+        "launch",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in found["rows"]:
         size, aim = "x".join(map(str, one["sizes"])), one["aim"]
@@ -152,7 +167,16 @@ def host_table() -> str:
         rows.setdefault(row["op"], {})[row["arm"]] = row
     ways = ("fwd_us", "full_us", "batch_us")
     least = {one["op"]: one.get("least_full_us") for one in published.read("host")["parts"]}
-    heads = "op", "liger_hw", "Liger 0.8.5", "torch alone", "share of Liger", "torch alone / Liger", "least", "net share"
+    heads = (
+        "op",
+        "liger_hw",
+        "Liger 0.8.5",
+        "torch alone",
+        "share of Liger",
+        "torch alone / Liger",
+        "least",
+        "net share",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for op, arms in rows.items():
         if not all("full_us" in arms.get(arm, ()) for arm in ("liger_hw", "liger", "floor")):
@@ -174,7 +198,9 @@ def host_limits() -> str:
     """Ops whose forward and backward take over half of Liger's host time, and how far they are from what cannot be left out."""
     found = published.read("host")
     arms = {(row["op"], row["arm"]): row.get("full_us") for row in found["calls"]}
-    lines = ["| over half of Liger's | liger_hw | torch alone | + launches | + allocations = least | Liger 0.8.5 | why |"]
+    lines = [
+        "| over half of Liger's | liger_hw | torch alone | + launches | + allocations = least | Liger 0.8.5 | why |"
+    ]
     lines.append("|---" * 7 + "|")
     for part in found["parts"]:
         ours, theirs, floor = (arms.get((part["op"], arm)) for arm in ("liger_hw", "liger", "floor"))
@@ -182,7 +208,11 @@ def host_limits() -> str:
         if None in (ours, theirs, floor, least) or ours <= theirs / 2:
             continue
         allocations = part["allocs_full"] * part["alloc"]
-        why = "torch, driver and allocator alone are over half" if least > theirs / 2 else f"{ours - least:.0f} us are ours"
+        why = (
+            "torch, driver and allocator alone are over half"
+            if least > theirs / 2
+            else f"{ours - least:.0f} us are ours"
+        )
         cells = [part["op"], *(f"{us:.0f}" for us in (ours, floor, least - allocations, least, theirs)), why]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else "No op takes over half of Liger's host time, forward and backward."

@@ -8,7 +8,7 @@ drawn from the head itself, whose logits follow word frequency through a compone
 given length, the others are N(0, 1)); `peaked`, the same without that component, logits with a spread of 3.
 
 Of the targets' entries: `running` leaves them in the running sum; `out` takes all of them out and adds them at the end;
-`apart` is what kernels/_head_targets.py does: rare ones out, the rows of frequent ones summed in fp32.
+`apart` is what kernels/heads/head_targets.py does: rare ones out, the rows of frequent ones summed in fp32.
 --dense: losses without targets instead, KL(teacher || student), JSD and TVD of two heads: `running` alone.
 """
 
@@ -18,9 +18,9 @@ import argparse
 
 import torch
 
-from liger_hw.kernels._distill_reference import Distillation, distill_slopes
-from liger_hw.kernels._divergence_rows import JSD, KL, TVD
-from liger_hw.kernels._head_targets import FREQUENT
+from liger_hw.kernels.heads.head_targets import FREQUENT
+from liger_hw.kernels.losses.distill_reference import Distillation, distill_slopes
+from liger_hw.kernels.losses.divergence_rows import JSD, KL, TVD
 
 CHUNKS = (4, 6, 8)
 PIECES = 24  # the least common multiple: partial products that any of CHUNKS is made of

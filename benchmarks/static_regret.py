@@ -119,8 +119,13 @@ def collect(arguments: argparse.Namespace) -> None:
     chosen = [op for op in registry.ops().values() if not arguments.ops or op.name in arguments.ops.split(",")]
     jobs = jobs_of(chosen, target, shipped, arguments.candidates)
     first = {op.name: next(iter(op.workloads.values())) for op in chosen}
-    jobs.sort(key=lambda job: job["sizes"] != first[job["op"]])  # every op once before any op twice: the time may run out
-    print(f"{len(jobs)} launches, {sum(len(j['configs']) for j in jobs)} candidates, {time.monotonic() - began:.0f} s", flush=True)
+    jobs.sort(
+        key=lambda job: job["sizes"] != first[job["op"]]
+    )  # every op once before any op twice: the time may run out
+    print(
+        f"{len(jobs)} launches, {sum(len(j['configs']) for j in jobs)} candidates, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     context = multiprocessing.get_context("spawn")
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1))
     for job in jobs:
@@ -152,14 +157,30 @@ def collect(arguments: argparse.Namespace) -> None:
                 print(f"{job['op']}.{job['variant']} {job['sizes']}: {type(error).__name__}: {error}", flush=True)
                 place = None
                 continue
-            head = {name: job[name] for name in ("op", "variant", "workload", "source")} | {"key": list(job["key"]), "sizes": list(job["sizes"])}
+            head = {name: job[name] for name in ("op", "variant", "workload", "source")} | {
+                "key": list(job["key"]),
+                "sizes": list(job["sizes"]),
+            }
             rows = []
             for config, certificate in zip(job["configs"], certified):
                 rows.append({**certificate, "us": times.get(config, []), "rejected": rejected.get(config, "")})
-            records.append({**head, "heuristic": 0, "shipped": job["configs"][1].to_json() == shipped_text(shipped, job), "bytes": stage.bytes, "candidates": rows})
+            records.append(
+                {
+                    **head,
+                    "heuristic": 0,
+                    "shipped": job["configs"][1].to_json() == shipped_text(shipped, job),
+                    "bytes": stage.bytes,
+                    "candidates": rows,
+                }
+            )
             del stage
         pool.terminate()
-    facts = {"device": target.name, "target": target.to_json(), "copy_gbs": round(copy_gbs, 1), "torch": torch.__version__}
+    facts = {
+        "device": target.name,
+        "target": target.to_json(),
+        "copy_gbs": round(copy_gbs, 1),
+        "torch": torch.__version__,
+    }
     facts |= {"triton": store.triton_version(), "date": store.today(), "seconds": round(time.monotonic() - began, 1)}
     with opened(arguments.file, "w") as file:
         file.write(json.dumps({"kind": "static-measurements", **facts})[:-1] + ', "launches": [\n')
@@ -304,7 +325,12 @@ def summary(rows: list[dict]) -> dict[str, Any]:
         return {"mean": round(statistics.fmean(values), 4), "p95": p95, "worst": values[-1]}
 
     mean_rank = round(statistics.fmean(row["rank_correlation"] for row in rows), 4)
-    return {"launches": len(rows), "regret": three(regrets), "heuristic_regret": three(heuristic), "rank_correlation": mean_rank}
+    return {
+        "launches": len(rows),
+        "regret": three(regrets),
+        "heuristic_regret": three(heuristic),
+        "rank_correlation": mean_rank,
+    }
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -317,10 +343,19 @@ def report(arguments: argparse.Namespace) -> None:
         predicted = data.predicted(launch, model.RATES, data.pace.latency)
         names = {name: launch[name] for name in ("op", "variant", "workload", "key", "sizes")}
         found = outcome(launch["us"], predicted)
-        times = {"chosen_us": launch["us"][found["chosen"]], "best_us": min(launch["us"]), "heuristic_us": launch["us"][0]}
+        times = {
+            "chosen_us": launch["us"][found["chosen"]],
+            "best_us": min(launch["us"]),
+            "heuristic_us": launch["us"][0],
+        }
         rows.append({**names, **found, **times, "predicted_us": round(predicted[found["chosen"]], 2)})
     facts = {name: data.raw[name] for name in ("device", "copy_gbs", "torch", "triton", "date")}
-    result = {"kind": "static-regret", **facts, "margins": MARGINS, "candidates": sum(len(x["us"]) for x in data.launches)}
+    result = {
+        "kind": "static-regret",
+        **facts,
+        "margins": MARGINS,
+        "candidates": sum(len(x["us"]) for x in data.launches),
+    }
     result["not_modelled"] = data.left_out
     result["as_shipped"] = summary(rows)
     print("as shipped", json.dumps(result["as_shipped"]), flush=True)

@@ -92,7 +92,14 @@ def judged(kernel: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
     about = kernel["about"]
     config = LaunchConfig.from_json(about["config"])
-    head = known_target(about["target"]), about["tunable"], tuple(about["key"]), about["layer"], config, kernel["job"]["kernel"]
+    head = (
+        known_target(about["target"]),
+        about["tunable"],
+        tuple(about["key"]),
+        about["layer"],
+        config,
+        kernel["job"]["kernel"],
+    )
     certificate = certificate_from(Launch(*head, (), ()), answer)
     resources = certificate.resources.to_json() if certificate.resources else None
     return {
@@ -104,7 +111,9 @@ def judged(kernel: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compiled(kernels: list[dict[str, Any]], workers: int, timeout: float, deadline: float) -> Iterator[tuple[dict, dict]]:
+def compiled(
+    kernels: list[dict[str, Any]], workers: int, timeout: float, deadline: float
+) -> Iterator[tuple[dict, dict]]:
     """(kernel, what is kept of its answer) as they come, until the deadline."""
     from liger_hw.autotune.compile import Workers
 

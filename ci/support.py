@@ -15,7 +15,6 @@ ci/evidence/; a run of some ops replaces what is kept of those. What was measure
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import sys
@@ -27,14 +26,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 EVIDENCE = ROOT / "ci" / "evidence"
-KERNELS = ROOT / "liger_hw" / "kernels"
 PAGE = ROOT / "docs" / "support.md"
 DEPTHS = ("quick", "deep", "full")
 """Of liger_hw/autotune/matrix.py, which needs torch."""
 STATES = {
     "measured": ("**M**", "timed on such a device, results checked there"),
-    "compile-proven": ("C", "what is launched, to the depth given below, compiles with the stock Triton and keeps the device's limits"),
-    "modelled": ("m", "no compiler for it here: checked to Triton's own IR, configurations from facts and legality rules"),
+    "compile-proven": (
+        "C",
+        "what is launched, to the depth given below, compiles with the stock Triton and keeps the device's limits",
+    ),
+    "modelled": (
+        "m",
+        "no compiler for it here: checked to Triton's own IR, configurations from facts and legality rules",
+    ),
     "interpreted": ("i", "the real kernels in Triton's interpreter, with that device's configurations, against fp64"),
     "failed": ("**!**", "compiled or interpreted with failures; see below"),
 }
@@ -129,18 +133,14 @@ def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_of(op: str) -> str:
-    """Hash of an op's file and of the kernels' files it imports; empty for an op that is gone."""
-    found, left = {}, [op]
-    while left:
-        name = left.pop()
-        path = KERNELS / f"{name}.py"
-        if name in found or not path.is_file():
-            continue
-        found[name] = path.read_text()
-        for node in ast.walk(ast.parse(found[name])):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                left += [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:16] if found else ""
+    """Hash of the code of an op's kernels (`Tunable.kernel_hash`); empty for an op that is gone."""
+    from liger_hw import registry
+
+    entry = registry.ops().get(op)
+    if entry is None:
+        return ""
+    hashes = {tunable.name: tunable.kernel_hash() for tunable in entry.tunables}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def stale() -> list[str]:
@@ -168,7 +168,9 @@ def stale_compiled(ops: list[str], version: str, depth: str, targets: list[str])
 
 def _compiled() -> list[Path]:
     """Kept runs of compilers, oldest release first."""
-    return sorted(EVIDENCE.glob("compiled-*.json"), key=lambda path: [int(n) for n in path.stem.split("-")[1].split(".")])
+    return sorted(
+        EVIDENCE.glob("compiled-*.json"), key=lambda path: [int(n) for n in path.stem.split("-")[1].split(".")]
+    )
 
 
 def measured() -> dict[str, dict[str, dict[str, str]]]:
@@ -199,7 +201,10 @@ def page() -> str:
     timed = measured()
     pinned = _pinned()
     newest = next(one for one in compiled if one["triton"] == pinned)
-    archs = sorted({arch for found in newest["ops"].values() for arch in found} | {a for f in interpreted["ops"].values() for a in f})
+    archs = sorted(
+        {arch for found in newest["ops"].values() for arch in found}
+        | {a for f in interpreted["ops"].values() for a in f}
+    )
     lines = [
         "# Support, from evidence",
         "",
@@ -227,7 +232,9 @@ def page() -> str:
     lines.append(
         f"- interpreted, {' to '.join(days)}: {sum(c['tests'] for c in tests)} tests, {sum(c['failed'] for c in tests)} failed"
     )
-    devices = sorted({(f["device"], f["torch"], f["triton"], f["date"], f["file"]) for by in timed.values() for f in by.values()})
+    devices = sorted(
+        {(f["device"], f["torch"], f["triton"], f["date"], f["file"]) for by in timed.values() for f in by.values()}
+    )
     lines += [f"- measured on {d}, torch {t}, Triton {v}, {date}: `{file}`" for d, t, v, date, file in devices]
     lines += ["", f"Spills, with Triton {pinned} (kernels that spill, most registers):", ""]
     spilling = [
@@ -249,7 +256,18 @@ def page() -> str:
     if failing:
         failing = ["", f"What Triton {pinned} does not compile, or not within the device's limits:", "", *failing]
     found = [*lines, *(spilling or ["- none"]), *failing, *others]
-    return "\n".join([*found, "", "## What remains unproven, and the command that shows it", "", *_unproven(archs, timed, newest)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *found,
+                "",
+                "## What remains unproven, and the command that shows it",
+                "",
+                *_unproven(archs, timed, newest),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
@@ -278,7 +296,10 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
             lines.append(f"| {arch} | {target.name} | {missing} | `{command}` |")
     if shallow := [op for op, facts in compiled["about"].items() if facts["depth"] != "full"]:
         what = "all ops" if len(shallow) == len(compiled["about"]) else ", ".join(shallow)
-        lines += ["", f"`DEPTH=full bash ci/evidence.sh` compiles, anywhere, with the pinned Triton further workloads and options of {what}."]
+        lines += [
+            "",
+            f"`DEPTH=full bash ci/evidence.sh` compiles, anywhere, with the pinned Triton further workloads and options of {what}.",
+        ]
     return lines
 
 
@@ -322,7 +343,10 @@ def _compiler_runs(one: dict[str, Any]) -> list[str]:
 
 def _by_arch(archs: list[str], compiled: dict, interpreted: dict) -> list[str]:
     """A table: what was compiled and interpreted for each architecture, over all ops."""
-    lines = ["| architecture | kernels compiled | to | failed or illegal | with spills | interpreter tests |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| architecture | kernels compiled | to | failed or illegal | with spills | interpreter tests |",
+        "|---|---|---|---|---|---|",
+    ]
     for arch in archs:
         built = [found[arch] for found in compiled["ops"].values() if arch in found]
         run = sum(found[arch]["tests"] for found in interpreted["ops"].values() if arch in found)

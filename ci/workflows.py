@@ -25,7 +25,10 @@ WHEN = {
 ENVIRONMENT = {"torch": "TORCH", "index": "INDEX", "triton": "TRITON", "transformers": "TRANSFORMERS", "trl": "TRL"}
 """Field of a lane -> the variable its script reads (ci/common.sh)."""
 FIELDS = {"script", "python", "arch", "runner", *ENVIRONMENT}
-MINUTES, MINUTES_OF_A_VENDOR = 90, 240  # a vendor's lane compiles every kernel on the way, tunes for 15 minutes and times
+MINUTES, MINUTES_OF_A_VENDOR = (
+    90,
+    240,
+)  # a vendor's lane compiles every kernel on the way, tunes for 15 minutes and times
 
 
 def workflow(group: str, lanes: list[dict]) -> dict:

@@ -1,6 +1,6 @@
 """Training with Lightning: the model is patched in `configure_model`, and nothing else differs.
 
-    pip install lightning; python examples/lightning_sft.py [--steps 10 --hidden 128 ...]
+pip install lightning; python examples/lightning_sft.py [--steps 10 --hidden 128 ...]
 """
 
 import logging

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
+from .kernels import EXPORTS
+
 log = logging.getLogger("liger_hw")
 
 PREFIX = "LIGER_HW_"
@@ -161,10 +163,16 @@ def suggestion(name: str) -> str:
 
 def _config_names() -> set[str]:
     """`LIGER_HW_CONFIG_<OP>` of every op file, none of them imported, and of every op registered from elsewhere."""
-    from .ops import _ops
+    names = {module.rpartition(".")[2] for module in EXPORTS} | _registered
+    return {CONFIG_PREFIX + name.upper() for name in names}
 
-    files = (Path(__file__).parent / "kernels").glob("[a-z]*.py")
-    return {CONFIG_PREFIX + name.upper() for name in (*(file.stem for file in files), *_ops)}
+
+_registered: set[str] = set()
+
+
+def know_op(name: str) -> None:
+    """Let `LIGER_HW_CONFIG_<OP>` name an op that is registered from outside the package's own files."""
+    _registered.add(name)
 
 
 def clear() -> None:

@@ -7,10 +7,11 @@ Everything here is also a name of `registry`, which is where callers take it fro
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import pkgutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Mapping
+
+from . import env
+from .kernels import EXPORTS, home_of
 
 if TYPE_CHECKING:
     from .registry import Tunable
@@ -82,6 +83,7 @@ def register(op: Op) -> Op:
     if not op.workloads:
         raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
     _ops[op.name] = op
+    env.know_op(op.name)
     for tunable in op.tunables:
         _tunables[tunable.name] = tunable
     return op
@@ -89,11 +91,8 @@ def register(op: Op) -> Op:
 
 def ops() -> Mapping[str, Op]:
     """Every op, by name; imports the kernel files on first use."""
-    from . import kernels
-
-    for module in pkgutil.iter_modules(kernels.__path__):
-        if not module.name.startswith("_"):
-            importlib.import_module(f"{kernels.__name__}.{module.name}")
+    for module in EXPORTS:
+        importlib.import_module(f"{__package__}.kernels.{module}")
     return dict(sorted(_ops.items()))
 
 
@@ -102,9 +101,9 @@ def get_op(name: str) -> Op:
     expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]
-    package = f"{__package__}.kernels"
-    if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
-        importlib.import_module(f"{package}.{name}")
+    home = home_of(name)
+    if home is not None:
+        importlib.import_module(home)
     if name not in _ops:
         import difflib
 

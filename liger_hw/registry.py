@@ -21,8 +21,6 @@ The table of ops is in `ops.py`, what a layer answers in `answers.py`; callers t
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import json
 import logging
 import sys
@@ -33,7 +31,20 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 from . import env
 from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
-from .ops import Key, Op, Sample, _ops, _tunables, expect, get_op, get_tunable, next_power_of_2, ops, register, row_key  # noqa: F401
+from .ops import (  # noqa: F401
+    Key,
+    Op,
+    Sample,
+    _ops,
+    _tunables,
+    expect,
+    get_op,
+    get_tunable,
+    next_power_of_2,
+    ops,
+    register,
+    row_key,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +69,12 @@ class Plan:
     def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
         vendor = backend(target.vendor)
         self.tunable, self.target, self.device, self.key = tunable, target, device, key
-        self.layer, self.config, self.provenance, self.source = chosen.layer, chosen.config, chosen.provenance, chosen.source
+        self.layer, self.config, self.provenance, self.source = (
+            chosen.layer,
+            chosen.config,
+            chosen.provenance,
+            chosen.source,
+        )
         cache, evict = vendor.load_hint(chosen.config.hint)
         early = vendor.ahead(target) if tunable.ahead and tunable.ahead(key) and not interpreting() else {}
         self.constexprs = {
@@ -71,7 +87,9 @@ class Plan:
         }
         self.options = vendor.lower(chosen.config) | early
         self.programs = chosen.config.ctas_per_mp * target.multiprocessors
-        fast = _state["pretend"] is None and not interpreting() and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
+        fast = (
+            _state["pretend"] is None and not interpreting() and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
+        )
         self.compiled: dict | None = {} if fast else None
 
     def __repr__(self) -> str:
@@ -81,13 +99,13 @@ class Plan:
 class Tunable:
     """One kernel launch that has a configuration: `op.variant`.
 
-    kernels: the jit functions it launches (their source is what an entry is valid for)
+    kernels: the jit functions it launches (an entry is valid for their code and what they call)
     key: (problem sizes..., itemsize) -> Key, the same function the launcher calls; `dims` names the sizes
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
     neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
     valid: (config, key) -> reason it cannot serve this key, or None
-    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, are to be launched early: see kernels/_ahead.py
+    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, are to be launched early: see runtime/dependent_launch.py
     """
 
     def __init__(
@@ -118,9 +136,11 @@ class Tunable:
         return plan if plan is not None else _resolve(self, device, key)
 
     def kernel_hash(self) -> str:
-        """Hash of the source of the kernels (and the jit helpers beside them), comments and layout aside."""
+        """Hash of the kernels and all they call, names and layout aside (`runtime/kernel_hash.py`)."""
         if self._hash is None:
-            self._hash = _source_hash(self.kernels)
+            from .runtime.kernel_hash import kernel_hash
+
+            self._hash = kernel_hash(self.kernels)
         return self._hash
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
@@ -141,13 +161,13 @@ _tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = 
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 recordings: dict[tuple, Any] = {}
-"""What operators did with the plans they were given (see `kernels/_recorded.py`); another dictionary once plans changed."""
+"""What operators did with the plans they were given (see `runtime/replay.py`); another dictionary once plans changed."""
 _state: dict[str, Any] = {"pretend": None, "deterministic": None}
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter in this process (decided when they are decorated)."""
-    from .kernels._triton import INTERPRET
+    from .runtime.triton_import import INTERPRET
 
     return INTERPRET
 
@@ -185,7 +205,9 @@ def _choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
             return candidate
         if candidate.layer == "explicit":
             log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
-    raise RuntimeError(f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it")
+    raise RuntimeError(
+        f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
+    )
 
 
 def is_quiet() -> bool:
@@ -290,21 +312,6 @@ def set_tables(target: Target, layers: list[tuple[str, Mapping[tuple[str, str, K
         invalidate()
 
 
-def _source_hash(kernels: tuple[Any, ...]) -> str:
-    import ast
-    import textwrap
-
-    digest = hashlib.sha256()
-    for kernel in kernels:
-        function = getattr(kernel, "fn", kernel)
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        digest.update(ast.unparse(tree).encode())
-    return digest.hexdigest()[:16]
-
-
 # -- what callers may change -----------------------------------------------------------------------------------------
 
 
@@ -407,7 +414,13 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
             return True
         _quarantined[mark] = f"failed at launch: {reason}"
         persist.note_failure(plan, _quarantined[mark], error)
-    log.warning("liger_hw: %s configuration %s of %s failed and is set aside: %s", plan.layer, plan.config.to_text(), plan.tunable.name, reason)
+    log.warning(
+        "liger_hw: %s configuration %s of %s failed and is set aside: %s",
+        plan.layer,
+        plan.config.to_text(),
+        plan.tunable.name,
+        reason,
+    )
     return True
 
 

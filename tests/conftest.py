@@ -109,13 +109,15 @@ def why_not(lane: str, config: pytest.Config) -> str | None:
 
 
 def _no_triton() -> str | None:
-    from liger_hw.kernels import _triton
+    from liger_hw.runtime import triton_import as _triton
 
     return None if _triton.AVAILABLE else "Triton is not installed"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = set(metafunc.fixturenames) - set(getattr(metafunc, "_arg2fixturedefs", ()))  # a fixture of that name goes first
+    names = set(metafunc.fixturenames) - set(
+        getattr(metafunc, "_arg2fixturedefs", ())
+    )  # a fixture of that name goes first
     for mark in metafunc.definition.iter_markers("parametrize"):
         given = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names -= {name.strip() for name in (given.split(",") if isinstance(given, str) else given)}

@@ -69,7 +69,9 @@ def leaf(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return t.requires_grad_() if requires_grad else t
 
 
-def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, torch.Tensor] | None = None) -> Any:
+def mapped(
+    tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, torch.Tensor] | None = None
+) -> Any:
     """`tree` (tuples, lists, dicts) with every tensor changed; a tensor that occurs twice is changed once."""
     seen = {} if seen is None else seen
     if isinstance(tree, torch.Tensor):
@@ -160,7 +162,9 @@ def run(function: Callable[..., Any], sample: Sample, seed: int = 0, grads: list
     return Result([o.detach() for o in outputs], grads, inputs, found)
 
 
-def reference(op: Op, sample: Sample, given: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]) -> Result:
+def reference(
+    op: Op, sample: Sample, given: list[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Result:
     """What the op's reference gives for the sample and the outputs' gradients, every floating tensor changed."""
 
     def new(t: torch.Tensor) -> torch.Tensor:
@@ -169,7 +173,9 @@ def reference(op: Op, sample: Sample, given: list[torch.Tensor | None], change: 
     return run(op.reference, changed(sample, new), grads=[g if g is None else change(g) for g in given])
 
 
-def sensitivity(op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype) -> list[torch.Tensor]:
+def sensitivity(
+    op: Op, sample: Sample, given: list[torch.Tensor | None], exact: Result, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """How much `exact` (outputs, then gradients) moves when every input moves by the accumulator's rounding error."""
     most = [torch.zeros_like(t) if t.is_floating_point() else t for t in exact.bits()]
     for draw in range(3):
@@ -182,7 +188,10 @@ def sensitivity(op: Op, sample: Sample, given: list[torch.Tensor | None], exact:
             return t.double() * (1 + unit(dtype) * sign)
 
         moved = reference(op, sample, given, nudged).bits()
-        most = [torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m for m, a, b in zip(most, moved, exact.bits())]
+        most = [
+            torch.maximum(m, (a - b).abs()) if a.is_floating_point() else m
+            for m, a, b in zip(most, moved, exact.bits())
+        ]
     return most
 
 

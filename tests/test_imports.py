@@ -31,11 +31,15 @@ def _python(code: str, *blocked: str, **environment: str) -> str:
 
 
 def test_import_is_light():
-    loaded = _python("import sys, liger_hw; print(*[m for m in ('torch', 'triton', 'transformers') if m in sys.modules])")
+    loaded = _python(
+        "import sys, liger_hw; print(*[m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    )
     assert "triton" not in loaded and "transformers" not in loaded
 
 
-@pytest.mark.parametrize("module", ["liger_hw.registry", "liger_hw.backends", "liger_hw.cli", "liger_hw.autotune.store"])
+@pytest.mark.parametrize(
+    "module", ["liger_hw.registry", "liger_hw.backends", "liger_hw.cli", "liger_hw.autotune.store"]
+)
 def test_the_core_needs_no_triton(module):
     _python(f"import {module}", "triton", "transformers")
 
@@ -59,9 +63,9 @@ print(len(registry.ops()))
 
 def test_launching_without_triton_says_what_to_install():
     code = """
-from liger_hw.kernels import _triton
+from liger_hw.runtime import triton_import
 try:
-    _triton.require()
+    triton_import.require()
 except ImportError as error:
     print(error)
 """

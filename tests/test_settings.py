@@ -144,6 +144,6 @@ def test_a_bad_value_is_reported_wherever_it_would_be_used(clean_registry, monke
         env.get("LIGER_HW_AUTOTUNE")
     assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
     assert "LIGER_HW_LOSS_MEMORY_MIB='2GiB'" in capsys.readouterr().err
-    code = "from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy"
+    code = "from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy"
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode and "LIGER_HW_LOSS_MEMORY_MIB='2GiB'" in done.stderr

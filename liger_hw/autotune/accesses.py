@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Sequence
 
 _ARGUMENT = re.compile(r"(%[\w.$-]+): (!tt\.ptr<|[\w<>!.:]+)")
-_DEFINITION = re.compile(r"^\s*(%[\w.$-]+)(?::\d+)? = (?:\"?)(tt\.addptr|tt\.splat|tt\.broadcast|tt\.expand_dims|tt\.bitcast|tt\.reshape|arith\.select|ttg?\.\w+)\S* (.*)$")
+_DEFINITION = re.compile(
+    r"^\s*(%[\w.$-]+)(?::\d+)? = (?:\"?)(tt\.addptr|tt\.splat|tt\.broadcast|tt\.expand_dims|tt\.bitcast|tt\.reshape|arith\.select|ttg?\.\w+)\S* (.*)$"
+)
 _LOOP_ARGUMENT = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+)")
 _ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+) (?:\w+, \w+, \w+, )?(%[\w.$-]+)")
 _POINTERS = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<(\w+)(?:, \d+)?>>?")

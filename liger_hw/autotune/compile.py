@@ -143,7 +143,8 @@ def trace(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ..kernels import _launch, _triton
+    from ..runtime import launch as _launch
+    from ..runtime import triton_import as _triton
 
     _triton.require()
     if _triton.INTERPRET:
@@ -215,7 +216,7 @@ def _launcher_mode() -> Any:
     """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from ..kernels._op import launchers
+    from ..runtime.operator import launchers
 
     class Launching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -266,7 +267,13 @@ def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
 
 def _job(launch: Launch) -> dict[str, Any]:
     target = {**launch.target.to_json(), "warp_sizes": list(launch.target.warp_sizes)}
-    return {"target": target, "kernel": launch.kernel, "args": launch.args, "options": dict(launch.options), "config": launch.config.to_json()}
+    return {
+        "target": target,
+        "kernel": launch.kernel,
+        "args": launch.args,
+        "options": dict(launch.options),
+        "config": launch.config.to_json(),
+    }
 
 
 class Workers:
@@ -305,7 +312,9 @@ class Workers:
                     for worker in ready | late:
                         selector.unregister(worker.process.stdout)
                         index = busy.pop(worker)
-                        answer = worker.receive() if worker in ready else worker.kill(f"no end after {self.timeout:.0f} s")
+                        answer = (
+                            worker.receive() if worker in ready else worker.kill(f"no end after {self.timeout:.0f} s")
+                        )
                         if worker.process.poll() is None:
                             self._idle.append(worker)
                         yield index, answer
@@ -338,7 +347,9 @@ class _Worker:
         if line.endswith(b"\n"):
             return json.loads(line)
         code = self.process.wait()
-        return self.kill(f"the compiler ended its process with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+        return self.kill(
+            f"the compiler ended its process with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        )
 
     def kill(self, why: str) -> dict[str, Any]:
         seconds = time.monotonic() - self.since

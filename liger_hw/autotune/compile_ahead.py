@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Callable, Mapping
 
 from .. import env, registry
-from ..kernels import _launch
+from ..runtime import launch as _launch
 from . import models
 
 if TYPE_CHECKING:

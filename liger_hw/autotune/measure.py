@@ -18,8 +18,8 @@ import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
-from ..kernels._launch import launch
 from ..registry import Key, Op, Plan, Sample, Tunable
+from ..runtime.launch import launch
 from . import check
 from .clock import Clock
 from .record import (

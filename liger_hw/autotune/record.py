@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
 from ..backends import LaunchConfig, Target
-from ..kernels import _launch
 from ..registry import Candidate, Key, Plan, Tunable
+from ..runtime import launch as _launch
 
 
 @dataclass

@@ -162,9 +162,7 @@ class Search:
             self._open()  # the search goes on where it was
         return found
 
-    def _store(
-        self, winner: LaunchConfig, samples: list[float], result: Result, also: dict[str, Any] | None
-    ) -> None:
+    def _store(self, winner: LaunchConfig, samples: list[float], result: Result, also: dict[str, Any] | None) -> None:
         low, high = _quantile(samples, 0.2), _quantile(samples, 0.8)
         facts = {k: self.tuner.facts[k] for k in ("device", "driver", "torch") if k in self.tuner.facts}
         provenance = {

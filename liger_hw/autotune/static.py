@@ -75,7 +75,9 @@ class StaticTuner:
         if heuristic not in legal:
             result.error = f"the heuristic is illegal: {tunable.illegal(self.target, job.key, heuristic)}"
             return result
-        alike = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))  # no binary tells hints apart
+        alike = list(
+            dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal)
+        )  # no binary tells hints apart
         search = _Candidates(self, job, heuristic)
         if among is None:
             search.add(space.shortlist(alike, heuristic, max(2, self.most * 2 // 3), {}, f"{job.name}{job.key}"))
@@ -120,7 +122,9 @@ class StaticTuner:
             return False
         return search.times.get(winner, math.inf) >= search.times.get(heuristic, math.inf)
 
-    def _keep(self, job: Job, tunable: Any, winner: LaunchConfig, certificates: list[Certificate], result: Result) -> None:
+    def _keep(
+        self, job: Job, tunable: Any, winner: LaunchConfig, certificates: list[Certificate], result: Result
+    ) -> None:
         own = next(c.resources for c in certificates if c.launch.tunable == job.name)
         result.note = "chosen by the model"
         result.provenance = {
@@ -233,5 +237,7 @@ def from_record(record: Mapping[str, Any], target: Target) -> Certificate:
     """A certificate from what `Certificate.to_json` gave."""
     config = LaunchConfig.from_json(record["config"])
     head = target, record["tunable"], tuple(record["key"]), record["layer"], config
-    launch = Launch(*head, f"{record['tunable']}:{record['kernel']}", (), (), tuple(record["grid"]), tuple(record["sizes"]))
+    launch = Launch(
+        *head, f"{record['tunable']}:{record['kernel']}", (), (), tuple(record["grid"]), tuple(record["sizes"])
+    )
     return aot.certificate_from(launch, record)

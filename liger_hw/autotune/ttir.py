@@ -22,7 +22,19 @@ _FRONT_OPTIONS = ("num_warps", "num_stages")
 _OPERATION = re.compile(r"= (?:\"?)(arith|math|tt)\.(\w+)")
 _SHAPE = re.compile(r"tensor<((?:\d+x)+)")
 _SPECIAL = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf")
-_FREE = ("constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr", "store", "reduce", "return")
+_FREE = (
+    "constant",
+    "splat",
+    "broadcast",
+    "expand_dims",
+    "reshape",
+    "make_range",
+    "bitcast",
+    "addptr",
+    "store",
+    "reduce",
+    "return",
+)
 _LARGE_FILE = 2
 """How many times the registers of a work-item the large register file has, at as many times fewer of them."""
 
@@ -73,7 +85,9 @@ def _front(source: Any, target: Any, options: Mapping[str, Any], **_more: Any) -
     return SimpleNamespace(asm={"ttir": str(stages["ttir"](module, metadata))}, metadata=SimpleNamespace(**metadata))
 
 
-def estimate(ttir: str, accesses: list[Access], target: Target, config: LaunchConfig, options: Mapping[str, Any]) -> Resources:
+def estimate(
+    ttir: str, accesses: list[Access], target: Target, config: LaunchConfig, options: Mapping[str, Any]
+) -> Resources:
     """What a kernel takes of `target`, counted from its TTIR.
 
     Every operation on a tensor is spread over the threads; a reduction is a shuffle a halving of the warp and a meeting of

@@ -253,7 +253,11 @@ class Backend:
 
     def is_called(self, target: Target, name: str) -> bool:
         """Whether `name`, of an architecture or a device, is the target's."""
-        return name.lower() == target.arch or (device := self.device_named(target.name)) is not None and device is self._known(name)
+        return (
+            name.lower() == target.arch
+            or (device := self.device_named(target.name)) is not None
+            and device is self._known(name)
+        )
 
     def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
         """Why `config` must not be launched on `target`, or None.
@@ -291,7 +295,9 @@ class Backend:
         priority (.L1::evict_*) exclude each other; PTXAS refuses both. Held to on every vendor, so that kernels port.
         """
         if cache_modifier and eviction_policy:
-            return f"cache modifier {cache_modifier!r} with eviction policy {eviction_policy!r}: a load takes one of them"
+            return (
+                f"cache modifier {cache_modifier!r} with eviction policy {eviction_policy!r}: a load takes one of them"
+            )
         return None
 
     def illegal_resources(self, target: Target, resources: Resources) -> str | None:

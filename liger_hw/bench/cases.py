@@ -1,8 +1,8 @@
 """What is measured: an op at problem sizes, in a dtype.
 
-    cases(["rms_norm"])                             its workloads
-    cases(["rms_norm"], ["many"])                   at least 40 shapes, from one row to 131072, odd widths included
-    cases(["jsd"], ["workloads", "4096x131072@fp32"])
+cases(["rms_norm"])                             its workloads
+cases(["rms_norm"], ["many"])                   at least 40 shapes, from one row to 131072, odd widths included
+cases(["jsd"], ["workloads", "4096x131072@fp32"])
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
             if word == "workloads":
                 found += [(0, Case(op, name, shape, kind)) for name, shape in op.workloads.items()]
             elif word == "table":
-                shapes = [*op.workloads.items(), *(("x".join(map(str, shape)), shape) for shape in BESIDE.get(op.name, ()))]
+                shapes = [
+                    *op.workloads.items(),
+                    *(("x".join(map(str, shape)), shape) for shape in BESIDE.get(op.name, ())),
+                ]
                 wide = torch.float32 if op.name in DIVERGENCES else kind
                 early = -100 if "hidden" in dims else 0
                 found += [(early + place, Case(op, name, shape, wide)) for place, (name, shape) in enumerate(shapes)]
@@ -183,7 +186,10 @@ MANY: dict[str, tuple[tuple[int, ...], ...]] = {
     "modulated_rms_norm": tuple(_modulated()),
     "group_norm": (
         *((batch, 32, spatial, channels) for channels in (320, 64, 1280, 512, 128) for batch, spatial in _PICTURES),
-        *((8, groups, 1024, channels) for groups, channels in ((1, 512), (8, 96), (16, 400), (4, 20), (2, 66), (3, 33))),
+        *(
+            (8, groups, 1024, channels)
+            for groups, channels in ((1, 512), (8, 96), (16, 400), (4, 20), (2, 66), (3, 33))
+        ),
     ),
     "rope": _rotary(_HEADS, _TOKENS, (8, 2, 128)),
     "qk_norm_rope": _rotary(_HEADS, _TOKENS, (8, 2, 128)),
@@ -201,6 +207,9 @@ MANY: dict[str, tuple[tuple[int, ...], ...]] = {
         for channels in (32, 8, 5)
         for batch, seq_len in ((1, 64), (4, 1024), (1, 511), (2, 256), (1, 2048), (4, 128), (1, 1000), (8, 512))
     )
-    + tuple((1, seq_len, 16) for seq_len in (1, 17, 64, 100, 128, 256, 333, 512, 768, 1024, 1025, 1536, 1792, 2048, 2500, 3000)),
+    + tuple(
+        (1, seq_len, 16)
+        for seq_len in (1, 17, 64, 100, 128, 256, 333, 512, 768, 1024, 1025, 1536, 1792, 2048, 2500, 3000)
+    ),
 }
 """At least 40 problem sizes of each memory-bound op, in its `dims`."""

@@ -38,7 +38,8 @@ import torch
 
 from .. import registry
 from ..cli._values import table
-from ..kernels import _launch, _recorded
+from ..runtime import launch as _launch
+from ..runtime import replay as _recorded
 from . import ops, peers
 from .inputs import Inputs, Work
 from .timing import Budget, Meter, OutOfBudget, first_line
@@ -314,7 +315,9 @@ def as_text(found: dict[str, Any]) -> str:
     for row in found["parts"]:
         cells = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in PARTS]
         least = "-" if row.get("least_full_us") is None else f"{row['least_full_us']:.1f}"
-        parts.append((row["op"], *cells, *(str(row.get(name, "-")) for name in ("launches_full", "allocs_full")), least))
+        parts.append(
+            (row["op"], *cells, *(str(row.get(name, "-")) for name in ("launches_full", "allocs_full")), least)
+        )
     notes = [f"{r['arm']} {r['op']}: {r['note']}" for r in found["calls"] if r["status"] == "error"]
     notes += [f"breakdown of {r['op']}: {r['note']}" for r in found["parts"] if r.get("note")]
     return "\n".join(

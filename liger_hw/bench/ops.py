@@ -242,7 +242,9 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     for arm in live:
         for mode in arm.works:
             arm.eager[mode] = Stats.of(samples[arm.name, mode])
-    if case.op.name in PRODUCTS:  # on a few rows too it is the device that takes long: a product reads all of the weight
+    if (
+        case.op.name in PRODUCTS
+    ):  # on a few rows too it is the device that takes long: a product reads all of the weight
         return floors
 
     small = [make_inputs(case, with_few_rows(case, 16), meter.device, 7)]

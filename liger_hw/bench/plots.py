@@ -96,7 +96,11 @@ def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
 
     def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
         for arm in dict.fromkeys(row["arm"] for row in mine):
-            points = [(row["floor_ms"] * row["copy_gb_s"] * 1e6 / 2**20, 100 * row["share"]) for row in mine if row["arm"] == arm]
+            points = [
+                (row["floor_ms"] * row["copy_gb_s"] * 1e6 / 2**20, 100 * row["share"])
+                for row in mine
+                if row["arm"] == arm
+            ]
             style = {"s": 12, "zorder": 5} if arm == OURS else {"s": 9, "alpha": 0.7, "marker": "x", "linewidths": 0.8}
             axes.scatter(*zip(*points), color=_COLOURS[arm], label=arm, **style)
         axes.axhline(100, color="0.6", linestyle=":", linewidth=0.8)
@@ -118,10 +122,14 @@ def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
         axes.minorticks_off()
         axes.set_ylim(0.5, max(4, 1.3 * max(one["speed"] for one in mine)))
 
-    _panels(against_best(rows), path, panel, "best peer's time over ours against MiB moved (above the line we are faster)")
+    _panels(
+        against_best(rows), path, panel, "best peer's time over ours against MiB moved (above the line we are faster)"
+    )
 
 
-def _panels(rows: Sequence[dict[str, Any]], path: str | os.PathLike, panel: Callable[[Any, list], None], title: str) -> None:
+def _panels(
+    rows: Sequence[dict[str, Any]], path: str | os.PathLike, panel: Callable[[Any, list], None], title: str
+) -> None:
     plt = _pyplot()
     ops = list(dict.fromkeys(row["op"] for row in rows))
     if plt is None or not ops:

@@ -135,7 +135,13 @@ def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dic
         peer = min(arms, key=lambda name: arms[name]["ms"]["median"])
         ours, best = mine["ms"]["median"], arms[peer]["ms"]["median"]
         moved = (mine["floor_ms"] or 0) * mine.get("copy_gb_s", 0) * 1e6 / 2**20
-        one = {"op": op, "sizes": list(sizes), "dtype": dtype, "commit": mine.get("commit"), "floor_ms": mine["floor_ms"]}
+        one = {
+            "op": op,
+            "sizes": list(sizes),
+            "dtype": dtype,
+            "commit": mine.get("commit"),
+            "floor_ms": mine["floor_ms"],
+        }
         found.append({**one, "mib": moved, "ours": ours, "best": best, "peer": peer, "speed": best / ours})
     return found
 

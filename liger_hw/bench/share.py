@@ -55,7 +55,9 @@ class Share:
                 file.write(digest)
         except FileExistsError:
             if path.read_text() not in ("", digest):
-                raise ValueError(f"{self.folder} holds rows of another list of cases; give --share a new folder") from None
+                raise ValueError(
+                    f"{self.folder} holds rows of another list of cases; give --share a new folder"
+                ) from None
 
     def __len__(self) -> int:
         return len(self.todo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._op import autocast_dtype, check, check_tensors
+from ..runtime.operator import autocast_dtype, check, check_tensors
 
 
 def _cast(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ A group too large for the memory budget is done in chunks of tokens: a first swe
 a second sweep computes the logits again. Four GEMMs a token, and no more memory than any other batch of that many tokens.
 
 The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
-Nothing waits for the device. The row kernels and the sweep are `kernels/_log_prob_rows.py` and `kernels/_linear_head.py`.
+Nothing waits for the device. The row kernels and the sweep are `kernels/losses/log_prob_rows.py` and `kernels/heads/linear_head.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from .. import env
-from ..kernels._cross_entropy_reference import absent, check_targets
-from ..kernels._cross_entropy_scale import scale_gradients
-from ..kernels._linear_head import (
+from ..kernels.heads.linear_head import (
     DEFAULT_MIB,
     MOST_APART,
     SMALLEST,
@@ -38,9 +36,16 @@ from ..kernels._linear_head import (
     plan_chunks,
     sweep,
 )
-from ..kernels._log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
-from ..kernels._op import Function, cdiv, define, first_order, is_interpreted
+from ..kernels.losses.cross_entropy_reference import absent, check_targets
+from ..kernels.losses.cross_entropy_scale import scale_gradients
+from ..kernels.losses.log_prob_rows import (
+    LogProbs,
+    log_probs_reference,
+    row_log_prob_gradients,
+    row_log_probs,
+)
 from ..registry import next_power_of_2
+from ..runtime.operator import Function, cdiv, define, first_order, is_interpreted
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._distill_reference import COSINE
-from ..kernels._op import check_floats
+from ..kernels.losses.distill_reference import COSINE
+from ..runtime.operator import check_floats
 from .distillation import DistillationLoss, distillation_loss
 
 _NAME = "liger_fused_linear_cosine"

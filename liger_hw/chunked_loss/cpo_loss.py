@@ -11,8 +11,16 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._op import check
-from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss, smoothed_logistic
+from ..runtime.operator import check
+from .preference import (
+    PAIR_LOSSES,
+    Output,
+    Pairs,
+    by_margin,
+    checked_pairs,
+    preference_loss,
+    smoothed_logistic,
+)
 
 
 def _pair_loss(chosen, rejected, numbers):

@@ -4,7 +4,7 @@
 
 soft: the mean over counted tokens of a distance between the student's and the teacher's logits (JSD, cosine); hard: the
 mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token counts.
-Every token's slope is its own matter: any chunk will do. The row kernel is `kernels/_distill_rows.py`, which reads a row
+Every token's slope is its own matter: any chunk will do. The row kernel is `kernels/losses/distill_rows.py`, which reads a row
 of both heads and writes the gradient of both terms over the student's.
 """
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from ..kernels._cross_entropy_reference import absent
-from ..kernels._distill_reference import Distillation, distill_reference, distill_slopes
-from ..kernels._distill_rows import DistillRows, distill_rows
-from ..kernels._linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
-from ..kernels._log_prob_rows import vocab_key
-from ..kernels._op import (
+from ..kernels.heads.fused_linear_jsd import FWD
+from ..kernels.heads.linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
+from ..kernels.losses.cross_entropy_reference import absent
+from ..kernels.losses.distill_reference import Distillation, distill_reference, distill_slopes
+from ..kernels.losses.distill_rows import DistillRows, distill_rows
+from ..kernels.losses.log_prob_rows import vocab_key
+from ..runtime.operator import (
     Function,
     check,
     check_flags,
@@ -29,7 +30,6 @@ from ..kernels._op import (
     first_order,
     is_interpreted,
 )
-from ..kernels.fused_linear_jsd import FWD
 from ._checks import checked_head, checked_target
 from ._head import check_in_range, gradient_scale, save_gradients, saved_gradients
 

@@ -23,7 +23,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..kernels._op import check, check_flags
+from ..runtime.operator import check, check_flags
 from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
 
 

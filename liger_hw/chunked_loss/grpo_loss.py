@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._op import check, check_flags
+from ..runtime.operator import check, check_flags
 from ._checks import checked_head, checked_reference, checked_target
 from ._head import SEQUENCE, TOKEN, Spec, run_loss, token_logps
 from .policy import (  # noqa: F401  the four functions are Liger's names too
@@ -61,7 +61,16 @@ class LigerFusedLinearGRPOFunction:
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
         policy = make_policy(
-            *(_NAME, loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
+            *(
+                _NAME,
+                loss_type,
+                beta,
+                epsilon_low,
+                epsilon_high,
+                delta,
+                importance_sampling_level,
+                use_bias_correction_kl,
+            ),
             *(temperature, sapo_temperature_pos, sapo_temperature_neg),
             *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )
@@ -139,7 +148,16 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         policy = make_policy(
-            *(_NAME, loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl),
+            *(
+                _NAME,
+                loss_type,
+                beta,
+                epsilon_low,
+                epsilon_high,
+                delta,
+                importance_sampling_level,
+                use_bias_correction_kl,
+            ),
             *(temperature, sapo_temperature_pos, sapo_temperature_neg),
             *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )

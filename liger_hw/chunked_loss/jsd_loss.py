@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.jsd import jsd_options
+from ..kernels.losses.jsd import jsd_options
 from .distillation import DistillationLoss, distillation_loss
 
 _NAME = "liger_fused_linear_jsd_distillation"

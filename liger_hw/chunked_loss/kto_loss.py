@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels._op import check, check_flags, check_floats, check_ignore_index
+from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
 from ._checks import checked_head, checked_reference, checked_target, on_device
 from ._head import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output

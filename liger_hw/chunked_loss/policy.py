@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels._op import check, check_flags, check_floats
+from ..runtime.operator import check, check_flags, check_floats
 from ._checks import on_device
 from ._head import LOSSES, Seen
 
@@ -244,7 +244,9 @@ def make_policy(
 ) -> Policy:
     """Raises `TypeError` for a number that is none (the temperature of the logits too) and `ValueError` for one below 0."""
     delta = math.inf if delta is None else delta
-    check_floats(op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=temperature)
+    check_floats(
+        op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=temperature
+    )
     check_floats(op, sapo_temperature_pos=sapo_pos, sapo_temperature_neg=sapo_neg)
     check_floats(op, **dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), vespo)))
     check_flags(op, use_bias_correction_kl=bias_correction)

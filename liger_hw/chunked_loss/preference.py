@@ -15,7 +15,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..kernels._op import check, check_flags, check_floats, check_ignore_index
+from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
 from ._checks import checked_head, checked_reference, checked_target
 from ._head import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 

@@ -33,7 +33,9 @@ def absent(name: str | None) -> "Target | None":
     return None if target.vendor == "cpu" else target
 
 
-def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], problems: list[str], screen: "_Progress") -> int:
+def run(
+    arguments: argparse.Namespace, target: "Target", jobs: list[Any], problems: list[str], screen: "_Progress"
+) -> int:
     """Choose for every job, store the choices, print them. `screen` shows what is done."""
     from ..autotune import store
     from ..autotune.compile import Workers
@@ -57,11 +59,16 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
         screen.finished(result)
 
     measured = {
-        name for _, table in store.layers(target) for name, entry in table.items() if entry.provenance["kind"] == "measured"
+        name
+        for _, table in store.layers(target)
+        for name, entry in table.items()
+        if entry.provenance["kind"] == "measured"
     }
 
     def save(name: tuple, entry: Any) -> Any:
-        return None if name in measured else store.save(target, name, entry)  # a guess must not answer before a measurement
+        return (
+            None if name in measured else store.save(target, name, entry)
+        )  # a guess must not answer before a measurement
 
     interrupted = False
     count = arguments.workers or os.cpu_count() or 1
@@ -72,11 +79,17 @@ def run(arguments: argparse.Namespace, target: "Target", jobs: list[Any], proble
         except KeyboardInterrupt:
             interrupted = True
     failed = [r for r in results if r.error]
-    screen.line(f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed")
+    screen.line(
+        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: {sum(r.stored for r in results)} stored, {len(failed)} failed"
+    )
     if arguments.json:
         facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
         rows = [r.to_json() for r in results]
-        print(json.dumps({"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1))
+        print(
+            json.dumps(
+                {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1
+            )
+        )
     else:
         print(_text(results))
         if any(r.stored for r in results):

@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
     what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
-    what.add_argument(
-        "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
-    )
+    what.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
     what.add_argument("--batch", type=_numbers, metavar="B,..", help="batch sizes for --model (default 1)")
     what.add_argument(
         "--seq",

@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument(
         "--share", metavar="DIR", help="take cases from a list that other processes with the same DIR work on as well"
     )
-    ops.add_argument("--warm", action="store_true", help="time nothing: call each arm once, so that caches have its kernels")
+    ops.add_argument(
+        "--warm", action="store_true", help="time nothing: call each arm once, so that caches have its kernels"
+    )
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
     e2e = parser.add_argument_group("e2e")
@@ -198,7 +200,9 @@ def _bench_ops(
     if shared:
         rows = shared.rows()
     if arguments.json:
-        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": shared.done() if shared else not ended})
+        report.save(
+            arguments.json, {"machine": facts, "rows": rows, "complete": shared.done() if shared else not ended}
+        )
     if arguments.plot:
         for path in plots.plots(rows, arguments.plot):
             _progress(f"wrote {path}")
@@ -244,7 +248,9 @@ def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     against = _peers(arguments, ["liger", "torch"])
     try:
         with timing.Meter(device) as meter:
-            found = host.measure(names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget), _progress)
+            found = host.measure(
+                names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget), _progress
+            )
             document = {"machine": report.machine(meter.device, arguments.commit), **found}
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None

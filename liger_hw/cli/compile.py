@@ -24,7 +24,9 @@ from ._values import dtype_name, positive, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all")
+    parser.add_argument(
+        "--target", required=True, help="architectures or devices, comma-separated, as sm90,mi300x; or all"
+    )
     parser.add_argument("--ops", help="names of ops, comma-separated (default: all)")
     parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
     parser.add_argument(
@@ -128,7 +130,9 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
     records = []
     for c in certificates:
         case = case_of[c.launch.same()]
-        records.append({"op": c.launch.tunable.split(".")[0], "workload": case.workload, "dtype": case.dtype, **c.to_json()})
+        records.append(
+            {"op": c.launch.tunable.split(".")[0], "workload": case.workload, "dtype": case.dtype, **c.to_json()}
+        )
     return {
         "kind": "certificates",
         "date": store.today(),
@@ -144,7 +148,21 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
 
 def _text(certificates: list[Any], case_of: dict) -> str:
     rows = [
-        ("target", "kernel of", "workload", "layer", "warps", "regs", "spills", "shared", "occ.", "load", "store", "", "for")
+        (
+            "target",
+            "kernel of",
+            "workload",
+            "layer",
+            "warps",
+            "regs",
+            "spills",
+            "shared",
+            "occ.",
+            "load",
+            "store",
+            "",
+            "for",
+        )
     ]
     seen = set()
     problems = []

@@ -82,7 +82,7 @@ def _said(launched: list[dict[str, Any]]) -> str:
 def _unasked(target: Any) -> str:
     """Why its launchers cannot be asked, or ""."""
     from .. import registry
-    from ..kernels import _triton
+    from ..runtime import triton_import as _triton
 
     if registry.interpreting():
         return "not all are launched at every size, which is not told where kernels are interpreted"

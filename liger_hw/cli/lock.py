@@ -18,9 +18,7 @@ from .autotune import SEQS, _numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}"
-    )
+    parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
     parser.add_argument("--batch", type=_numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
     parser.add_argument(
         "--seq",
@@ -34,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
-    parser.add_argument("--device", help="cuda:0, xpu, h200, or an architecture such as sm90 (default: the device here)")
+    parser.add_argument(
+        "--device", help="cuda:0, xpu, h200, or an architecture such as sm90 (default: the device here)"
+    )
     parser.add_argument("-o", "--output", default="liger-hw.lock", help="file to write (default liger-hw.lock)")
     parser.add_argument("--check", metavar="FILE", help="check a lock file instead of writing one")
     parser.add_argument("--json", action="store_true", help="print JSON")

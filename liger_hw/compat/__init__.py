@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import env
+from ..kernels import home_of
 
 NAME = "liger_kernel"
 VERSION = "0.8.5"
@@ -33,7 +34,14 @@ _LOSSES = "liger_hw.chunked_loss"
 _MODULES = "liger_hw.compat.modules"
 _FUNCTIONS = "liger_hw.compat.functions"
 
-PACKAGES = ("transformers", "transformers.experimental", "transformers.model", "ops", "ops.experimental", "chunked_loss")
+PACKAGES = (
+    "transformers",
+    "transformers.experimental",
+    "transformers.model",
+    "ops",
+    "ops.experimental",
+    "chunked_loss",
+)
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
@@ -42,11 +50,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.mlp": (_MODULES,),
     "transformers.auto_model": (_TRANSFORMERS,),
     "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss",),
-    "transformers.experimental": ("liger_hw.kernels.embedding",),
+    "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
     "transformers.model": (),
     "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
     "ops": ("liger_hw.kernels", _FUNCTIONS),
-    "ops.swiglu": ("liger_hw.kernels.swiglu", "liger_hw.kernels.fused_gate_up_swiglu"),
+    "ops.swiglu": ("liger_hw.kernels.pointwise.swiglu", "liger_hw.kernels.pointwise.fused_gate_up_swiglu"),
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES,),
     "chunked_loss": (_LOSSES,),
@@ -64,9 +72,9 @@ def homes(name: str) -> tuple[str, ...] | None:
         return MODULES[name]
     group, _, op = name.partition(".")
     if group in ("transformers", "ops") and op:
-        home = f"liger_hw.kernels.{_RENAMED.get(op, op)}"
+        home = home_of(_RENAMED.get(op, op))
         more = (_TRANSFORMERS, _MODULES) if group == "transformers" else (_FUNCTIONS,)
-        return (home, *more) if not op.startswith("_") and importlib.util.find_spec(home) else None
+        return (home, *more) if home else None
     if group == "chunked_loss" and op:
         home = f"{_LOSSES}.{op}"
         return (home,) if not op.startswith("_") and importlib.util.find_spec(home) else None

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels._scaled_cross_entropy_tp import (
+from ..kernels.heads.fused_linear_jsd import liger_fused_linear_jsd
+from ..kernels.heads.fused_linear_kl_div import liger_fused_linear_kl_div
+from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import (
     LigerFusedLinearScaledCrossEntropyTPFunction as LigerFusedLinearScaledCrossEntropyTPFunction,
 )
-from ..kernels.fused_linear_jsd import liger_fused_linear_jsd
-from ..kernels.fused_linear_kl_div import liger_fused_linear_kl_div
-from ..kernels.jsd import liger_jsd
-from ..kernels.kl_div import liger_kl_div
-from ..kernels.tvd import liger_tvd
+from ..kernels.losses.jsd import liger_jsd
+from ..kernels.losses.kl_div import liger_kl_div
+from ..kernels.losses.tvd import liger_tvd
 
 
 class LigerJSDFunction:

@@ -9,12 +9,12 @@ import copy
 
 import torch
 
-from ..kernels.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # named alike in both
-from ..kernels.geglu import LigerGEGLUMLP
-from ..kernels.rms_norm import LigerRMSNorm
-from ..kernels.rope import liger_rope as liger_rotary_pos_emb
-from ..kernels.swiglu import LigerSwiGLUMLP, check_silu, liger_swiglu
-from ..kernels.vision_rope import liger_rotary_pos_emb_vision
+from ..kernels.norms.rms_norm import LigerRMSNorm
+from ..kernels.pointwise.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # named alike in both
+from ..kernels.pointwise.geglu import LigerGEGLUMLP
+from ..kernels.pointwise.swiglu import LigerSwiGLUMLP, check_silu, liger_swiglu
+from ..kernels.rotary.rope import liger_rope as liger_rotary_pos_emb
+from ..kernels.rotary.vision_rope import liger_rotary_pos_emb_vision
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):

@@ -1,1 +1,56 @@
-"""The ops, one file each. Files that start with an underscore are what they share."""
+"""The ops: one family is one package, one op is one file in it.
+
+`EXPORTS` is the one line an op needs beside its file: where it is and which public names it defines. The registry's table of
+ops, `liger_hw.transformers` and `liger_hw.transformers.functional` read it; importing this module imports none of them.
+"""
+
+from __future__ import annotations
+
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "norms.rms_norm": ("liger_rms_norm", "LigerRMSNorm"),
+    "norms.fused_add_rms_norm": ("liger_fused_add_rms_norm", "LigerFusedAddRMSNorm"),
+    "norms.layer_norm": ("liger_layer_norm", "LigerLayerNorm"),
+    "norms.group_norm": ("liger_group_norm", "LigerGroupNorm"),
+    "norms.modulated_rms_norm": ("liger_modulated_rms_norm", "LigerModulatedRMSNorm"),
+    "norms.poly_norm": ("liger_poly_norm", "LigerPolyNorm"),
+    "norms.dyt": ("liger_dyt", "LigerDyT"),
+    "pointwise.swiglu": ("liger_swiglu", "LigerSwiGLUMLP"),
+    "pointwise.fused_gate_up_swiglu": ("liger_fused_gate_up_swiglu", "LigerPhi3SwiGLUMLP"),
+    "pointwise.geglu": ("liger_geglu", "LigerGEGLUMLP"),
+    "pointwise.relu_squared": ("liger_relu_squared", "LigerReLUSquared"),
+    "rotary.rope": ("liger_rope",),
+    "rotary.qwen2vl_mrope": ("liger_qwen2vl_mrope", "liger_multimodal_rotary_pos_emb"),
+    "rotary.llama4_rope": (
+        "liger_llama4_rope",
+        "liger_llama4_text_rotary_pos_emb",
+        "liger_llama4_vision_rotary_pos_emb",
+    ),
+    "rotary.vision_rope": ("liger_vision_rope", "liger_rotary_pos_emb_vision"),
+    "rotary.interleaved_rope": ("liger_interleaved_rope",),
+    "rotary.qk_norm_rope": ("liger_qk_norm_rope", "LigerQKNormRope"),
+    "losses.cross_entropy": ("liger_cross_entropy", "CrossEntropyOutput", "LigerCrossEntropyLoss"),
+    "losses.jsd": ("liger_jsd", "LigerJSD"),
+    "losses.kl_div": ("liger_kl_div", "LigerKLDIVLoss"),
+    "losses.tvd": ("liger_tvd", "LigerTVDLoss"),
+    "losses.fused_ce_tvd": ("liger_fused_ce_tvd", "LigerFusedCETVDLoss"),
+    "losses.vocab_parallel_cross_entropy": ("liger_vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy"),
+    "heads.fused_linear_cross_entropy": ("liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss"),
+    "heads.fused_linear_scaled_cross_entropy": ("liger_fused_linear_scaled_cross_entropy",),
+    "heads.fused_linear_scaled_cross_entropy_tp": ("liger_fused_linear_scaled_cross_entropy_tp",),
+    "heads.fused_linear_jsd": ("liger_fused_linear_jsd", "LigerFusedLinearJSD"),
+    "heads.fused_linear_kl_div": ("liger_fused_linear_kl_div", "LigerFusedLinearKLDivLoss"),
+    "heads.mm_int8int2": (),
+    "attention.softmax": ("liger_softmax", "LigerSoftmax"),
+    "attention.sparsemax": ("liger_sparsemax", "LigerSparsemax"),
+    "attention.multi_token_attention": ("liger_multi_token_attention", "LigerMultiTokenAttention"),
+    "embedding.embedding": ("liger_embedding", "LigerEmbedding"),
+}
+"""`family.op`, the module below this package -> the public names that it defines."""
+
+
+def home_of(name: str) -> str | None:
+    """The full name of the module that defines the op `name` (`rms_norm`), or None where there is no such op."""
+    for module in EXPORTS:
+        if module.rpartition(".")[2] == name:
+            return f"{__name__}.{module}"
+    return None

@@ -182,7 +182,9 @@ class Dial:
         self.layers = layers_of(model)
         self._choice = Choice(setting, len(self.layers))
         if self._choice.planning:
-            of_module(model, getattr(model, "config", None), 1, 1)  # what cannot be planned is refused here, not in a step
+            of_module(
+                model, getattr(model, "config", None), 1, 1
+            )  # what cannot be planned is refused here, not in a step
         self._patches: list[Patch] = []
         for index, layer in enumerate(self.layers):
             slot = "_old_forward" if hasattr(layer, "_hf_hook") and "_old_forward" in vars(layer) else "forward"

@@ -253,7 +253,7 @@ class Planner:
         m, given = self.model, self.given
         if not given.fused_loss:
             return self.tokens * m.vocab * (2 * given.compute_bytes + 4)
-        from ..kernels._linear_head import plan_chunks
+        from ..kernels.heads.linear_head import plan_chunks
 
         trains = given.trainable == 1
         chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, apart=True)

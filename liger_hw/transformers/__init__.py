@@ -12,38 +12,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ..kernels import EXPORTS
 from .models import specs
 
 _HOME = {
-    "LigerRMSNorm": "kernels.rms_norm",
-    "LigerFusedAddRMSNorm": "kernels.fused_add_rms_norm",
-    "LigerLayerNorm": "kernels.layer_norm",
-    "LigerGroupNorm": "kernels.group_norm",
-    "LigerModulatedRMSNorm": "kernels.modulated_rms_norm",
-    "LigerPolyNorm": "kernels.poly_norm",
-    "LigerDyT": "kernels.dyt",
-    "LigerSwiGLUMLP": "kernels.swiglu",
-    "LigerPhi3SwiGLUMLP": "kernels.fused_gate_up_swiglu",
-    "LigerGEGLUMLP": "kernels.geglu",
-    "LigerReLUSquared": "kernels.relu_squared",
-    "LigerSoftmax": "kernels.softmax",
-    "LigerSparsemax": "kernels.sparsemax",
-    "LigerCrossEntropyLoss": "kernels.cross_entropy",
-    "LigerFusedLinearCrossEntropyLoss": "kernels.fused_linear_cross_entropy",
-    "LigerFusedLinearJSD": "kernels.fused_linear_jsd",
-    "LigerFusedLinearKLDivLoss": "kernels.fused_linear_kl_div",
-    "LigerFusedCETVDLoss": "kernels.fused_ce_tvd",
-    "LigerJSD": "kernels.jsd",
-    "LigerKLDIVLoss": "kernels.kl_div",
-    "LigerTVDLoss": "kernels.tvd",
-    "LigerVocabParallelCrossEntropy": "kernels.vocab_parallel_cross_entropy",
-    "LigerEmbedding": "kernels.embedding",
-    "LigerMultiTokenAttention": "kernels.multi_token_attention",
-    "LigerQKNormRope": "kernels.qk_norm_rope",
-    "liger_multimodal_rotary_pos_emb": "kernels.qwen2vl_mrope",
-    "liger_rotary_pos_emb_vision": "kernels.vision_rope",
-    "liger_llama4_text_rotary_pos_emb": "kernels.llama4_rope",
-    "liger_llama4_vision_rotary_pos_emb": "kernels.llama4_rope",
+    **{
+        name: f"kernels.{module}"
+        for module, names in EXPORTS.items()
+        for name in names
+        if name not in (f"liger_{module.rpartition('.')[2]}", "CrossEntropyOutput")
+    },
     "PatchReport": "transformers.report",
     "revert": "transformers.report",
     "functional": "transformers.functional",

@@ -14,8 +14,8 @@ import re
 import types
 from typing import Any, Callable, Iterator
 
-from ..kernels._op import check_flags
 from ..recompute.dial import put_on
+from ..runtime.operator import check_flags
 from . import parts, probing
 from .loss import causal_lm_forward, head_path
 from .probing import Match, Refused, rotary

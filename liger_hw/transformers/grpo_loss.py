@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from ..chunked_loss.policy import check_policy, make_policy, policy_tensors, token_shares
-from ..kernels._op import check, check_tensors
-from ..kernels._selected_log_probs import IGNORED, SelectedLogProbsFunction
+from ..kernels.losses.selected_log_probs import IGNORED, SelectedLogProbsFunction
+from ..runtime.operator import check, check_tensors
 
 _NAME = "triton_grpo_loss"
 

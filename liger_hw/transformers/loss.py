@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..autotune import compile_ahead
-from ..counted_rows import CountedRows
+from ..kernels.heads.counted_rows import CountedRows
 from .deferred import DeferredLogits, Surroundings
 
 log = logging.getLogger("liger_hw")

@@ -79,7 +79,9 @@ def revert(model: Any) -> int:
     """
     if not callable(getattr(model, "modules", None)) or isinstance(model, type):
         got = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"revert: model must be a loaded model, got {got}; a patched class is taken back by its report's revert()")
+        raise TypeError(
+            f"revert: model must be a loaded model, got {got}; a patched class is taken back by its report's revert()"
+        )
     count = 0
     for module in model.modules():
         held = vars(module)

@@ -28,7 +28,7 @@ def half_width() -> Callable[[Callable], Callable]:
 
 
 def interleaved(shared_halves: bool, to_halves: bool) -> Callable[[Callable], Callable]:
-    """Pairs of neighbours (Cohere, GLM, DeepSeek); see kernels/interleaved_rope.py for the two options."""
+    """Pairs of neighbours (Cohere, GLM, DeepSeek); see kernels/rotary/interleaved_rope.py for the two options."""
     from .functional import liger_interleaved_rope
 
     return _of_q_and_k(

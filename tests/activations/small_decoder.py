@@ -6,8 +6,8 @@ import types
 
 import torch
 
-from liger_hw.kernels.rms_norm import LigerRMSNorm
-from liger_hw.kernels.swiglu import LigerSwiGLUMLP
+from liger_hw.kernels.norms.rms_norm import LigerRMSNorm
+from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP
 
 HIDDEN, WIDE, TOKENS = 32, 48, 10
 

@@ -9,7 +9,7 @@ import torch
 from small_decoder import HIDDEN, Decoder, gradients, identical, some_input
 
 import liger_hw
-from liger_hw.kernels.rms_norm import liger_rms_norm
+from liger_hw.kernels.norms.rms_norm import liger_rms_norm
 from liger_hw.recompute import recipes
 
 pytestmark = [pytest.mark.lanes("gpu")]

@@ -16,17 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import liger_hw
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels import _reuse, swiglu
-from liger_hw.kernels.fused_add_rms_norm import liger_fused_add_rms_norm
-from liger_hw.kernels.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
-from liger_hw.kernels.geglu import LigerGEGLUMLP, liger_geglu
-from liger_hw.kernels.layer_norm import liger_layer_norm
-from liger_hw.kernels.qk_norm_rope import liger_qk_norm_rope
-from liger_hw.kernels.relu_squared import liger_relu_squared
-from liger_hw.kernels.rms_norm import liger_rms_norm
-from liger_hw.kernels.rope import liger_rope
-from liger_hw.kernels.swiglu import liger_swiglu
+from liger_hw.kernels.norms.fused_add_rms_norm import liger_fused_add_rms_norm
+from liger_hw.kernels.norms.layer_norm import liger_layer_norm
+from liger_hw.kernels.norms.rms_norm import liger_rms_norm
+from liger_hw.kernels.pointwise import swiglu
+from liger_hw.kernels.pointwise.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
+from liger_hw.kernels.pointwise.geglu import LigerGEGLUMLP, liger_geglu
+from liger_hw.kernels.pointwise.relu_squared import liger_relu_squared
+from liger_hw.kernels.pointwise.swiglu import liger_swiglu
+from liger_hw.kernels.rotary.qk_norm_rope import liger_qk_norm_rope
+from liger_hw.kernels.rotary.rope import liger_rope
 from liger_hw.recompute import recipes
+from liger_hw.runtime import saved_tensors as _reuse
 
 pytestmark = pytest.mark.cpu
 linear = torch.nn.functional.linear

@@ -34,15 +34,31 @@ DEEP = ("sm90", "gfx942")
 SPILLS: dict[tuple[str, tuple[str, ...]], tuple[str | int, ...]] = {
     ("cross_entropy.fwd", ("sm90", "sm100")): (2, "8 bytes a thread, fp32 with every option on, of 32 elements held"),
     ("dyt.bwd", ("gfx1100", "gfx1201")): (16, "its tiles take all 256 registers; later releases need fewer", "3.5"),
-    ("dyt.bwd", ("gfx950",)): (44, "the shipped choice, of 512 registers: 459 with the release it was chosen by", "3.5"),
+    ("dyt.bwd", ("gfx950",)): (
+        44,
+        "the shipped choice, of 512 registers: 459 with the release it was chosen by",
+        "3.5",
+    ),
     ("fused_linear_cross_entropy.fwd", ("sm90",)): (2, "the same kernel"),
-    ("group_norm.fwd", ("sm80", "sm120")): (4, "teams of 32 x 32 x 4096 x 512: 80 registers for six programs a multiprocessor"),
+    ("group_norm.fwd", ("sm80", "sm120")): (
+        4,
+        "teams of 32 x 32 x 4096 x 512: 80 registers for six programs a multiprocessor",
+    ),
     ("group_norm.fwd", ("sm100",)): (2, "fp32 groups of 65536: 8 bytes a thread, around one barrier"),
-    ("jsd.fwd", ("sm90",)): (2, "8 bytes a thread with labels and a beta between 0 and 1: ptxas stops at 64, takes 71 without labels"),
+    ("jsd.fwd", ("sm90",)): (
+        2,
+        "8 bytes a thread with labels and a beta between 0 and 1: ptxas stops at 64, takes 71 without labels",
+    ),
     ("layer_norm.fwd", ("sm90", "sm100")): (2, "8192 columns with weight and bias, Triton 3.6: ptxas stops at 64"),
-    ("modulated_rms_norm.fwd", ("sm90",)): (2, "1024 columns, Triton 3.9: ptxas stops at 96 for five programs a multiprocessor"),
+    ("modulated_rms_norm.fwd", ("sm90",)): (
+        2,
+        "1024 columns, Triton 3.9: ptxas stops at 96 for five programs a multiprocessor",
+    ),
     ("modulated_rms_norm.bwd", ("sm80",)): (2, "8 bytes a thread with three tiles in flight"),
-    ("multi_token_attention.channels_fill", ("sm100", "sm120")): (20, "64 or 80 bytes a thread: ptxas stops at 80 registers"),
+    ("multi_token_attention.channels_fill", ("sm100", "sm120")): (
+        20,
+        "64 or 80 bytes a thread: ptxas stops at 80 registers",
+    ),
     ("multi_token_attention.channels_fill", ("sm90",)): (6, "the same, by the ptxas of Triton 3.5 alone", "3.5"),
     ("sparsemax.bwd", ("sm80",)): (16, "32768 columns held by 512 threads: 64 bytes a thread spare a second read"),
 }
@@ -57,7 +73,11 @@ def workers():
 
 def _allowed_spills(tunable: str, arch: str) -> int:
     here = store.minor(store.triton_version())
-    found = [most for (name, archs), (most, _, *only) in SPILLS.items() if name == tunable and arch in archs and here in (only or [here])]
+    found = [
+        most
+        for (name, archs), (most, _, *only) in SPILLS.items()
+        if name == tunable and arch in archs and here in (only or [here])
+    ]
     return max(found, default=0)
 
 
@@ -135,7 +155,10 @@ def test_shipped_tables(table, name, workers, record_property):
         most = 64 if measured[certificate.launch] else _allowed_spills(certificate.launch.tunable, target.arch)
         assert certificate.resources.spills <= most, str(certificate)
         for relative in (known_target(arch) for arch in backend(target.vendor).known_archs()):
-            if (relative.family, relative.warp_size) == (target.family, target.warp_size):  # it may be answered from here
+            if (relative.family, relative.warp_size) == (
+                target.family,
+                target.warp_size,
+            ):  # it may be answered from here
                 assert not backend(target.vendor).illegal_resources(relative, certificate.resources), relative.arch
 
 
@@ -174,7 +197,7 @@ def test_what_is_recorded():
     launches = _first()
     assert [launch.tunable for launch in launches][:2] == ["rms_norm.fwd", "rms_norm.bwd"]
     forward = launches[0]
-    assert forward.layer == "heuristic" and forward.kernel == "liger_hw.kernels.rms_norm:_rms_norm_fwd_kernel"
+    assert forward.layer == "heuristic" and forward.kernel == "liger_hw.kernels.norms.rms_norm:_rms_norm_fwd_kernel"
     assert forward.args[0] == ("ptr", "bfloat16", True, True)
     assert dict(forward.options)["num_warps"] == forward.config.num_warps
     assert forward.grid == (-(-8192 // forward.config.blocks["ROWS"]),)
@@ -192,7 +215,7 @@ def test_specialisation_is_that_of_the_launch():
 
 
 def test_tracing_leaves_the_registry_alone():
-    from liger_hw.kernels import _launch
+    from liger_hw.runtime import launch as _launch
 
     before = registry.misses()
     _first()

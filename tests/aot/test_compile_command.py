@@ -36,9 +36,14 @@ def test_evidence(capsys):
     assert found["kind"] == "certificates" and found["targets"] == ["sm90", "gfx1100"] and found["ops"] == ["softmax"]
     assert found["triton"] and found["date"] and found["depth"] == "quick"
     records = found["certificates"]
-    assert {c["target"] for c in records} == {"sm90", "gfx1100"} and {c["tunable"] for c in records} == {"softmax.fwd", "softmax.bwd"}
+    assert {c["target"] for c in records} == {"sm90", "gfx1100"} and {c["tunable"] for c in records} == {
+        "softmax.fwd",
+        "softmax.bwd",
+    }
     for c in records:
-        assert not c["error"] and not c["illegal"] and c["workload"] and c["dtype"] == "float32" and c["op"] == "softmax"
+        assert (
+            not c["error"] and not c["illegal"] and c["workload"] and c["dtype"] == "float32" and c["op"] == "softmax"
+        )
         assert c["resources"]["registers"] > 0 and c["resources"]["threads"] <= 1024
 
 
@@ -54,7 +59,9 @@ def test_depths():
     from liger_hw.autotune import matrix
 
     for op in registry.ops().values():
-        quick, deep, full = ([(c.workload, c.dtype, str(c.options)) for c in matrix.cases(op, d)] for d in matrix.DEPTHS)
+        quick, deep, full = (
+            [(c.workload, c.dtype, str(c.options)) for c in matrix.cases(op, d)] for d in matrix.DEPTHS
+        )
         assert len(quick) == 1 and len(deep) == len(op.options) + 1
         assert len(full) == 2 * len(op.workloads) * len(op.options)
         assert set(quick) <= set(deep) <= set(full)

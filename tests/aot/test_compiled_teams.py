@@ -9,7 +9,7 @@ import torch
 
 from liger_hw.autotune import compile as aot
 from liger_hw.backends import known_target
-from liger_hw.kernels import group_norm
+from liger_hw.kernels.norms import group_norm
 
 OTHERS = ((16, 32, 1024, 320), (32, 32, 256, 1280), (4, 32, 4096, 1280), (3, 32, 197, 1280), (4, 32, 121, 1920))
 SPILLS = 16  # 11 x 11 places of 60 channels on sm86 with Triton 3.6: 96 registers for five programs a multiprocessor

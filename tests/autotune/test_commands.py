@@ -96,7 +96,9 @@ def test_only_rank_0_measures(clean_registry, capsys, monkeypatch):
     assert main(["autotune", "--device", "cuda"]) == 0
     assert "only rank 0" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "head")  # somebody else's variable
-    assert json.loads(run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--first", "--json"))["jobs"]
+    assert json.loads(
+        run(capsys, "autotune", "--dry-run", "--device", "gfx942", "--ops", "rms_norm", "--first", "--json")
+    )["jobs"]
 
 
 # -- cache -----------------------------------------------------------------------------------------------------------
@@ -253,7 +255,20 @@ def test_lock_from_used_leaves_out_keys_of_another_version(cache, capsys, tmp_pa
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):
     """Also where LIGER_HW_LOCK_FILE names the file, as it does on the machine where somebody would check it."""
     path = tmp_path / "l"
-    run(capsys, "lock", "--model", "llama-3-8b", "--ops", "rms_norm", "--seq", "8192", "--device", "sm90", "-o", str(path))
+    run(
+        capsys,
+        "lock",
+        "--model",
+        "llama-3-8b",
+        "--ops",
+        "rms_norm",
+        "--seq",
+        "8192",
+        "--device",
+        "sm90",
+        "-o",
+        str(path),
+    )
     words = ("lock", "--check", str(path), "--device", "gfx942", "--json")
     differ = json.loads(run(capsys, *words))["other"]
     monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
@@ -266,7 +281,9 @@ def test_lock_says_what_is_missing(clean_registry, capsys):
     assert "say what to pin" in run(capsys, "lock", "--device", "sm90", "--from-used", "--model", "qwen3-8b", code=2)
 
 
-@pytest.mark.parametrize("content", [b"no", b"[1]", b"\xff", b"[" * 100_000, None], ids=["text", "list", "bytes", "deep", "folder"])
+@pytest.mark.parametrize(
+    "content", [b"no", b"[1]", b"\xff", b"[" * 100_000, None], ids=["text", "list", "bytes", "deep", "folder"]
+)
 def test_a_file_that_cannot_be_used_is_named(clean_registry, capsys, tmp_path, content):
     path = tmp_path / "x.json"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -331,5 +348,7 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(ValueError, match="'some/model' is no file.* http://127.0.0.1:9 cannot be reached.* give the path of a config"):
+    with pytest.raises(
+        ValueError, match="'some/model' is no file.* http://127.0.0.1:9 cannot be reached.* give the path of a config"
+    ):
         models.find("some/model")

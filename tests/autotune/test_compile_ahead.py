@@ -14,7 +14,8 @@ from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.autotune.compile import _launcher_mode
 from liger_hw.backends import known_target
-from liger_hw.kernels import _launch, rms_norm
+from liger_hw.kernels.norms import rms_norm
+from liger_hw.runtime import launch as _launch
 
 pytestmark = pytest.mark.cpu
 

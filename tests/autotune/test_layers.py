@@ -94,7 +94,9 @@ def test_a_failing_heuristic_gives_way_to_the_safe_one_and_that_to_nobody(h200):
     assert safe.layer == "safe" and not registry.quarantine(safe, RuntimeError("PTXAS error"))
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("too many blocks in cooperative launch")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("too many blocks in cooperative launch")]
+)
 def test_the_machine_is_not_held_against_a_config(h200, error):
     fwd = tunable()
     plan = fwd.plan(DEVICE, KEY)
@@ -362,7 +364,19 @@ class TestLock:
                 fwd.plan(DEVICE, KEY)
         assert main(["explain", "rms_norm", "--shape", "8x8", "--device", "sm90"]) == 2
         assert "LIGER_HW_LOCK_FILE" in capsys.readouterr().err
-        words = ["lock", "--model", "mistral-7b", "--ops", "rms_norm", "--seq", "64", "--device", "sm90", "-o", str(path)]
+        words = [
+            "lock",
+            "--model",
+            "mistral-7b",
+            "--ops",
+            "rms_norm",
+            "--seq",
+            "64",
+            "--device",
+            "sm90",
+            "-o",
+            str(path),
+        ]
         assert main(words) == 0  # what repairs it
         registry.reload()
         assert registry.explain("rms_norm", (64, 4096), torch.bfloat16, "sm90")[0].chosen.layer == "lock"

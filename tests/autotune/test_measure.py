@@ -75,7 +75,7 @@ def test_an_illegal_candidate_is_rejected_with_the_reason(measurer):
 
 
 def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
-    from liger_hw.kernels import _launch
+    from liger_hw.runtime import launch as _launch
 
     baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
     ordinary = _launch._launch_ordinary

@@ -168,7 +168,11 @@ class FakeWorkers:
             threads, tile = 32 * config.num_warps, config.blocks["BLOCK_SIZE"] * config.blocks["ROWS"]
             each = max(1, tile // threads // 8)  # accesses of 16 bytes
             resources = {"registers": 32, "spills": 0, "scratch": 0, "shared": 32, "threads": threads, "looped": {}}
-            resources |= {"occupancy": max(1, 2048 // threads) * threads / 2048, "loads": {128: each}, "stores": {128: each}}
+            resources |= {
+                "occupancy": max(1, 2048 // threads) * threads / 2048,
+                "loads": {128: each},
+                "stores": {128: each},
+            }
             resources["instructions"] = {"load": each, "store": each, "barrier": 2, "other": 80 * each}
             found = self.answer(config)
             if "error" in found:
@@ -209,7 +213,12 @@ def test_the_best_by_the_model_is_stored():
 @pytest.mark.aot
 def test_a_small_gain_is_not_kept():
     result, saved, _ = _choose(lambda config: {})
-    assert result.heuristic_us == result.winner_us and not saved and result.config == HEURISTIC.to_json() and result.note == "the heuristic stays"
+    assert (
+        result.heuristic_us == result.winner_us
+        and not saved
+        and result.config == HEURISTIC.to_json()
+        and result.note == "the heuristic stays"
+    )
 
 
 @pytest.mark.aot
@@ -284,7 +293,9 @@ def test_the_command(arch, kind, capsys, clean_registry):
     assert found["kind"] == "static" and {r["variant"] for r in found["results"]} == {"fwd", "bwd"}
     for result in found["results"]:
         assert not result["error"] and result["heuristic_us"] > 0 and result["tried"] > 1
-        assert {k["level"] for k in result["evidence"]["kernels"]["heuristic"]} == {"binary" if kind == "static" else "ttir"}
+        assert {k["level"] for k in result["evidence"]["kernels"]["heuristic"]} == {
+            "binary" if kind == "static" else "ttir"
+        }
     stored = [r for r in found["results"] if r["stored"]]
     for result in stored:
         registry.reload()
@@ -305,7 +316,9 @@ def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, cap
 
     results = ROOT / "benchmarks" / "results"
     made = tmp_path / "regret.json"
-    monkeypatch.setattr(sys, "argv", ["x", "report", str(results / "static-measurements-h200.json.gz"), "-o", str(made)])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "report", str(results / "static-measurements-h200.json.gz"), "-o", str(made)]
+    )
     static_regret.main()
     now, published = json.loads(made.read_text()), json.loads((results / "static-regret-h200.json").read_text())
     assert now["as_shipped"] == published["as_shipped"] and now["by_launch"] == published["by_launch"]
@@ -332,10 +345,15 @@ def test_what_is_measured_for_the_regret(monkeypatch):
     target = known_target("sm90")
     jobs = static_regret.jobs_of([registry.get_op("jsd"), registry.get_op("cross_entropy")], target, {}, 4)
     names = [(job["op"], job["variant"], job["key"]) for job in jobs]
-    assert len(names) == len(set(names)) and {name[:2] for name in names} >= {("jsd", "fwd"), ("cross_entropy", "stats")}
+    assert len(names) == len(set(names)) and {name[:2] for name in names} >= {
+        ("jsd", "fwd"),
+        ("cross_entropy", "stats"),
+    }
     for job in jobs:
         tunable = registry._tunables[f"{job['op']}.{job['variant']}"]
-        assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(job["configs"])
+        assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(
+            job["configs"]
+        )
         assert job["source"] == tunable.kernel_hash()
 
 

@@ -140,14 +140,19 @@ def test_a_stale_entry_is_held_against_the_heuristic(tool, still_good):
     assert tuner.asked == [(JOB.name, [config])] and said.startswith("stays" if still_good else "goes")
     arch.write()
     after = _arch(tool)
-    assert {n: e.kernel_hash for n, e in after.entries.items()} == ({NAME: tunable().kernel_hash()} if still_good else {})
+    assert {n: e.kernel_hash for n, e in after.entries.items()} == (
+        {NAME: tunable().kernel_hash()} if still_good else {}
+    )
     assert not after.rechecks(["rms_norm"]) and after.judged == {}, "a recheck is no search"
 
 
 @pytest.mark.aot
 def test_what_was_measured_stays(tool):
     config = other_config(tunable(), TARGET, JOB.key)
-    tool.write(TARGET, {NAME: Entry(config, {"kind": "measured", "sizes": [1, 1], "dtype": "bfloat16"}, tunable().kernel_hash())})
+    tool.write(
+        TARGET,
+        {NAME: Entry(config, {"kind": "measured", "sizes": [1, 1], "dtype": "bfloat16"}, tunable().kernel_hash())},
+    )
     arch = _arch(tool)
     assert arch.judge(JOB, FakeTuner(config), False) == "measured" and not arch.rechecks(["rms_norm"])
     assert arch.entries[NAME].provenance["kind"] == "measured"

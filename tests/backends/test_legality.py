@@ -96,9 +96,11 @@ def test_a_cache_modifier_with_an_eviction_policy(vendor):
 def test_no_kernel_writes_both_on_one_access():
     """Only the plan's pair may stand together: it is never both."""
     wrong = []
-    for path in sorted((Path(registry.__file__).parent / "kernels").glob("*.py")):
+    for path in sorted((Path(registry.__file__).parent / "kernels").rglob("*.py")):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-            hints = {k.arg: ast.unparse(k.value) for k in call.keywords if k.arg in ("cache_modifier", "eviction_policy")}
+            hints = {
+                k.arg: ast.unparse(k.value) for k in call.keywords if k.arg in ("cache_modifier", "eviction_policy")
+            }
             if len(hints) == 2 and hints != {"cache_modifier": "LOAD_CACHE", "eviction_policy": "LOAD_EVICT"}:
                 wrong.append(f"{path.name}:{call.lineno}: {hints}")
     assert not wrong, "\n".join(wrong)
@@ -106,7 +108,7 @@ def test_no_kernel_writes_both_on_one_access():
 
 def test_no_kernel_multiplies_matrices():
     """Intel's rule for products, tensor descriptors for their operands, has nothing to apply to (docs/vendors.md)."""
-    for path in sorted((Path(registry.__file__).parent / "kernels").glob("*.py")):
+    for path in sorted((Path(registry.__file__).parent / "kernels").rglob("*.py")):
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
         assert not calls & {"tl.dot", "tl.dot_scaled"}, f"{path.name}: load its operands by tensor descriptors"
 

@@ -8,7 +8,8 @@ import torch
 from liger_hw import registry
 from liger_hw.bench import host, ops
 from liger_hw.bench.timing import Meter
-from liger_hw.kernels import _launch, rms_norm
+from liger_hw.kernels.norms import rms_norm
+from liger_hw.runtime import launch as _launch
 
 pytestmark = pytest.mark.interpret
 

@@ -88,7 +88,13 @@ def test_plots(tmp_path):
 
 def test_the_best_peer_at_each_shape():
     more = {"sizes": [16, 16], "copy_gb_s": 1024.0}
-    rows = [row("liger_hw", 0.8), row("torch", 2.0), row("liger", 1.0), row("liger_hw", 0.9, **more), row("torch", 0.6, **more)]
+    rows = [
+        row("liger_hw", 0.8),
+        row("torch", 2.0),
+        row("liger", 1.0),
+        row("liger_hw", 0.9, **more),
+        row("torch", 0.6, **more),
+    ]
     first, second = report.against_best([*rows, row("quack", None), row("liger_hw", 1.0, op="dyt")])
     assert (first["peer"], first["speed"], first["ours"]) == ("liger", 1.25, 0.8)
     assert second["peer"] == "torch" and second["speed"] == pytest.approx(2 / 3)

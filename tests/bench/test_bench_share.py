@@ -80,7 +80,9 @@ def test_another_list_is_refused(tmp_path, capsys):
 
 def test_processes_measure_one_list_and_a_later_one_finds_it_done(tmp_path, capsys):
     arguments = [*COMMAND, "--share", str(tmp_path / "share"), "--json", str(tmp_path / "all.json")]
-    running = [subprocess.Popen([sys.executable, "-m", "liger_hw", *arguments], stderr=subprocess.PIPE) for _ in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, "-m", "liger_hw", *arguments], stderr=subprocess.PIPE) for _ in range(2)
+    ]
     assert [process.wait(timeout=300) for process in running] == [0, 0]
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["complete"] and len(found["rows"]) == 12

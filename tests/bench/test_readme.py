@@ -84,7 +84,10 @@ def test_the_tables_of_the_losses_say_what_the_files_hold(readme, tmp_path, monk
     ]
     text = readme.losses_page.sweep_text()
     assert "least share 60%, 1025 tokens x 1000 words" in text and "from 1024 tokens 60%" in text
-    assert "80% to 60%, from 1024 to 1025 x 1000" in text and "Not reached in the time: 1000 words at 65536 tokens." in text
+    assert (
+        "80% to 60%, from 1024 to 1025 x 1000" in text
+        and "Not reached in the time: 1000 words at 65536 tokens." in text
+    )
     assert readme.losses_page.largest_table().splitlines()[2:] == [
         "| liger_hw | at least 1,048,576, 18.2 GiB, 5.20 s |",
         "| torch | 81,920, 133.0 GiB, 0.40 s; then RuntimeError: no |",
@@ -112,7 +115,9 @@ def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
     full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
     old = [one | full for one in many("dyt", [8, 16], liger_hw=1.5, liger=2.0)]
     readme.report.save(tmp_path / readme.published.ALL_LOSSES, {"rows": old})
-    readme.report.save(tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
+    readme.report.save(
+        tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]}
+    )
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     monkeypatch.setattr(readme, "SHOWN", {"dyt": ("8x16",)})
     assert readme.ops_table().splitlines()[2] == "| dyt | 8x16 | 0.5 | **1** (50%) | 2† | - | - | 2e-3 / 2e-3 | 4 / 4 |"
@@ -120,14 +125,26 @@ def test_what_the_newest_run_has_not_is_marked(readme, tmp_path, monkeypatch):
 
 def test_kernels_stand_beside_the_aim_of_their_op(readme, tmp_path, monkeypatch):
     full = {"method": "graph", "peak_mib": 4.0, "error_out": 1e-3, "error_grad": 2e-3}
-    readme.report.save(tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]})
+    readme.report.save(
+        tmp_path / readme.published.TABLE, {"rows": [one | full for one in many("dyt", [8, 16], liger_hw=1.0)]}
+    )
     config = {"blocks": {"BLOCK_SIZE": 64}, "num_warps": 4, "ctas_per_mp": 2}
-    kernel = {"variant": "bwd", "us": 7.25, "share": 0.9, "registers": 40, "spills": 0, "warps_held": 48, "config": config}
+    kernel = {
+        "variant": "bwd",
+        "us": 7.25,
+        "share": 0.9,
+        "registers": 40,
+        "spills": 0,
+        "warps_held": 48,
+        "config": config,
+    }
     rows = [{"op": "dyt", "sizes": [8, 16], "aim": 0.85, "kernels": [kernel, kernel | {"variant": "dw"}]}]
     readme.report.save(tmp_path / "limits-h200.json", {"rows": rows})
     monkeypatch.setattr(readme.published, "RESULTS", tmp_path)
     first, second = readme.limits_table().splitlines()[2:]
-    assert first.startswith("| dyt | 8x16 | 85% | **50%** | bwd | 7.2 | 90% | 40 | 0 | 48 | BLOCK_SIZE 64; 4 warps, 2 a ")
+    assert first.startswith(
+        "| dyt | 8x16 | 85% | **50%** | bwd | 7.2 | 90% | 40 | 0 | 48 | BLOCK_SIZE 64; 4 warps, 2 a "
+    )
     assert second.startswith("|  |  |  |  | dw | 7.2 |")
 
 

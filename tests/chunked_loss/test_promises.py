@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat, env
 from liger_hw.chunked_loss import _head, functional, grpo_loss
-from liger_hw.kernels import _linear_head
-from liger_hw.kernels._linear_head import DEFAULT_MIB, MOST_APART, SMALLEST
+from liger_hw.kernels.heads import linear_head as _linear_head
+from liger_hw.kernels.heads.linear_head import DEFAULT_MIB, MOST_APART, SMALLEST
 
 HEADS = [name for name in FEW if not name.startswith("distillation")]
 
@@ -409,7 +409,9 @@ _UNUSED = ("compiled", "chunk_size")  # Liger's, without a meaning here
 @pytest.mark.parametrize("kind", _LOSSES, ids=lambda kind: kind.__name__)
 def test_text_for_a_number_or_a_flag_is_refused_when_the_loss_is_made(kind):
     """Named, and neither converted nor taken for True; None is no number either."""
-    scalars = [n for n, p in inspect.signature(kind).parameters.items() if type(p.default) is not str and n not in _UNUSED]
+    scalars = [
+        n for n, p in inspect.signature(kind).parameters.items() if type(p.default) is not str and n not in _UNUSED
+    ]
     assert "beta" in scalars
     for name in scalars:
         with pytest.raises((TypeError, ValueError), match=f": {name} must be"):

@@ -33,7 +33,9 @@ def test_every_kernel_is_kept_and_compiled_once(certificates, tmp_path, capsys):
     found = _result(tmp_path)
     records = found["certificates"]
     assert {(r["target"], r["tunable"], r["level"]) for r in records} == {
-        (arch, f"relu_squared.{way}", level) for arch, level in (("gfx942", "binary"), ("bmg", "ttir")) for way in ("fwd", "bwd")
+        (arch, f"relu_squared.{way}", level)
+        for arch, level in (("gfx942", "binary"), ("bmg", "ttir"))
+        for way in ("fwd", "bwd")
     }
     assert all(r["resources"]["registers"] > 0 and not r["error"] and not r["illegal"] for r in records)
     assert found["left"] == [] and found["sources"]["relu_squared"]

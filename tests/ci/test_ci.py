@@ -14,7 +14,9 @@ import yaml
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh", "evidence.sh"))
+SCRIPTS = sorted(
+    path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh", "evidence.sh")
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,11 @@ def workflows():
 
 def steps(script, **environment):
     """The commands a lane script would run, without running them."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "OUT", "VENV", "BUDGET")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "OUT", "VENV", "BUDGET")
+    }
     done = subprocess.run(
         ["bash", f"ci/{script}"],
         cwd=ROOT,
@@ -94,10 +100,13 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "liger-hw").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m liger_hw "$@"\n')
     (tmp_path / "bin" / "liger-hw").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path), "OUT": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "VENV": str(tmp_path),
+        "OUT": str(tmp_path),
+    }
+    done = subprocess.run(["bash", "ci/xpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "sees no xpu device" in done.stderr
     assert "ci/test.sh" not in done.stdout
 
@@ -105,7 +114,10 @@ def test_a_machine_without_the_gpu_stops_at_the_requirement(tmp_path):
 @pytest.mark.parametrize("script", [*SCRIPTS, "evidence.sh"])
 def test_words_are_refused_before_anything_is_installed(script):
     """Who asks for `--help` gets no environment built."""
-    words, env = ["bash", f"ci/{script}", "--help"], {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "STEPS": ""}
+    words, env = (
+        ["bash", f"ci/{script}", "--help"],
+        {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "STEPS": ""},
+    )
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "no words, only variables" in done.stderr and not done.stdout
 

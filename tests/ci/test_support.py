@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from liger_hw import registry
+
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +86,11 @@ def test_failures_are_named_on_the_page(support):
 
 def _kept(depth="quick", source="s", failures=(), **archs):
     facts = {"date": "2026-01-01", "depth": depth, "source": source, **({"failures": [*failures]} if failures else {})}
-    return {"triton": "3.7.1", "about": {"dyt": facts}, "ops": {"dyt": {arch: {"kernels": n} for arch, n in archs.items()}}}
+    return {
+        "triton": "3.7.1",
+        "about": {"dyt": facts},
+        "ops": {"dyt": {arch: {"kernels": n} for arch, n in archs.items()}},
+    }
 
 
 def test_compiled_runs_are_merged(support):
@@ -100,7 +106,9 @@ def test_compiled_runs_are_merged(support):
     assert broken["about"]["dyt"]["failures"] == ["sm80 dyt.fwd: no"]
     mended = merged(_kept(failures=["sm80 dyt.fwd: no", "sm90 dyt.fwd: no"], sm80=1, sm90=1), _kept(sm80=1))
     assert mended["about"]["dyt"]["failures"] == ["sm90 dyt.fwd: no"], "of what was compiled again"
-    assert merged(_kept("quick", sm80=1, sm90=1), _kept("full", sm80=9)) == _kept("quick", sm80=1, sm90=1), "not all yet"
+    assert merged(_kept("quick", sm80=1, sm90=1), _kept("full", sm80=9)) == _kept("quick", sm80=1, sm90=1), (
+        "not all yet"
+    )
     other = {**_kept(sm80=1), "about": {"jsd": _kept()["about"]["dyt"]}, "ops": {"jsd": {"sm80": {"kernels": 1}}}}
     assert set(merged(_kept(sm80=1), other)["ops"]) == {"dyt", "jsd"}
 
@@ -115,9 +123,13 @@ def test_what_was_not_compiled_as_it_is(support, monkeypatch, tmp_path):
         return support.stale_compiled(list(ops), version, depth, list(targets))
 
     assert stale("dyt") == stale("dyt", depth="deep", targets=("sm90", "sm80")) == []
-    assert stale("dyt", depth="full") == stale("dyt", targets=("pvc", "sm80")) == stale("dyt", version="3.9.0") == ["dyt"]
+    assert (
+        stale("dyt", depth="full") == stale("dyt", targets=("pvc", "sm80")) == stale("dyt", version="3.9.0") == ["dyt"]
+    )
     assert stale("dyt", "softmax") == ["softmax"]
-    (tmp_path / "compiled-3.7.1.json").write_text(json.dumps({**kept, "about": {"dyt": {**kept["about"]["dyt"], "source": "other"}}}))
+    (tmp_path / "compiled-3.7.1.json").write_text(
+        json.dumps({**kept, "about": {"dyt": {**kept["about"]["dyt"], "source": "other"}}})
+    )
     assert stale("dyt") == ["dyt"]
 
 
@@ -135,7 +147,9 @@ def test_depths_are_those_of_the_compiler(support):
 
 def test_what_is_unproven_is_listed(support, monkeypatch):
     """For each architecture what was not shown of it, with a command that shows it; nothing of what was."""
-    built = compiled(support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80"))
+    built = compiled(
+        support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm90"), certificate("sm80")
+    )
     timed = {"rms_norm": {"sm90": {}}}
     lines = support._unproven(["gfx942", "pvc", "sm80", "sm90"], timed, built)
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
@@ -150,7 +164,14 @@ def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
     monkeypatch.setattr(support, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     row = {"op": "dyt", "arm": "liger_hw", "status": "ok", "error_out": 0.0}
-    facts = {"device": "D", "torch": "2", "triton": "3", "date": "2026-01-02T00:00:00Z", "arch": "gfx942", "device_type": "cuda"}
+    facts = {
+        "device": "D",
+        "torch": "2",
+        "triton": "3",
+        "date": "2026-01-02T00:00:00Z",
+        "arch": "gfx942",
+        "device_type": "cuda",
+    }
     left = tmp_path / "bench.json"
     left.write_text(json.dumps({"machine": facts, "rows": [row]}))
     assert support.keep_measured(left).name == "ops-gfx942.json"
@@ -163,7 +184,11 @@ def test_what_a_bench_left_is_kept(support, monkeypatch, tmp_path):
 
 def test_states(support):
     found = compiled(
-        support, certificate("gfx942"), certificate("pvc", level="ttir"), certificate("sm80", error="crashed"), certificate("sm90")
+        support,
+        certificate("gfx942"),
+        certificate("pvc", level="ttir"),
+        certificate("sm80", error="crashed"),
+        certificate("sm90"),
     )
     timed = {"rms_norm": {"sm90": {}, "sm80": {}}}
     interpreted = {"ops": {"rms_norm": {"gfx1201": {"tests": 1, "failed": 0}, "gfx942": {"tests": 2, "failed": 0}}}}
@@ -193,20 +218,17 @@ def test_a_run_of_some_ops_replaces_only_those(support):
     assert after == {"about": {"a": {"date": "1"}, "b": {"date": "2"}}, "ops": {"a": {"pvc": {}}, "b": {"sm90": {}}}}
 
 
-def test_a_changed_source_makes_an_op_stale(support, monkeypatch, tmp_path):
-    """Its own file or one it imports; the file of an op that does not import it changes nothing."""
-    kernels, evidence = tmp_path / "kernels", tmp_path / "evidence"
-    kernels.mkdir(), evidence.mkdir()
-    for name, text in {"a": "from ._shared import x\n", "b": "import torch\n", "_shared": "x = 1\n"}.items():
-        (kernels / f"{name}.py").write_text(text)
-    monkeypatch.setattr(support, "KERNELS", kernels)
+def test_changed_kernels_make_an_op_stale(support, monkeypatch, tmp_path):
+    """Its own kernels' code; an op that is gone is not stale."""
+    evidence = tmp_path / "evidence"
+    evidence.mkdir()
     monkeypatch.setattr(support, "EVIDENCE", evidence)
-    about = {op: {"date": "2026-01-01", "source": support.source_of(op)} for op in "ab"}
+    about = {op: {"date": "2026-01-01", "source": support.source_of(op)} for op in ("dyt", "swiglu")}
     (evidence / "interpreted.json").write_text(json.dumps({"about": about, "ops": {}}))
-    (evidence / "compiled-3.7.1.json").write_text(json.dumps({"ops": {"a": {}, "b": {}, "gone": {}}}))
+    (evidence / "compiled-3.7.1.json").write_text(json.dumps({"ops": {"dyt": {}, "swiglu": {}, "gone": {}}}))
     assert support.stale() == []
-    (kernels / "_shared.py").write_text("x = 2\n")
-    assert support.stale() == ["a"]
+    monkeypatch.setattr(registry.get_op("dyt").tunables[0], "_hash", "another")
+    assert support.stale() == ["dyt"]
 
 
 def test_signs_are_of_the_pinned_triton(support):

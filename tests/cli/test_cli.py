@@ -223,7 +223,7 @@ def test_explain_says_what_is_launched(capsys):
 def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
     from liger_hw import registry
     from liger_hw.autotune import compile as aot
-    from liger_hw.kernels import _triton
+    from liger_hw.runtime import triton_import as _triton
 
     words = ("explain", "rms_norm", "--shape", "2x4096", "--device")
     assert "on the cpu its reference in torch runs" in said(capsys, *words, "cpu")[1]
@@ -250,7 +250,11 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
 )
 def test_kernels_of_ops_that_were_not_asked_for_are_found(words, tmp_path):
     """In a fresh process, where their files are not imported yet: embedding sorts for the head's gradient."""
-    environment = {**os.environ, "LIGER_HW_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(liger_hw.__file__).parents[1])}
+    environment = {
+        **os.environ,
+        "LIGER_HW_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(liger_hw.__file__).parents[1]),
+    }
     command = [sys.executable, "-m", "liger_hw", *words, "--device", "h200"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr

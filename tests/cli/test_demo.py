@@ -82,7 +82,7 @@ def _swiglu_off_by_a_thousandth(monkeypatch):
 
 
 def _rms_norm_backward_forgets_a_bit_of_dx(monkeypatch):
-    _scaled(monkeypatch, "liger_hw.kernels.rms_norm", "rms_norm_bwd", lambda grads: (grads[0] * 1.001, grads[1]))
+    _scaled(monkeypatch, "liger_hw.kernels.norms.rms_norm", "rms_norm_bwd", lambda grads: (grads[0] * 1.001, grads[1]))
 
 
 def _rope_turns_the_wrong_way(monkeypatch):

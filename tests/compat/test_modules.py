@@ -46,7 +46,9 @@ def test_norms(ours, family, name):
 
 
 def test_a_norm_without_scale():
-    same(modules.LigerRMSNormForGemma4(24, with_scale=False), theirs("gemma4", "Gemma4RMSNorm")(24, with_scale=False), 24)
+    same(
+        modules.LigerRMSNormForGemma4(24, with_scale=False), theirs("gemma4", "Gemma4RMSNorm")(24, with_scale=False), 24
+    )
 
 
 CONFIG = dict(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=True, mlp_multipliers=(1.5, 0.5))

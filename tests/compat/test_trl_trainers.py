@@ -98,7 +98,9 @@ json.dump(found, open(sys.argv[1], "w"))
 
 
 def _missing() -> str:
-    return ", ".join(name for name in ("trl", "datasets", "tokenizers", "accelerate") if not importlib.util.find_spec(name))
+    return ", ".join(
+        name for name in ("trl", "datasets", "tokenizers", "accelerate") if not importlib.util.find_spec(name)
+    )
 
 
 @pytest.fixture(scope="module")

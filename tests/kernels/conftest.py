@@ -58,4 +58,6 @@ def no_failed_configuration():
     for mark in failed:
         del registry._quarantined[mark]
     registry.invalidate()
-    assert not failed, "\n".join(f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items())
+    assert not failed, "\n".join(
+        f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items()
+    )

@@ -168,7 +168,9 @@ def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) ->
     (got,) = found.gradients
     assert (got is None) == (expected is None)
     if got is not None:
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()) if t.numel() else 0)
+        torch.testing.assert_close(
+            got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()) if t.numel() else 0
+        )
 
 
 def test_without_gradients(lane, case, seed):

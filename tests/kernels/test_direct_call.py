@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_hw.kernels import _op, rms_norm
+from liger_hw.kernels.norms import rms_norm
+from liger_hw.runtime import operator as _op
 
 pytestmark = pytest.mark.cpu
 
@@ -130,7 +131,9 @@ def test_apply_does_what_torch_does():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda one: one.__name__
+)
 def test_transforms_are_refused_with_what_to_do(transform, compiled):
     """Compiled too, where torch 2.13 makes zeros of a Function's gradient; the reference that is named takes them."""
     from liger_hw import registry
@@ -172,7 +175,10 @@ def test_a_transform_around_vmap_is_refused_too(loss):
         each(x.clone().requires_grad_())
     leaf = x[0].clone().requires_grad_()
     value = one(leaf)
-    for run in (torch.no_grad()(each), lambda x: torch.func.vmap(lambda g: torch.autograd.grad(value, leaf, g))(x[:, 0, 0])):
+    for run in (
+        torch.no_grad()(each),
+        lambda x: torch.func.vmap(lambda g: torch.autograd.grad(value, leaf, g))(x[:, 0, 0]),
+    ):
         with pytest.raises(RuntimeError, match="liger_hw::.*torch.func.*reference"):
             run(x)
 

@@ -12,8 +12,8 @@ from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
-from liger_hw.kernels import _group_norm_teams as teams
-from liger_hw.kernels import group_norm
+from liger_hw.kernels.norms import group_norm
+from liger_hw.kernels.norms import group_norm_teams as teams
 
 EPS = 1e-6
 
@@ -99,7 +99,9 @@ def test_where_programs_may_wait():
             assert not tunable.safe(target, key).vendor
             reason = tunable.illegal(target, key, _config(4096, 1))
             assert (reason is None) if target.vendor == "cuda" else f"is unknown to {target.vendor}" in reason
-    assert "512 programs would wait for one another" in group_norm.FWD.illegal(known_target("sm90"), key, _config(128, 1))
+    assert "512 programs would wait for one another" in group_norm.FWD.illegal(
+        known_target("sm90"), key, _config(128, 1)
+    )
 
 
 @pytest.mark.cpu

@@ -7,12 +7,13 @@ import torch
 from harness import make, verify
 
 from liger_hw import env
-from liger_hw.kernels import _kept_logits, fused_linear_scaled_cross_entropy
-from liger_hw.kernels._kept_logits import late_groups, plan_kept
-from liger_hw.kernels.fused_linear_scaled_cross_entropy import (
+from liger_hw.kernels.heads import fused_linear_scaled_cross_entropy
+from liger_hw.kernels.heads import kept_logits as _kept_logits
+from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
     fused_linear_scaled_cross_entropy_reference,
     liger_fused_linear_scaled_cross_entropy,
 )
+from liger_hw.kernels.heads.kept_logits import late_groups, plan_kept
 from liger_hw.registry import get_op
 
 OP = get_op("fused_linear_scaled_cross_entropy")
@@ -149,7 +150,9 @@ def test_words_that_cannot_be(lane, narrow, generator, late):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("n_rows", [1, 512, 513, 1024, 4096, 5000, 8192, 12288, 12289, 16384, 20480])
-@pytest.mark.parametrize("hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)])
+@pytest.mark.parametrize(
+    "hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)]
+)
 def test_memory(n_rows, hidden, vocab):
     """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one group."""
     kept = plan_kept(n_rows, hidden, vocab, 2)

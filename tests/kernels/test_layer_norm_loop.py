@@ -8,8 +8,8 @@ from harness import make, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
-from liger_hw.kernels import layer_norm
-from liger_hw.kernels._row_groups import grouped_key
+from liger_hw.kernels.norms import layer_norm
+from liger_hw.kernels.rows.groups import grouped_key
 
 
 def _staying(block: int, rows: int) -> LaunchConfig:

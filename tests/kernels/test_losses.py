@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from harness import tensors
 
 from liger_hw import registry
-from liger_hw.kernels.cross_entropy import FWD, liger_cross_entropy
-from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_hw.kernels.losses.cross_entropy import FWD, liger_cross_entropy
 
 ROWS, COLS = 6, 37
 
@@ -137,7 +137,7 @@ def test_targets_out_of_range_name_the_row(lane, generator, loss, bad):
 
 _ASSERT = """
 import torch
-from liger_hw.kernels.cross_entropy import liger_cross_entropy
+from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 x = torch.zeros(4, 8, device={device!r})
 target = torch.tensor([0, 1, 8, 2], device={device!r})
 try:
@@ -167,7 +167,11 @@ def test_weight_gradient_is_as_good_as_one_gemm(lane, generator):
     an fp32 buffer no worse than rounding once."""
     rows, hidden, vocab = (6 * 1024, 64, 256) if lane.name == "cpu" else (8 * 1024, 1024, 32000)
     x = torch.randn(rows, hidden, generator=generator).to(lane.device, torch.bfloat16).requires_grad_()
-    w = (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5).to(lane.device, torch.bfloat16).requires_grad_()
+    w = (
+        (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5)
+        .to(lane.device, torch.bfloat16)
+        .requires_grad_()
+    )
     target = torch.randint(vocab, (rows,), generator=generator).to(lane.device)
 
     def error_of(loss, x, w):
@@ -214,8 +218,8 @@ def test_outputs_asked_for_and_no_others(lane, generator):
     ],
 )
 def test_loss_modules_refuse_wrong_settings_when_made(settings, message):
-    from liger_hw.kernels.cross_entropy import LigerCrossEntropyLoss
-    from liger_hw.kernels.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_hw.kernels.heads.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_hw.kernels.losses.cross_entropy import LigerCrossEntropyLoss
 
     for kind in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
         with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):

@@ -6,16 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw.kernels.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
-from liger_hw.kernels.fused_linear_jsd import fused_linear_jsd_reference, liger_fused_linear_jsd
-from liger_hw.kernels.fused_linear_kl_div import fused_linear_kl_div_reference, liger_fused_linear_kl_div
-from liger_hw.kernels.fused_linear_scaled_cross_entropy import (
+from liger_hw.kernels.heads.fused_linear_jsd import fused_linear_jsd_reference, liger_fused_linear_jsd
+from liger_hw.kernels.heads.fused_linear_kl_div import (
+    fused_linear_kl_div_reference,
+    liger_fused_linear_kl_div,
+)
+from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
     fused_linear_scaled_cross_entropy_reference,
     liger_fused_linear_scaled_cross_entropy,
 )
-from liger_hw.kernels.jsd import jsd_reference, liger_jsd
-from liger_hw.kernels.kl_div import kl_div_reference, liger_kl_div
-from liger_hw.kernels.tvd import liger_tvd, tvd_reference
+from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
+from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
+from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
+from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
 
 ROWS, COLS, HIDDEN = 6, 37, 5
 
@@ -127,7 +130,9 @@ def test_jsd_of_small_probabilities_and_near_equals(lane, generator):
         exact = a32.detach().double().cpu().requires_grad_()
         expected = jsd_reference(exact, b32.double().cpu(), None, 0.5)
         found = liger_jsd(a32, b32, None, 0.5)
-        torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=2e-7 * float(a32.detach().exp().sum(-1).max()))
+        torch.testing.assert_close(
+            found.double().cpu(), expected, rtol=0, atol=2e-7 * float(a32.detach().exp().sum(-1).max())
+        )
         torch.testing.assert_close(_grad(found, a32).double().cpu(), _grad(expected, exact), rtol=1e-4, atol=1e-8)
 
 

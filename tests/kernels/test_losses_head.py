@@ -7,8 +7,9 @@ import torch
 from harness import make, verify
 
 from liger_hw import env
-from liger_hw.kernels import _head_targets, _linear_head
-from liger_hw.kernels._linear_head import (
+from liger_hw.kernels.heads import head_targets as _head_targets
+from liger_hw.kernels.heads import linear_head as _linear_head
+from liger_hw.kernels.heads.linear_head import (
     Chunks,
     HeadGradients,
     divide,
@@ -19,7 +20,7 @@ from liger_hw.kernels._linear_head import (
     sweep,
     whole_words,
 )
-from liger_hw.kernels._log_prob_rows import (
+from liger_hw.kernels.losses.log_prob_rows import (
     log_prob_buffers,
     log_probs_reference,
     row_log_prob_gradients,
@@ -33,7 +34,13 @@ MANY = 140  # rows: chunks are whole multiples of 128
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 128 rows at most."""
-    for name, value in {"SMALLEST": 64, "LARGEST": 128, "MOST_ROUNDINGS": 100, "MOST_APART": 100, "GENEROUS": 128}.items():
+    for name, value in {
+        "SMALLEST": 64,
+        "LARGEST": 128,
+        "MOST_ROUNDINGS": 100,
+        "MOST_APART": 100,
+        "GENEROUS": 128,
+    }.items():
         monkeypatch.setattr(_linear_head, name, value)
 
 
@@ -96,8 +103,20 @@ MIB = 1 << 20
     "n_rows, vocab, options, heights, most",
     [
         (8192, 131072, {"apart": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
-        (8192, 32768, {"apart": True}, (4096, 4096), 576),  # Liger 384; four chunks, with entries apart, 458, and 4% slower
-        (32768, 1000, {"apart": True}, (32768,), 328),  # logits of fewer words than `hidden` are less than the states' gradient
+        (
+            8192,
+            32768,
+            {"apart": True},
+            (4096, 4096),
+            576,
+        ),  # Liger 384; four chunks, with entries apart, 458, and 4% slower
+        (
+            32768,
+            1000,
+            {"apart": True},
+            (32768,),
+            328,
+        ),  # logits of fewer words than `hidden` are less than the states' gradient
         (8192, 131072, {"scale": 2, "buffers": 2}, (2048,) * 4, 2150),
         (4096, 131072, {"buffers": 2, "generous": True}, (1024,) * 4, 1638),
         (8192, 32768, {"buffers": 2, "generous": True}, (4096,) * 2, 832),
@@ -134,14 +153,19 @@ def test_a_second_head_borrows_the_gradients_memory(n_rows, hidden, vocab, heigh
     assert tuple(found) == heights and [a for a, _ in chunks.bounds[1:]] == [b for _, b in chunks.bounds[:-1]]
     assert len(found) <= len(before.bounds)
     if chunks.lent:
-        assert found[0] * -(-vocab // 16) * 16 <= hidden * vocab and max(found[0], 2 * max(found[1:], default=0)) <= 2 * before.rows
+        assert (
+            found[0] * -(-vocab // 16) * 16 <= hidden * vocab
+            and max(found[0], 2 * max(found[1:], default=0)) <= 2 * before.rows
+        )
     else:
         assert chunks is before
 
 
 @pytest.mark.cpu
 def test_few_words_are_multiplied_apart():
-    assert whole_words(50257, 2) == [slice(50256, 50257), slice(0, 50256)] and whole_words(50256, 2) == [slice(0, 50256)]
+    assert whole_words(50257, 2) == [slice(50256, 50257), slice(0, 50256)] and whole_words(50256, 2) == [
+        slice(0, 50256)
+    ]
     assert whole_words(1023, 2) == [slice(0, 1023)] and whole_words(4099, 4) == [slice(4096, 4099), slice(0, 4096)]
 
 
@@ -298,7 +322,9 @@ def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab)
     dx = torch.empty_like(x)
     dx_of(slopes, weight, dx, True)
     whole = whole_words(vocab, 2)[-1]
-    large = torch.zeros_like(x).addmm_(slopes[:, whole], weight[whole])  # as dx_of: cuBLAS splits the sum by the call's shape
+    large = torch.zeros_like(x).addmm_(
+        slopes[:, whole], weight[whole]
+    )  # as dx_of: cuBLAS splits the sum by the call's shape
     alone = (large.double() - slopes[:, whole].double() @ weight[whole].double())[rest].norm()
     assert (dx.double() - exact)[rest].norm() <= 1.01 * alone
     assert (dx.double() - exact)[few].norm() <= 1.5 * (exact[few].bfloat16().double() - exact[few]).norm()

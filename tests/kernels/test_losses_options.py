@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from harness import few_sizes, make, run, verify
 
 from liger_hw import env, registry
-from liger_hw.kernels.cross_entropy import liger_cross_entropy
-from liger_hw.kernels.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
-from liger_hw.kernels.kl_div import liger_kl_div
+from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
+from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
+from liger_hw.kernels.losses.kl_div import liger_kl_div
 
 LOSSES = [name for name in registry.ops() if name.endswith(("cross_entropy", "jsd", "kl_div", "tvd"))]
 SAMPLED = {
@@ -95,7 +95,7 @@ def test_torchs_old_names_of_reductions(generator, size_average, reduce):
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypatch):
     """chunk_mem_const: twice the memory, half the chunks, the same results."""
-    from liger_hw.kernels import _linear_head
+    from liger_hw.kernels.heads import linear_head as _linear_head
 
     heights = []
     sweep = _linear_head.sweep
@@ -104,7 +104,7 @@ def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypat
         heights.append(chunks.rows)
         return sweep(chunks, *args, **kwargs)
 
-    monkeypatch.setattr("liger_hw.kernels.fused_linear_cross_entropy.sweep", seen)
+    monkeypatch.setattr("liger_hw.kernels.heads.fused_linear_cross_entropy.sweep", seen)
     monkeypatch.setattr(_linear_head, "SMALLEST", 8)
     monkeypatch.setattr(_linear_head, "STEP", 8)
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "1")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw.kernels.vocab_parallel_cross_entropy import (
+from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
     LigerVocabParallelCrossEntropy,
     liger_vocab_parallel_cross_entropy,
 )
@@ -20,7 +20,7 @@ from liger_hw.kernels.vocab_parallel_cross_entropy import (
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import sys, torch, torch.distributed as dist, torch.nn.functional as F
-from liger_hw.kernels.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy as parallel
+from liger_hw.kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy as parallel
 from liger_hw.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp as scaled
 rank, kind = int(sys.argv[1]), sys.argv[3]
 device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
@@ -124,5 +124,7 @@ def test_what_is_refused():
         liger_vocab_parallel_cross_entropy(x, target, label_smoothing_formula="other")
     with pytest.raises(IndexError, match=r"target\[4\] = 7 is out of range"):
         liger_vocab_parallel_cross_entropy(x, target.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(7)))
-    with pytest.raises(TypeError, match=r"tp_group must be a torch.distributed.ProcessGroup \(of a DeviceMesh.*got str"):
+    with pytest.raises(
+        TypeError, match=r"tp_group must be a torch.distributed.ProcessGroup \(of a DeviceMesh.*got str"
+    ):
         liger_vocab_parallel_cross_entropy(x, target, "tp")

@@ -10,8 +10,9 @@ from harness import make, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels import group_norm, multi_token_attention
-from liger_hw.kernels._row_pieces import pieces_key, row_pieces
+from liger_hw.kernels.attention import multi_token_attention
+from liger_hw.kernels.norms import group_norm
+from liger_hw.kernels.rows.pieces import pieces_key, row_pieces
 
 COLUMN_TILES = LaunchConfig({"BLOCK_SIZE": 16, "ROWS": 2}, 1)
 
@@ -44,7 +45,9 @@ def test_sparsemax_of_ties(lane, tiles, generator):
     """What equals the threshold is outside the support, whose gradients are a mean: a division that is off by an ulp would
     take it in. In bf16 one row in 24 of 1024 columns has such a value."""
     op = registry.get_op("sparsemax")
-    x = torch.randn(100 if lane.name == "interpret" else 4000, 1024, generator=generator).to(lane.device, torch.bfloat16)
+    x = torch.randn(100 if lane.name == "interpret" else 4000, 1024, generator=generator).to(
+        lane.device, torch.bfloat16
+    )
     exact = op.reference(x.double())
     x_above = x.double() - x.double().amax(-1, keepdim=True)
     threshold = (torch.where(exact > 0, x_above, 0).sum(-1, keepdim=True) - 1) / (exact > 0).sum(-1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_hw.kernels.mm_int8int2 import _EXACT, matmul, pack_weights, unpack_weights
+from liger_hw.kernels.heads.mm_int8int2 import _EXACT, matmul, pack_weights, unpack_weights
 
 
 @pytest.mark.cpu

@@ -30,7 +30,10 @@ def test_a_nan_is_never_lost(lane, case, seed):
     result = run(op.function, sample, seed)
     exact = reference(op, sample, result.given, torch.clone)
     assert any(t.isnan().any() for t in exact.bits() if t.is_floating_point())
-    for what, ours, theirs in (("output", result.outputs, exact.outputs), ("gradient", result.gradients, exact.gradients)):
+    for what, ours, theirs in (
+        ("output", result.outputs, exact.outputs),
+        ("gradient", result.gradients, exact.gradients),
+    ):
         for i, (a, b) in enumerate(zip(ours, theirs)):
             if b is not None and b.is_floating_point():
                 lost = int((b.isnan() & ~a.isnan()).sum())

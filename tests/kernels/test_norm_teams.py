@@ -8,9 +8,9 @@ from harness import make, team_sums, team_words, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
-from liger_hw.kernels import fused_add_rms_norm, layer_norm, rms_norm
-from liger_hw.kernels._row_groups import grouped_key
-from liger_hw.kernels._row_teams import _layer_norm_team_bwd_kernel, _rms_norm_team_bwd_kernel, teams_of
+from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
+from liger_hw.kernels.norms.row_teams import _layer_norm_team_bwd_kernel, _rms_norm_team_bwd_kernel, teams_of
+from liger_hw.kernels.rows.groups import grouped_key
 
 BWD = {"rms_norm": rms_norm.BWD, "fused_add_rms_norm": fused_add_rms_norm.BACKWARD[0], "layer_norm": layer_norm.BWD}
 
@@ -27,7 +27,9 @@ def _told(first: torch.Tensor, second: torch.Tensor, block: int) -> torch.Tensor
     return words
 
 
-@pytest.mark.parametrize("casting, affine, ds, sums", [(0, True, False, True), (1, True, True, True), (2, False, True, False)])
+@pytest.mark.parametrize(
+    "casting, affine, ds, sums", [(0, True, False, True), (1, True, True, True), (2, False, True, False)]
+)
 @pytest.mark.parametrize("n_rows, n_cols, block, teams", [(7, 90, 32, 2), (2, 64, 16, 2), (3, 50, 64, 1)])
 @pytest.mark.lanes("interpret")
 def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, ds, sums, dtype, seed):
@@ -139,7 +141,9 @@ def _held(op: str, sizes: tuple[int, int], device: torch.device, itemsize: int =
 
 
 @pytest.mark.parametrize("op", BWD)
-@pytest.mark.parametrize("sizes, block, ctas", [((1001, 4096), 512, 1), ((300, 3000), 256, 2), ((5, 16400), 128, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, block, ctas", [((1001, 4096), 512, 1), ((300, 3000), 256, 2), ((5, 16400), 128, 1)], ids=str
+)
 @pytest.mark.lanes("gpu")
 def test_rows_held_by_teams(lane, op, sizes, block, ctas, dtype, seed):
     """More rows than teams and fewer; uneven tiles; a team of 129."""

@@ -8,7 +8,7 @@ from harness import few_sizes, make, run, verify
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig
-from liger_hw.kernels.qk_norm_rope import LigerQKNormRope, liger_qk_norm_rope
+from liger_hw.kernels.rotary.qk_norm_rope import LigerQKNormRope, liger_qk_norm_rope
 from liger_hw.registry import get_op
 
 

@@ -20,7 +20,10 @@ from harness import few_sizes, make, run, tensors
 from liger_hw import registry
 from liger_hw.autotune.record import everywhere, plan_for
 from liger_hw.backends import LaunchConfig, known_target
-from liger_hw.kernels import _launch, _op, _recorded, rms_norm
+from liger_hw.kernels.norms import rms_norm
+from liger_hw.runtime import launch as _launch
+from liger_hw.runtime import operator as _op
+from liger_hw.runtime import replay as _recorded
 
 cpu = pytest.mark.cpu
 pytestmark = pytest.mark.unpoisoned  # to fill what a launcher allocates is more than it does

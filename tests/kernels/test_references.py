@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from harness import tensors
 
-from liger_hw.kernels.cross_entropy import cross_entropy_reference
-from liger_hw.kernels.fused_add_rms_norm import fused_add_rms_norm_reference
-from liger_hw.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy_reference
-from liger_hw.kernels.rms_norm import rms_norm_reference
-from liger_hw.kernels.rope import rope_reference
-from liger_hw.kernels.swiglu import swiglu_reference
+from liger_hw.kernels.heads.fused_linear_cross_entropy import fused_linear_cross_entropy_reference
+from liger_hw.kernels.losses.cross_entropy import cross_entropy_reference
+from liger_hw.kernels.norms.fused_add_rms_norm import fused_add_rms_norm_reference
+from liger_hw.kernels.norms.rms_norm import rms_norm_reference
+from liger_hw.kernels.pointwise.swiglu import swiglu_reference
+from liger_hw.kernels.rotary.rope import rope_reference
 
 pytestmark = pytest.mark.cpu
 

@@ -62,7 +62,18 @@ def test_vision_heads_of_a_width_that_is_no_power_of_two(lane, generator, seed, 
     verify(get_op("vision_rope"), Sample((q, k, cos, sin), {}, 2, 2), seed)
 
 
-@pytest.mark.parametrize("heads, tile, warps", [((28, 4), 16, 4), ((64, 8), 16, 4), ((8, 1), 8, 1), ((16, 2), 8, 1), ((32, 2), 16, 2), ((32, 8), 4, 1), ((32, 32), 4, 1)])
+@pytest.mark.parametrize(
+    "heads, tile, warps",
+    [
+        ((28, 4), 16, 4),
+        ((64, 8), 16, 4),
+        ((8, 1), 8, 1),
+        ((16, 2), 8, 1),
+        ((32, 2), 16, 2),
+        ((32, 8), 4, 1),
+        ((32, 32), 4, 1),
+    ],
+)
 def test_heads_that_share_one_of_k_are_of_one_program(heads, tile, warps):
     tunable = get_op("rope").tunables[0]
     config = tunable.heuristic(known_target("h200"), tunable.key(4, 4096, *heads, 128, 2))

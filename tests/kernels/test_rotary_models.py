@@ -101,7 +101,7 @@ def test_llama4_text(generator, batch):
 
 
 def test_llama4_vision(generator):
-    from liger_hw.kernels.llama4_rope import liger_llama4_vision_rotary_pos_emb as ours
+    from liger_hw.kernels.rotary.llama4_rope import liger_llama4_vision_rotary_pos_emb as ours
 
     q, k = _states(generator, 2, 5, 4, 8), _states(generator, 2, 5, 4, 8)
     angles = _angles(generator, 5, 1, 4)

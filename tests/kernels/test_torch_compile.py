@@ -47,7 +47,9 @@ def test_no_recompilation(lane, op, seed):
     assert varying, f"{op.name}: none of its sizes {dims} counts rows; name it one of {', '.join(ROWS)}"
 
     def sample_of(count):
-        return make(op, tuple(count if i in varying else s for i, s in enumerate(sizes)), torch.float32, lane.device, seed)
+        return make(
+            op, tuple(count if i in varying else s for i, s in enumerate(sizes)), torch.float32, lane.device, seed
+        )
 
     first, second = sample_of(5), sample_of(7)
     shapes = zip(tensors((first.args, first.kwargs)), tensors((second.args, second.kwargs)))
@@ -87,7 +89,9 @@ def test_inside_a_model(lane, op, seed):
 
     def model(x):
         args = [torch.sin(x).transpose(-1, -2).contiguous().transpose(-1, -2) if a is first else a for a in sample.args]
-        return sum((o * 2).square().mean() for o in tensors(op.function(*args, **sample.kwargs)) if o.is_floating_point())
+        return sum(
+            (o * 2).square().mean() for o in tensors(op.function(*args, **sample.kwargs)) if o.is_floating_point()
+        )
 
     torch._dynamo.reset()
     expected = torch.autograd.grad(model(first), first)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liger_hw.transformers
-from liger_hw.kernels.qwen2vl_mrope import LigerQwen2VLMRopeFunction
+from liger_hw.kernels.rotary.qwen2vl_mrope import LigerQwen2VLMRopeFunction
 from liger_hw.transformers.tiny import tiny_model
 from liger_hw.transformers.verify import step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_hw.kernels import fused_linear_cross_entropy as fused
+from liger_hw.kernels.heads import fused_linear_cross_entropy as fused
 from liger_hw.transformers import loss as loss_module
 
 pytestmark = pytest.mark.cpu

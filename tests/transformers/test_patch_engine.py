@@ -281,7 +281,9 @@ def test_a_model_without_a_head(family, batch):
         torch.testing.assert_close(base(batch["input_ids"]).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("act, kernel, variant", [("gelu", "geglu", "gelu"), ("gelu_pytorch_tanh", "geglu", "gelu_tanh")])
+@pytest.mark.parametrize(
+    "act, kernel, variant", [("gelu", "geglu", "gelu"), ("gelu_pytorch_tanh", "geglu", "gelu_tanh")]
+)
 def test_an_mlp_with_another_activation_takes_its_kernel(family, batch, act, kernel, variant, monkeypatch):
     from liger_hw.transformers import functional
 

@@ -24,7 +24,10 @@ _KINDS = (
     ("atomic", ("global_atomic", "buffer_atomic", "flat_atomic")),
     ("spill", ("scratch_",)),
     ("matrix", ("v_mfma", "v_smfma", "v_wmma", "v_swmma")),
-    ("shuffle", ("ds_bpermute", "ds_permute", "ds_swizzle", "v_permlane", "v_readlane", "v_writelane", "v_readfirstlane")),
+    (
+        "shuffle",
+        ("ds_bpermute", "ds_permute", "ds_swizzle", "v_permlane", "v_readlane", "v_writelane", "v_readfirstlane"),
+    ),
     ("shared", ("ds_",)),
     ("barrier", ("s_barrier",)),
     ("special", ("v_exp", "v_log", "v_rsq", "v_rcp", "v_sqrt", "v_sin", "v_cos", "v_div_", "v_tanh")),
@@ -64,7 +67,9 @@ def _count(text: str) -> tuple[dict[int, int], dict[int, int], dict[str, int], d
     for found, repeated in instructions(text, _INSTRUCTION, _LABEL, _BRANCH):
         name, rest = found.groups()
         memory = _MEMORY.match(name)
-        if "Folded" in rest:  # what the compiler notes beside a spill or reload; gfx90a does them with buffer instructions
+        if (
+            "Folded" in rest
+        ):  # what the compiler notes beside a spill or reload; gfx90a does them with buffer instructions
             kind = "spill"
         elif memory:
             kind, width = memory.groups()

@@ -32,7 +32,15 @@ _DEVICES = {  # one torch device each; multiprocessors are Xe-cores
     "Lunar Lake": Device("Intel(R) Arc(TM) Graphics (Lunar Lake)", "lnl", 8, 8 * MIB, 136),
 }
 _FAMILIES = {"pvc": "xe-hpc", "acm": "xe", "bmg": "xe2", "lnl": "xe2"}
-_NAMES = (("Max", "pvc"), ("A770", "acm"), ("A750", "acm"), ("B580", "bmg"), ("B570", "bmg"), ("B60", "bmg"), ("B50", "bmg"))
+_NAMES = (
+    ("Max", "pvc"),
+    ("A770", "acm"),
+    ("A750", "acm"),
+    ("B580", "bmg"),
+    ("B570", "bmg"),
+    ("B60", "bmg"),
+    ("B50", "bmg"),
+)
 _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
 _CLOCKS = {"pvc": 1.6, "acm": 2.4, "bmg": 2.85, "lnl": 2.05}
 """GHz, the data sheets' highest graphics clocks."""

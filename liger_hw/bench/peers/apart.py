@@ -20,8 +20,8 @@ def _qk_norm_rope(
     rotary_dim=None,
     shared_halves=False,
 ):
-    from ...kernels.rms_norm import liger_rms_norm
-    from ...kernels.rope import liger_rope
+    from ...kernels.norms.rms_norm import liger_rms_norm
+    from ...kernels.rotary.rope import liger_rope
 
     def normed(x, w):
         """Rows as they lie in memory: a model norms before it transposes."""

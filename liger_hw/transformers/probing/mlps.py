@@ -8,11 +8,23 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ...kernels.geglu import geglu_reference
-from ...kernels.relu_squared import relu_squared_reference
-from ...kernels.swiglu import swiglu_reference
+from ...kernels.pointwise.geglu import geglu_reference
+from ...kernels.pointwise.relu_squared import relu_squared_reference
+from ...kernels.pointwise.swiglu import swiglu_reference
 from .. import parts
-from .twin import BATCH, EVERYTHING, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
+from .twin import (
+    BATCH,
+    EVERYTHING,
+    Match,
+    Refused,
+    agrees,
+    generator,
+    random,
+    reads,
+    required_inputs,
+    run,
+    twin_of,
+)
 
 _NAMED = ("mlp", "ffn", "feedforward", "experts")
 _TWO_HALVES = "halves"

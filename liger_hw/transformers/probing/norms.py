@@ -9,10 +9,22 @@ from typing import Callable, Iterator
 import torch
 from torch import nn
 
-from ...kernels.layer_norm import layer_norm_reference
-from ...kernels.rms_norm import CASTING_MODES, rms_norm_reference
+from ...kernels.norms.layer_norm import layer_norm_reference
+from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
 from .. import parts
-from .twin import BATCH, EVERYTHING, Match, Refused, agrees, generator, random, reads, required_inputs, run, twin_of
+from .twin import (
+    BATCH,
+    EVERYTHING,
+    Match,
+    Refused,
+    agrees,
+    generator,
+    random,
+    reads,
+    required_inputs,
+    run,
+    twin_of,
+)
 
 _PROBE_EPS = 0.25
 """Set in place of the module's own epsilon: large beside the variance, so that a wrong one cannot agree."""

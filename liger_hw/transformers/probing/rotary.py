@@ -13,11 +13,11 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ...kernels.interleaved_rope import interleaved_rope_reference
-from ...kernels.llama4_rope import llama4_rope_reference
-from ...kernels.qwen2vl_mrope import qwen2vl_mrope_reference
-from ...kernels.rope import rope_reference
-from ...kernels.vision_rope import vision_rope_reference
+from ...kernels.rotary.interleaved_rope import interleaved_rope_reference
+from ...kernels.rotary.llama4_rope import llama4_rope_reference
+from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
+from ...kernels.rotary.rope import rope_reference
+from ...kernels.rotary.vision_rope import vision_rope_reference
 from .. import rotations
 from .twin import Match, Refused, agrees, current_forward, generator, normal, quiet, run, twin_of
 

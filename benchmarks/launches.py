@@ -1,0 +1,147 @@
+"""Whether a change of the code changed what is launched: every benchmarked case, traced on two commits and compared.
+
+    python benchmarks/launches.py write before.json            in the older checkout
+    python benchmarks/launches.py write after.json             in the newer one
+    python benchmarks/launches.py compare before.json after.json
+
+`write` traces the forward and backward of each case of `liger-hw bench --sizes table` and `--sizes many` on a described
+device (nothing runs, no GPU is needed) and keeps, for each launch, the grid, the compiler's options and a hash of the
+kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be timed
+again, all others launch the same code. The options of an op that its shared tests run are traced too, at its first small size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from liger_hw import registry
+from liger_hw.autotune import compile as ahead
+from liger_hw.autotune import ttir
+from liger_hw.backends import known_target, target_of  # noqa: F401
+from liger_hw.bench.cases import cases
+
+_LOCATION = re.compile(r"\s*loc\(.*\)$|^#loc.*$|^\s*loc\(.*$")
+_NAMED = re.compile(r'@"?[\w.$]+"?')
+
+
+class _Pointer:
+    """Looks to Triton's binder like a tensor."""
+
+    def __init__(self, dtype: str, aligned: bool, small: bool) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._address, self._range = 0 if aligned else 4, 1 << 20 if small else 1 << 40
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return self._range
+
+
+def ir_hash(launch: ahead.Launch, known: dict) -> str:
+    """A hash of the launched kernel's TTIR, without the names of functions and the locations of lines."""
+    from importlib import import_module
+
+    from triton.backends.compiler import GPUTarget
+
+    key = launch.kernel, launch.args, launch.options
+    if key not in known:
+        module, name = launch.kernel.split(":")
+        kernel = getattr(import_module(module), name)
+        args = [_Pointer(*arg[1:]) if isinstance(arg, tuple) and arg[:1] == ("ptr",) else arg for arg in launch.args]
+        device = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+        text = ttir.lower(kernel, args, dict(launch.options), device).asm["ttir"]
+        lines = [_LOCATION.sub("", line) for line in text.splitlines()]
+        lines = [re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", line)).strip() for line in lines]
+        lines = [re.sub(r"%[A-Za-z_]\w*", "%v", line) for line in lines]
+        known[key] = hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+    return known[key]
+
+
+def write(path: str, device: str, only: list[str]) -> None:
+    target = known_target(device)
+    known: dict = {}
+    found: dict[str, list] = {}
+    names = only or list(registry.ops())
+    wanted = [(case.op.name, case.sizes, case.dtype, {}) for case in cases(names, ["table"])]
+    for name in names:
+        try:
+            wanted += [(case.op.name, case.sizes, case.dtype, {}) for case in cases([name], ["many"])]
+        except ValueError:
+            pass  # not one of the ops that are measured at many shapes
+        op = registry.get_op(name)
+        small = (op.small or tuple(op.workloads.values()))[0]
+        wanted += [(name, small, dtype, options) for options in op.options for dtype in (torch.float32, torch.bfloat16)]
+    for number, (name, sizes, dtype, options) in enumerate(wanted):
+        label = f"{name} {'x'.join(map(str, sizes))} {str(dtype)[6:]}" + (f" {options}" if options else "")
+        try:
+            launches = ahead.trace(name, sizes, dtype, target, options)
+        except Exception as error:  # an option that needs a real device is listed, not skipped
+            found[label] = [f"{type(error).__name__}: {error}".splitlines()[0][:120]]
+            continue
+        found[label] = [
+            [one.tunable, list(one.grid), [*map(list, one.options)], ir_hash(one, known)] for one in launches
+        ]
+        if number % 100 == 0:
+            print(f"{number} of {len(wanted)}", file=sys.stderr, flush=True)
+    with open(path, "w") as file:
+        json.dump(found, file, indent=0, default=str)
+    print(f"{len(found)} cases, {len(known)} kernels -> {path}")
+
+
+def compare(before: str, after: str) -> int:
+    with open(before) as one, open(after) as other:
+        old, new = json.load(one), json.load(other)
+    changed = [label for label in new if label in old and new[label] != old[label]]
+    for label in changed:
+        what = []
+        if len(old[label]) != len(new[label]):
+            what.append(f"{len(old[label])} launches, now {len(new[label])}")
+        for a, b in zip(old[label], new[label]):
+            if a != b and isinstance(a, list) and isinstance(b, list):
+                parts = ("tunable", "grid", "options", "code")
+                what += [
+                    f"{b[0]} {part}" + (f" {x} -> {y}" if part != "code" else "")
+                    for part, x, y in zip(parts, a, b)
+                    if x != y
+                ]
+            elif a != b:
+                what.append(f"{a} -> {b}")
+        print(f"{label}: {'; '.join(what)[:300]}")
+    gone, fresh = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+    print(
+        f"{len(changed)} of {len(new)} cases launch something else; {len(gone)} are gone {gone[:5]}, {len(fresh)} are new {fresh[:5]}"
+    )
+    return bool(changed or gone)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    writing = commands.add_parser("write")
+    writing.add_argument("path")
+    writing.add_argument("ops", nargs="*")
+    writing.add_argument("--device", default="h200")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before")
+    comparing.add_argument("after")
+    told = parser.parse_args()
+    if told.command == "compare":
+        return compare(told.before, told.after)
+    write(told.path, told.device, told.ops)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

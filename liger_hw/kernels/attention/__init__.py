@@ -1,0 +1,1 @@
+"""What attention takes beside its products: softmax, sparsemax, multi_token_attention."""

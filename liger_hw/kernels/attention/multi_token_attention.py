@@ -1,0 +1,477 @@
+"""Multi-token attention: a convolution over causal attention weights, so that a weight sees its neighbours'.
+
+    P = softmax(scores where key <= query, else -inf)        or sparsemax
+    Y = conv2d(P, weight, bias) where key <= query, else 0
+
+Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_channels / groups, kh, kw], bias
+[out_channels] or None -> Y [B, out_channels, L', L''] as torch's conv2d has it (L' = L where padding keeps it).
+Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is torch's,
+with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
+torch.backends.cudnn).
+Saved for backward: P and weight, with their channels last in memory where that convolves faster. The mask costs nothing:
+masked scores are not read, neither are masked gradients.
+
+Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_flags,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    no_weight,
+)
+from ...runtime.replay import repeated
+from ..norms.rms_backward import few_rows, safe, tiles_rows
+from ..rows.reduce import column_sum, column_sum_tunable
+from .multi_token_attention_channels import (
+    CHANNELS_BWD,
+    CHANNELS_FILL,
+    CHANNELS_FWD,
+    convolves_channels_last,
+    empty_channels_last,
+    filled,
+    filled_channels_last,
+    query_sums,
+    softmax_gradient,
+    softmax_to_channels_last,
+)
+from .multi_token_attention_kernels import (
+    _causal_fill_kernel,
+    _causal_softmax_bwd_kernel,
+    _causal_softmax_fwd_kernel,
+    _rows_and_last,
+)
+from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def multi_token_attention_reference(
+    scores: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """The specification in plain torch; sums in fp32 (fp64 for fp64) and, as here, its backward sees the rounded P."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    masked = scores.masked_fill(_future(scores), -float("inf"))
+    p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
+    parts = (p.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    y = torch.conv2d(*parts, stride, padding, dilation, groups)
+    return y.masked_fill(_future(y), 0.0).to(scores.dtype)
+
+
+def _future(x: torch.Tensor) -> torch.Tensor:
+    """Where the key comes after the query."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("batch", "seq_len", "n_channels")
+
+
+def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
+    """A row a query of every channel, as wide as there are keys."""
+    return row_key(batch * n_channels * seq_len, seq_len, itemsize)
+
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Whole rows of up to 16384 keys, 16 elements a thread, for every multiprocessor one: 1 x 64 x 5 takes 47.5 us, forward
+    and backward, on the H200, instead of 48.4 (2026-11-22)."""
+    block = min(key[0], 16384)
+    rows = few_rows(target, key[1], max(1, min(16, 2048 // block)))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
+
+
+def _space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps)
+        for block in sorted({min(key[0], 16384), min(key[0], 4096)})
+        for rows in (1, 2, 4, 8, 16)
+        for warps in (1, 2, 4, 8, 16)
+        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
+    ]
+
+
+def _tunable(variant: str, kernel) -> Tunable:
+    return Tunable(
+        "multi_token_attention",
+        variant,
+        kernels=(kernel, _rows_and_last),
+        key=_key,
+        dims=_DIMS,
+        heuristic=_heuristic,
+        safe=safe,
+        space=_space,
+        valid=tiles_rows,
+    )
+
+
+FWD = _tunable("fwd", _causal_softmax_fwd_kernel)
+BWD = _tunable("bwd", _causal_softmax_bwd_kernel)
+FILL = _tunable("fill", _causal_fill_kernel)
+BIAS = column_sum_tunable("multi_token_attention", _DIMS)
+_MOST_SUMS = 1024
+"""Beyond as many, torch's sum over them has the more programs at work."""
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
+    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]. numbers: after the
+    sizes; flags: whether a block holds a row, unless given."""
+    x = tensors[0]
+    n_queries, n_keys = x.shape[-2:]
+    n_rows = x.numel() // n_keys if n_keys else 0
+    if n_rows:
+        plan = tunable.plan(x.device, row_key(n_rows, n_keys, x.itemsize))
+        blocks = plan.config.blocks
+        flags = (blocks["BLOCK_SIZE"] >= n_keys,) if flags is None else flags
+        args = (*tensors, n_rows, n_queries, n_keys, *numbers)
+        launch(plan, tunable.kernels[0], (cdiv(n_rows, blocks["ROWS"]),), args, flags)
+
+
+def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
+    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: `query_sums`'."""
+    in_place = x is y and bias is None
+    _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
+
+
+def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    """(Y, P, and where P's channels are last a copy of weight with its own last, which both convolutions take; else empty)"""
+    scores = scores.contiguous()
+    if convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
+        p, last = softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
+        y = torch.conv2d(*_summable(p, last, None), stride, padding, dilation, groups).to(p.dtype)
+        return filled(y, dense(bias)), p, last
+    p = empty_like(scores, scores.dtype)
+    if sparse:
+        _fill(scores, p, infinite=True)
+        p = sparsemax_fwd(p)
+    else:
+        _over_rows(FWD, (scores, p))
+    y = _convolved(p, weight, None, stride, padding, dilation, groups)
+    _fill(y, y, bias=dense(bias))  # torch's convolution would add the bias in a launch of its own, and sum its gradient
+    return y, p, no_weight(p)
+
+
+def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    how = stride, padding, dilation, groups
+    if convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
+        return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
+    dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
+    sums = query_sums(dy) if has_bias and wanted[2] else None
+    _fill(dy, g, sums=sums)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
+    if sums is not None:
+        dbias = _bias_gradient(sums, p.dtype)
+    if wanted[0]:
+        dp = dp.contiguous()
+        if sparse:
+            dp = sparsemax_bwd(dp, p)
+        else:
+            _over_rows(BWD, (dp, p, dp))
+    return dp, dweight, dbias
+
+
+def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
+    """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
+    g, *sums = filled_channels_last(dy, wants_bias)
+    dp, dweight, dbias = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
+    if sums:
+        dbias = _bias_gradient(*sums, p.dtype)
+    return softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+
+
+@repeated
+def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`query_sums` -> [channels]; of 64 queries one launch of 1.5 us on the H200, torch's sum and cast take 6.3 (2026-11-22)."""
+    return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
+
+
+def _last(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous(memory_format=torch.channels_last)
+
+
+# -- the convolution, torch's ----------------------------------------------------------------------------------------
+
+
+def _convolved(p, weight, bias, *how):
+    return torch.conv2d(*_summable(p, weight, bias), *how).to(p.dtype).contiguous()
+
+
+def _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted, dense=True):
+    """Gradients of p, weight and bias, empty where none is wanted; contiguous if `dense`."""
+    wanted = (*wanted[:2], has_bias and wanted[2])
+    how = ((weight.shape[0],), stride, padding, dilation, False, (0, 0), groups, wanted)
+    found = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
+    found = [grad.to(p.dtype) if wants else no_weight(p) for grad, wants in zip(found, wanted)]
+    return tuple(grad.contiguous() for grad in found) if dense else tuple(found)
+
+
+def _summable(*tensors):
+    """Tensors as torch's convolution takes them to sum in fp32: on the CPU its 16-bit one does not."""
+    if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
+        return tensors
+    return tuple(None if t is None else t.float() for t in tensors)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    masked = scores.masked_fill(_future(scores), -float("inf"))
+    p = (sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)).contiguous()
+    y = _convolved(p, weight, bias, stride, padding, dilation, groups)
+    return y.masked_fill_(_future(y), 0.0), p, no_weight(p)
+
+
+def _bwd_reference(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    g = dy.masked_fill(_future(dy), 0.0)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, has_bias, stride, padding, dilation, groups, wanted)
+    if wanted[0]:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        y, inside = p.to(wide), p.to(wide) > 0
+        share = inside.to(wide) / inside.sum(-1, keepdim=True) if sparse else y
+        dp = ((inside if sparse else y) * (dp.to(wide) - (share * dp.to(wide)).sum(-1, keepdim=True))).to(p.dtype)
+    return dp.contiguous(), dweight, dbias
+
+
+def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
+    spatial = (
+        (scores.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    )
+    last = convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
+    p = empty_channels_last(scores) if last else scores.new_empty(scores.shape)
+    saved = empty_channels_last(weight) if last else no_weight(p)
+    return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), p, saved
+
+
+def _bwd_fake(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
+    like = (p.shape, weight.shape, weight.shape[:1])
+    wanted = [*wanted[:2], has_bias and wanted[2]]
+    return tuple(p.new_empty(shape) if wants else no_weight(p) for shape, wants in zip(like, wanted))
+
+
+_HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
+multi_token_attention_fwd = define(
+    f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+    recorded=False,
+)
+multi_token_attention_bwd = define(
+    f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool has_bias, {_HOW}, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+    recorded=False,
+)
+
+
+class LigerMultiTokenAttentionFunction(Function):
+    """Autograd for multi-token attention: saves the attention weights and the kernel."""
+
+    @staticmethod
+    def forward(ctx, scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
+        ctx.how = _pair(stride), _pair(padding), _pair(dilation), groups, sparse
+        ctx.has_bias = bias is not None
+        y, p, last = multi_token_attention_fwd(scores, weight, bias, *ctx.how)
+        ctx.save_for_backward(p, last if last.numel() else weight)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        wanted = ctx.needs_input_grad[:3]
+        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, ctx.has_bias, *ctx.how, wanted)
+        return *(grad if wants else None for grad, wants in zip(grads, wanted)), None, None, None, None, None
+
+
+def _pair(n) -> tuple[int, ...]:
+    return (n, n) if isinstance(n, int) else tuple(n)
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_multi_token_attention(
+    scores: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """conv2d over the causal softmax (or, with `sparse`, sparsemax) of attention scores, causal again afterwards.
+
+    scores: [B, in_channels, L, L] before the mask; weight: [out_channels, in_channels / groups, kh, kw]; bias:
+    [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of torch's conv2d,
+    integers or pairs.
+    Returns conv2d's shape; where the key's index is larger than the query's it is zero.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_multi_token_attention", optional=("bias",), scores=scores, weight=weight, bias=bias)
+    check_flags("liger_multi_token_attention", sparse=sparse)
+    reason = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
+    if reason := reason or _misfit(scores, weight, bias, groups):
+        check(False, "liger_multi_token_attention", reason)
+    return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
+
+
+def _numbers_misfit(groups=1, **pairs) -> str:
+    """What is wrong with `groups`, or with an integer or pair of them: zero is for a padding."""
+    if not isinstance(groups, int) or groups < 1:
+        return f"groups must be a positive integer, got {groups!r}"
+    for name, given in pairs.items():
+        pair = _pair(given) if isinstance(given, (int, tuple, list)) else ()
+        least = 0 if name == "padding" else 1
+        if len(pair) not in (1, 2) or not all(isinstance(n, int) and n >= least for n in pair):
+            return f"{name} must be an integer of at least {least}, or a pair of them, got {given!r}"
+    return ""
+
+
+def _misfit(scores, weight, bias, groups) -> str:
+    if scores.dim() != 4 or scores.shape[2] != scores.shape[3]:
+        return f"scores must be [B, in_channels, L, L], got {tuple(scores.shape)}"
+    if weight.dim() != 4 or weight.shape[1] * groups != scores.shape[1]:
+        have = f"{tuple(weight.shape)} with groups={groups}"
+        return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must have shape {tuple(weight.shape[:1])} to match weight, got {tuple(bias.shape)}"
+    dtypes = {t.dtype for t in (scores, weight, bias) if t is not None}
+    if len(dtypes) > 1:
+        return f"scores, weight and bias must have one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+    return ""
+
+
+class LigerMultiTokenAttention(torch.nn.Module):
+    """Multi-token attention layer, the arguments of torch.nn.Conv2d and `sparse`; a kernel of the identity's size.
+
+    kernel_size, stride, padding, dilation: integers. weight: Kaiming uniform at first, bias zero.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__()
+        reason = _numbers_misfit(groups, kernel_size=kernel_size, stride=stride, dilation=dilation, padding=padding)
+        check(not reason, "LigerMultiTokenAttention", reason)
+        check_numbers("LigerMultiTokenAttention", in_channels=in_channels, out_channels=out_channels)
+        check_flags("LigerMultiTokenAttention", bias=bias, sparse=sparse)
+        fits = in_channels % groups == 0 and out_channels % groups == 0
+        check(
+            fits, "LigerMultiTokenAttention", f"groups={groups} must divide {in_channels} and {out_channels} channels"
+        )
+        self.stride, self.padding, self.dilation, self.groups, self.sparse = stride, padding, dilation, groups, sparse
+        kernel = _pair(kernel_size)
+        self.weight = torch.nn.Parameter(torch.empty(out_channels, in_channels // groups, *kernel))
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        how = (self.stride, self.padding, self.dilation, self.groups, self.sparse)
+        return liger_multi_token_attention(scores, self.weight, self.bias, *how)
+
+    def extra_repr(self) -> str:
+        out_channels, per_group, *kernel = self.weight.shape
+        return (
+            f"{per_group * self.groups}, {out_channels}, kernel_size={tuple(kernel)}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, sparse={self.sparse}"
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama_1b_1k": (4, 1024, 32),
+    "llama_1b_2k": (1, 2048, 32),
+}
+"""Problem sizes (batch, seq_len, n_channels): scores of all heads, which are the channels."""
+
+
+def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
+    """The scores with those near their row's threshold moved below it: where one leaves the support, the gradient jumps."""
+    if not scores.numel():
+        return scores
+    masked = scores.float().masked_fill_(_future(scores), -float("inf"))
+    p = sparsemax_reference(masked)
+    threshold = torch.where(p > 0, masked - p, float("inf")).amin(-1, keepdim=True)
+    return torch.where((masked - threshold).abs() < 1e-2, scores - 1, scores)
+
+
+def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
+    """A 3 x 3 kernel that keeps the size; groups: channels of their own; stride: of 2 x 2 with dilation 2, no padding."""
+    batch, seq_len, channels = sizes
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(dtype)
+
+    groups = channels if groups else 1
+    scores = drawn(batch, channels, seq_len, seq_len)
+    if sparse:
+        scores = _clear_of_threshold(scores)
+    weight = drawn(channels, channels // groups, *(2, 2) if stride > 1 else (3, 3))
+    elements = batch * channels * seq_len * seq_len
+    return Sample(
+        args=tuple(t if t is None else t.requires_grad_() for t in (scores, weight, drawn(channels) if bias else None)),
+        kwargs={
+            **{"stride": stride, "padding": 0 if stride > 1 else 1, "dilation": 2 if stride > 1 else 1},
+            **{"groups": groups, "sparse": sparse},
+        },
+        reduction=max(seq_len, 9 * channels // groups),
+        grad_reduction=max(seq_len, 9 * channels, batch * seq_len * seq_len),
+        moved=23 * elements // 2 * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="multi_token_attention",
+        function=liger_multi_token_attention,
+        reference=multi_token_attention_reference,
+        tunables=(FWD, BWD, FILL, BIAS, CHANNELS_FWD, CHANNELS_BWD, CHANNELS_FILL),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=((1, 9, 2), (2, 5, 1), (1, 37, 2)),
+        options=({}, {"groups": True, "sparse": True, "bias": False, "stride": 2}),
+    )
+)

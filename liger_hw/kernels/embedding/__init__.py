@@ -1,0 +1,1 @@
+"""The embedding and the sorted sums behind its gradient."""

@@ -1,0 +1,254 @@
+"""Embedding: y[i] = weight[indices[i]], and the gradient of the table, exact and repeatable.
+
+Shapes: weight [n_rows, n_cols], indices of any shape -> y [*indices.shape, n_cols] in weight's dtype (fp32, fp16, bf16).
+padding_idx: that row is read as any other and gets no gradient. An index outside the table gives a row of NaN and no
+gradient (on the CPU it raises): to raise, the host would have to wait for the device.
+Saved for backward: indices.
+Backward, dW[r] = sum of dy[i] over the i with indices[i] = r, in fp32, rounded once, in the order of i whatever the
+timing: _row_sums.py, of indices that _stable_sort.py sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
+from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
+from ...runtime.triton_import import tl, triton
+from .row_sums import BWD, FEW, FEW_BWD, JOIN, sum_few, sum_rows, tunable
+from .stable_sort import MERGE, SORT, sort_indices
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """The specification in plain torch; its backward sums in fp32, or in fp64 when `weight` is fp64."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return F.embedding(indices, weight.to(wide), padding_idx).to(weight.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _embedding_fwd_kernel(
+    W_ptr,
+    Index_ptr,
+    Y_ptr,
+    W_row_stride,
+    n_tokens,
+    n_rows,
+    n_cols,
+    BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """BLOCK_T tokens x BLOCK_SIZE columns a program."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    there = tokens < n_tokens
+    row = tl.load(Index_ptr + tokens, mask=there, other=0).to(tl.int64)
+    known = ((row >= 0) & (row < n_rows))[:, None]
+    mask = there[:, None] & (cols < n_cols)[None, :]
+    y = tl.load(W_ptr + row[:, None] * W_row_stride + cols[None, :], mask=mask & known, other=float("nan"))
+    tl.store(Y_ptr + tokens[:, None] * n_cols + cols[None, :], y, mask=mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """2048 elements a program: many programs, so that many rows are on their way."""
+    block = min(key[0], 2048)
+    tokens = max(1, 2048 // block)
+    return LaunchConfig({"BLOCK_T": tokens, "BLOCK_SIZE": block}, target.warps(block * tokens, 16, 8))
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_T": tokens, "BLOCK_SIZE": block}, warps)
+        for tokens in (1, 2, 4, 8)
+        for block in sorted({min(key[0], n) for n in (512, 1024, 2048, 4096, 8192)})
+        for warps in (1, 2, 4, 8)
+        if 4 <= tokens * block // (warps * target.warp_size) <= 64
+    ]
+
+
+FWD = tunable("fwd", (_embedding_fwd_kernel,), {"BLOCK_T": 1, "BLOCK_SIZE": 128}, _fwd_heuristic, _fwd_space)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(weight, indices):
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    indices = indices.contiguous()
+    (n_rows, n_cols), n_tokens = weight.shape, indices.numel()
+    y = weight.new_empty((*indices.shape, n_cols))
+    if y.numel():
+        plan = FWD.plan(weight.device, row_key(n_tokens, n_cols, weight.itemsize))
+        blocks = plan.config.blocks
+        grid = cdiv(n_tokens, blocks["BLOCK_T"]), cdiv(n_cols, blocks["BLOCK_SIZE"])
+        args = (weight, indices, y, weight.stride(0), n_tokens, n_rows, n_cols)
+        launch(plan, _embedding_fwd_kernel, grid, args)
+    return y
+
+
+def _bwd(dy, indices, n_rows, padding_idx):
+    n_cols, n_tokens = dy.shape[-1], indices.numel()
+    if not (n_tokens and n_rows and n_cols):
+        return dy.new_zeros((n_rows, n_cols))
+    dw, dy, indices = dy.new_empty((n_rows, n_cols)), dy.reshape(n_tokens, n_cols), indices.flatten().contiguous()
+    if n_tokens <= FEW:
+        sum_few(dw, dy, indices, padding_idx)
+    else:
+        sum_rows(dw, dy, *sort_indices(indices, n_rows), padding_idx=padding_idx)
+    return dw
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(weight, indices):
+    return embedding_reference(weight, indices).contiguous()
+
+
+def _bwd_reference(dy, indices, n_rows, padding_idx):
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    dw = torch.zeros((n_rows, dy.shape[-1]), dtype=wide, device=dy.device)
+    dw.index_add_(0, indices.flatten(), dy.to(wide).reshape(-1, dy.shape[-1]))
+    if padding_idx >= 0:
+        dw[padding_idx] = 0.0
+    return dw.to(dy.dtype)
+
+
+def _fwd_fake(weight, indices):
+    return weight.new_empty((*indices.shape, weight.shape[1]))
+
+
+def _bwd_fake(dy, indices, n_rows, padding_idx):
+    return dy.new_empty((n_rows, dy.shape[-1]))
+
+
+embedding_fwd = define(
+    "embedding_fwd(Tensor weight, Tensor indices) -> Tensor",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+embedding_bwd = define(
+    "embedding_bwd(Tensor dy, Tensor indices, int n_rows, int padding_idx) -> Tensor",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerEmbeddingFunction(Function):
+    """Autograd for embedding: saves the indices."""
+
+    @staticmethod
+    def forward(ctx, embeddings, indices, padding_idx=None):
+        ctx.n_rows = embeddings.shape[0]
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.save_for_backward(indices)
+        return embedding_fwd(embeddings, indices)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_output):
+        return embedding_bwd(grad_output, *ctx.saved_tensors, ctx.n_rows, ctx.padding_idx), None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    """Rows of `weight`, as `torch.nn.functional.embedding`.
+
+    weight: [n_rows, n_cols] in fp32, fp16 or bf16; indices: int32 or int64 of any shape.
+    padding_idx: row that gets no gradient, negative counts from the end.
+    Returns [*indices.shape, n_cols]. On a GPU an index outside the table gives NaN.
+    Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
+    """
+    check_tensors("liger_embedding", weight=weight)
+    if reason := _misfit(weight, indices, padding_idx):
+        check(False, "liger_embedding", reason)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return LigerEmbeddingFunction.apply(weight, indices, padding_idx)
+
+
+def _misfit(weight, indices, padding_idx) -> str:
+    if weight.dim() != 2:
+        return f"weight must be [n_rows, n_cols], got {tuple(weight.shape)}"
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        have = getattr(indices, "dtype", type(indices).__name__)
+        return f"indices must be an int32 or int64 tensor, got {have}"
+    if indices.device != weight.device:
+        return f"indices is on {indices.device} but weight is on {weight.device}; move them to one device"
+    rows = weight.shape[0]
+    if padding_idx is not None and not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
+        return f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}"
+    return ""
+
+
+class LigerEmbedding(torch.nn.Module):
+    """Embedding layer: num_embeddings rows of embedding_dim, N(0, 1) at first; the row padding_idx is zero and stays."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        fits = padding_idx is None or -num_embeddings <= padding_idx < num_embeddings
+        check(
+            fits, "LigerEmbedding", f"padding_idx must lie in [{-num_embeddings}, {num_embeddings}), got {padding_idx}"
+        )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.weight = torch.nn.Parameter(torch.randn(num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            with torch.no_grad():
+                self.weight[padding_idx].zero_()
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return liger_embedding(self.weight, indices, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (16384, 128256, 4096),
+    "qwen3_0_6b": (32768, 151936, 1024),
+}
+"""Problem sizes (n_tokens, vocab, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator) -> Sample:
+    """Half of the tokens are drawn from a few rows, as text has it."""
+    n_tokens, n_rows, n_cols = sizes
+    weight = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    skewed = torch.rand(n_tokens, generator=generator, device=device) ** 8
+    indices = (skewed * n_rows).long().clamp_(max=n_rows - 1)
+    moved = 2 * n_tokens * n_cols + n_tokens * n_cols + n_rows * n_cols
+    return Sample(
+        args=(weight.requires_grad_(), indices),
+        reduction=1,
+        grad_reduction=n_tokens,
+        moved=moved * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="embedding",
+        function=liger_embedding,
+        reference=embedding_reference,
+        tunables=(FWD, FEW_BWD, SORT, MERGE, BWD, JOIN),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),
+    )
+)

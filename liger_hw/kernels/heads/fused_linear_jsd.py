@@ -1,0 +1,167 @@
+"""Generalised Jensen-Shannon divergence of a student's linear head from a teacher's, without the logits of all rows.
+
+    x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
+Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], teacher_input [n_rows, teacher's hidden],
+teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the mean over rows that count (zero for none).
+Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast); logits are
+rounded to it as a linear layer's are, everything after is fp32, and so is the loss.
+Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
+has none. See _linear_head.py for the chunks, _distill_rows.py for the rows.
+
+Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ..losses.distill_reference import Distillation
+from ..losses.distill_rows import distill_tunable
+from ..losses.jsd import jsd_options
+from .linear_distillation import (
+    linear_distillation,
+    linear_distillation_operator,
+    linear_distillation_reference,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_jsd_reference(
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The specification in plain torch: two linear layers, then the divergence in fp32 (fp64 for fp64)."""
+    options = _options("fused_linear_jsd_reference", jsd_beta, ignore_index, temperature)
+    heads = student_input, student_weight, teacher_input, teacher_weight
+    return linear_distillation_reference(*heads, shift_labels, options, 1)
+
+
+FWD = distill_tunable("fused_linear_jsd", ("n_rows", "hidden", "vocab"))
+OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_linear_jsd(
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Generalised JSD of two linear heads; see the top of this file.
+
+    Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32, fp16
+    or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
+    count. jsd_beta: 0 is KL(teacher || student), 1 its reverse. accum_dtype=torch.float32 sums the weight's gradient in
+    an fp32 buffer. Returns the loss [] in fp32.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad.
+    """
+    options = _options("liger_fused_linear_jsd", jsd_beta, ignore_index, temperature)
+    heads = student_input, student_weight, teacher_input, teacher_weight
+    return linear_distillation("liger_fused_linear_jsd", OPERATOR, *heads, shift_labels, options, 1, accum_dtype)
+
+
+def _options(op: str, beta: float, ignore_index: int, temperature: float) -> Distillation:
+    kind = jsd_options(op, beta, ignore_index).kind
+    return Distillation(kind, float(beta), 0.0, temperature, ignore_index)
+
+
+class LigerFusedLinearJSD(torch.nn.Module):
+    """`liger_fused_linear_jsd` as a module, with the same arguments.
+
+    forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels [n_rows] or None)
+    """
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _options("LigerFusedLinearJSD", jsd_beta, ignore_index, temperature)
+        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
+        self.temperature, self.accum_dtype = temperature, accum_dtype
+
+    def forward(
+        self,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads = student_input, student_weight, teacher_input, teacher_weight
+        options = self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
+        return liger_fused_linear_jsd(*heads, shift_labels, *options)
+
+    def extra_repr(self) -> str:
+        return f"jsd_beta={self.jsd_beta}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 4096, 128256),
+    "mistral_7b": (8192, 4096, 32768),
+    "qwen3_8b": (4096, 4096, 151936),
+}
+"""Problem sizes (n_rows, hidden, vocab) of real models; the teacher has the student's hidden size."""
+
+
+def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **options: Any) -> Sample:
+    n_rows, hidden, vocab = sizes
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+        return (values * scale).to(dtype)
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    student = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
+    student[1].requires_grad_(not frozen)
+    return Sample(
+        args=(*student, random(n_rows, hidden), random(vocab, hidden, scale=hidden**-0.5), labels),
+        kwargs=options,
+        reduction=n_rows * vocab,
+        grad_reduction=max(n_rows, hidden, vocab),
+        moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_linear_jsd",
+        function=liger_fused_linear_jsd,
+        reference=fused_linear_jsd_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"jsd_beta": 0.0, "temperature": 2.0},
+            {"jsd_beta": 1.0, "labelled": True, "accum_dtype": torch.float32},
+            {"jsd_beta": 0.1, "labelled": True, "temperature": 0.5, "frozen": True},
+        ),
+    )
+)

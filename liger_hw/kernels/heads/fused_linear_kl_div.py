@@ -1,0 +1,176 @@
+"""KL divergence of given target probabilities from a student's linear head, without the logits of all rows at once.
+
+    x = log_softmax(student_input @ student_weight^T / temperature), t = target: sum of t (log max(t, eps) - x)
+    sum  over all rows that count     batchmean  divided by their number     mean  divided by that times vocab
+Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], target [n_rows, vocab] probabilities,
+shift_labels [n_rows] -> loss [], zero where no row counts.
+Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype under autocast), target any of them; logits
+are rounded to the input's as a linear layer's are, everything after is fp32, and so is the loss.
+Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target has none. See
+_linear_head.py for the chunks, _distill_rows.py for the rows.
+
+Source: Kullback and Leibler, "On information and sufficiency", 1951
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import check, check_floats, check_tensors
+from ..losses.distill_reference import Distillation
+from ..losses.distill_rows import distill_tunable
+from ..losses.divergence_rows import KL, check_reduction
+from .linear_distillation import (
+    linear_distillation,
+    linear_distillation_operator,
+    linear_distillation_reference,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_kl_div_reference(
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The specification in plain torch: a linear layer, then the divergence in fp32 (fp64 for fp64)."""
+    per_row = _per_row("fused_linear_kl_div_reference", reduction, student_weight)
+    options = Distillation(KL, 0.5, eps, temperature, ignore_index)
+    return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, options, per_row)
+
+
+FWD = distill_tunable("fused_linear_kl_div", ("n_rows", "hidden", "vocab"))
+OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_linear_kl_div(
+    student_input: torch.Tensor,
+    student_weight: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """KL(target || student) of a linear head against target probabilities; see the top of this file.
+
+    student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16 or
+    bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
+    count. reduction: batchmean, mean or sum. accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer.
+    Returns the loss [] in fp32.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    """
+    op = "liger_fused_linear_kl_div"
+    check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)
+    check_floats(op, eps=eps)
+    if not eps >= 0.0:
+        check(False, op, f"eps must not be negative, got {eps}")
+    per_row = _per_row(op, reduction, student_weight)
+    options = Distillation(KL, 0.5, float(eps), temperature, ignore_index)
+    heads = student_input, student_weight, target, None
+    return linear_distillation(op, OPERATOR, *heads, shift_labels, options, per_row, accum_dtype)
+
+
+_REDUCTIONS = ("batchmean", "mean", "sum")
+
+
+def _per_row(op: str, reduction: str, weight: torch.Tensor) -> int:
+    """What a row's loss is divided by beside the number of rows; 0 for a sum."""
+    check_reduction(op, reduction, _REDUCTIONS)
+    return {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0] if weight.dim() else 1)
+
+
+class LigerFusedLinearKLDivLoss(torch.nn.Module):
+    """`liger_fused_linear_kl_div` as a module, with the same arguments.
+
+    forward(student_input, student_weight, target [n_rows, vocab], shift_labels [n_rows] or None)
+    """
+
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_reduction("LigerFusedLinearKLDivLoss", reduction, _REDUCTIONS)
+        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
+        self.eps, self.accum_dtype = eps, accum_dtype
+
+    def forward(
+        self,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        target: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        options = self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, *options)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 4096, 128256),
+    "mistral_7b": (8192, 4096, 32768),
+    "qwen3_8b": (4096, 4096, 151936),
+}
+"""Problem sizes (n_rows, hidden, vocab) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
+    n_rows, hidden, vocab = sizes
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    x, weight = random(n_rows, hidden).to(dtype), random(vocab, hidden, scale=hidden**-0.5).to(dtype)
+    target = torch.softmax(random(n_rows, vocab), -1).to(dtype)
+    return Sample(
+        args=(x.requires_grad_(), weight.requires_grad_(), target, labels),
+        kwargs=options,
+        reduction=n_rows * vocab,
+        grad_reduction=max(n_rows, hidden, vocab),
+        moved=(2 * n_rows * hidden + 3 * vocab * hidden + n_rows * vocab) * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_linear_kl_div",
+        function=liger_fused_linear_kl_div,
+        reference=fused_linear_kl_div_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"reduction": "mean", "labelled": True, "temperature": 2.0},
+            {"reduction": "sum", "eps": 1e-2, "accum_dtype": torch.float32},
+        ),
+    )
+)

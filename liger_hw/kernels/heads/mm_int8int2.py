@@ -1,0 +1,83 @@
+"""Product of int8 activations and 2-bit weights (ternary or four-valued, as BitNet has them), exact in int32.
+
+    c[m, n] = sum over k of a[m, k] * w[k, n]        a int8 [M, K], w in {-1, 0, 1, 2}, c int32 [M, N]
+
+Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P + p], w[2 P + p] and w[3 P + p], each plus
+one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack to -1).
+
+The weights are unpacked to int8 and multiplied by the vendor's integer GEMM (torch._int_mm where there is one), not by a
+kernel of ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights
+does (4 bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
+
+Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is that of transformers' BitNet integration
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ...runtime.operator import cdiv, check
+
+_PER_BYTE = 4
+_EXACT = 1 << 15
+"""Terms that fp32 sums exactly: 2^15 products of at most 2^8."""
+
+
+def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
+    """[K, ...] integers in {-1, 0, 1, 2} -> [ceil(K / 4), ...] uint8. Raises `ValueError` for other widths than 2 bits."""
+    check(bits == 2, "pack_weights", f"bits must be 2, got {bits}")
+    check(intweights.dim() > 0, "pack_weights", "intweights must have at least one dimension")
+    rows = cdiv(intweights.shape[0], _PER_BYTE)
+    codes = torch.zeros((_PER_BYTE * rows, *intweights.shape[1:]), dtype=torch.uint8, device=intweights.device)
+    codes[: intweights.shape[0]] = (intweights + 1).to(torch.uint8)
+    first, second, third, fourth = codes.view(_PER_BYTE, rows, *intweights.shape[1:])
+    return first | second << 2 | third << 4 | fourth << 6
+
+
+def unpack_weights(packed: torch.Tensor, bits: int = 2) -> torch.Tensor:
+    """[P, ...] uint8 -> [4 P, ...] int32 in {-1, 0, 1, 2}. Raises `ValueError` for other widths than 2 bits."""
+    check(bits == 2, "unpack_weights", f"bits must be 2, got {bits}")
+    check(packed.dtype is torch.uint8, "unpack_weights", f"packed must be uint8, got {packed.dtype}")
+    return _unpacked(packed).to(torch.int32)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)])
+    return codes.to(torch.int8) - 1
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] int8 times the weights packed in b [K / 4, N] uint8 -> [M, N] int32, exact.
+
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check(a.dtype is torch.int8 and a.dim() == 2, "matmul", f"a must be int8 [M, K], got {a.dtype} {tuple(a.shape)}")
+    check(
+        b.dtype is torch.uint8 and b.dim() == 2, "matmul", f"b must be uint8 [K / 4, N], got {b.dtype} {tuple(b.shape)}"
+    )
+    fits = a.shape[1] == _PER_BYTE * b.shape[0]
+    check(fits, "matmul", f"a has K={a.shape[1]}, b holds weights for K={_PER_BYTE * b.shape[0]}")
+    check(a.device == b.device, "matmul", f"b is on {b.device} but a is on {a.device}; move them to one device")
+    weights = _unpacked(b)
+    if a.device.type == "cpu":
+        return a.to(torch.int32) @ weights.to(torch.int32)
+    if _has_integer_gemm(a.device.type) and min(a.shape[1], b.shape[1]) > 0:
+        return _by_vendor(a, weights)
+    return sum((x.float() @ w.float()).to(torch.int32) for x, w in zip(a.split(_EXACT, 1), weights.split(_EXACT)))
+
+
+@lru_cache(maxsize=None)
+def _has_integer_gemm(kind: str) -> bool:
+    """Whether torch multiplies int8 matrices on a device type."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_int_mm", torch._C._dispatch_key_for_device(kind))
+
+
+def _by_vendor(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """torch._int_mm, which wants more than 16 rows and multiples of 8: filled up with zeros, cut off again."""
+    rows, columns = a.shape[0], weights.shape[1]
+    k = 8 * cdiv(a.shape[1], 8)
+    a = torch.nn.functional.pad(a, (0, k - a.shape[1], 0, max(0, 32 - rows)))
+    weights = torch.nn.functional.pad(weights, (0, 8 * cdiv(columns, 8) - columns, 0, k - weights.shape[0]))
+    return torch._int_mm(a, weights)[:rows, :columns]

@@ -1,0 +1,431 @@
+"""Cross entropy of logits [n_rows, n_cols] with class indices, and its gradient in the same launch.
+
+For a row with logits s, target y, class weights w (1 where absent), smoothing e and lse = log(sum(exp(s))):
+    loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
+A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss: unweighted, part of the loss,
+returned apart on request. Rows whose target is ignore_index have no loss and a gradient of exactly zero.
+    none  the loss of every row      sum  their sum
+    mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
+Shapes: input [n_rows, n_cols], target [n_rows] int64 or int32, weight [n_cols] -> loss [] or [n_rows].
+Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, the loss rounded to the logits' dtype as torch does
+(fp32 under autocast).
+
+The forward reads a row twice at most: once to find lse by blocks, then backwards through the row, so that what was read
+last is still in cache, to write the gradient. A row of one block is read once. The gradient goes to a new buffer and is
+all that is saved. Backward multiplies it by the incoming gradient, which it reads on the device: where that is 1 the
+kernel returns at once. In fp16 the division by the mean's denominator waits for backward too: p / n_rows is below
+fp16's range before a gradient scaler's factor, not after it.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
+label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM, https://arxiv.org/abs/2204.02311
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...runtime.operator import (
+    Function,
+    autocast_dtype,
+    check,
+    check_flags,
+    check_floats,
+    check_ignore_index,
+    check_tensors,
+    define,
+    first_order,
+    row_major,
+)
+from .cross_entropy_reference import (
+    REDUCTIONS,
+    CrossEntropyOutput,
+    Options,
+    absent,
+    check_targets,
+    fake_outputs,
+    pack,
+    reference_gradient,
+    reference_losses,
+    reference_outputs,
+)
+from .cross_entropy_rows import (
+    DIMS,
+    ROW_KERNELS,
+    divides_late,
+    has_block_size,
+    launch_rows,
+    row_buffers,
+    rows_heuristic,
+    rows_safe,
+    rows_space,
+)
+from .cross_entropy_scale import BWD, scale_gradients
+from .cross_entropy_stats import STATS, launch_stats, launch_sum
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_reference(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
+    reduction = _reduction_name("cross_entropy_reference", size_average, reduce, reduction)
+    options = Options(ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction])
+    loss, z_loss, hits, top = reference_losses(input, target, weight, options)
+    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    return pack(loss.to(input.dtype), z_loss.to(input.dtype), hits, top, extra)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _key(n_rows: int, n_cols: int, itemsize: int, alone: bool = False) -> Key:
+    """`row_key`; a last 0 where rows do not all begin at 16 bytes, and are read an element at a time, a last 1 where the
+    loss is wanted alone, and a row is read once.
+
+    Measured on an H200 (2026-11-21), 6000 x 50257 in bf16: 859 us with the entry of 8192 x 64000, 585 with small blocks.
+    """
+    key = row_key(n_rows, n_cols, itemsize)
+    return (*key, 0) if n_cols * itemsize % 16 else (*key, 1) if alone else key
+
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Small blocks where a thread loads single elements, so that several loads of a row are on their way, and where a row
+    is read once.
+
+    The best measured of the first had 2 warps; with 32 elements a thread RDNA's compiler spills registers, with 16 nothing
+    does. Of the second, H200, `forward-only-h200.json`: 8192 x 131072 0.551 ms, 92% of one read; 0.661 by the gradient's.
+    """
+    if len(key) == 3 or key[0] <= 8192:
+        return rows_heuristic(target, key)
+    warps = target.warps(2048, 16, 16)
+    if key[3]:
+        return LaunchConfig({"BLOCK_SIZE": 2048}, warps)
+    return LaunchConfig({"BLOCK_SIZE": 2048}, warps, 3, hint="keep")
+
+
+FWD = Tunable(
+    "cross_entropy",
+    "fwd",
+    kernels=ROW_KERNELS,
+    key=_key,
+    dims=DIMS,
+    heuristic=_heuristic,
+    safe=rows_safe,
+    space=rows_space,
+    valid=has_block_size,
+)
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, z, accuracy, top, grad):
+    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
+    x, target = row_major(input), target.contiguous()
+    n_rows, n_cols = x.shape
+    weight = None if weight is None else weight.contiguous()
+    stats = launch_stats("liger_cross_entropy", target, weight, n_cols, options, x.device)
+    rows = row_buffers(n_rows, options, dtype, x.device, (z, accuracy, top))
+    dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad else None
+    if n_rows:
+        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize, not grad))
+        launch_rows(plan, x, target, weight, stats, options, rows, dx)
+    late = grad and divides_late(x.dtype, options)
+    outputs = launch_sum(rows, stats, options, dtype)
+    return *outputs, absent(x) if dx is None else dx, stats if late else absent(stats)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fwd_reference(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
+    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
+    check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
+    *extra, grad = wanted
+    outputs = reference_losses(input, target, weight, options)
+    dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
+    stats = torch.ones(5) if grad and divides_late(input.dtype, options) else torch.empty(0)
+    return *reference_outputs(outputs, dtype, extra), dx, stats
+
+
+def _fwd_fake(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
+    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
+    *extra, grad = wanted
+    dx = input.new_empty(input.shape) if grad else absent(input)
+    stats = input.new_empty(5 if grad and divides_late(input.dtype, options) else 0, dtype=torch.float32)
+    return *fake_outputs(input, input.shape[0], reduction, dtype, extra), dx, stats
+
+
+cross_entropy_fwd = define(
+    "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
+    "float lse_square_scale, float softcap, int reduction, ScalarType dtype, bool z_loss, bool token_accuracy, "
+    "bool predicted_tokens, bool grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+
+
+class LigerCrossEntropyFunction(Function):
+    """Autograd for cross entropy: saves the gradient, which the forward has already computed.
+
+    Gives (loss, z_loss, token_accuracy, predicted_tokens), or with `alone` the loss: each output costs torch 2 us.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        _input,
+        target,
+        weight,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+        alone=False,
+    ):
+        loss, *extra, grad, stats = _run(
+            *(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
+            *(return_z_loss, return_token_accuracy, return_predicted_tokens, ctx.needs_input_grad[0]),
+        )
+        ctx.save_for_backward(grad, stats)
+        if alone:
+            return loss
+        ctx.mark_non_differentiable(*extra)
+        ctx.set_materialize_grads(False)
+        return loss, *extra
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_output, *_not_differentiable):
+        if grad_output is None or not ctx.needs_input_grad[0]:
+            return (None,) * 12
+        grad, stats = ctx.saved_tensors
+        return *scale_gradients((grad,), grad_output, stats), *(None,) * 11
+
+
+def _run(
+    input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, z, accuracy, top, grad
+):
+    dtype = input.dtype
+    if dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None:
+        dtype = torch.float32
+    return cross_entropy_fwd(
+        *(input, target, weight, ignore_index, float(label_smoothing), float(lse_square_scale)),
+        *(float(softcap or 0.0), REDUCTIONS[reduction], dtype, z, accuracy, top, grad),
+    )
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """Cross entropy of logits with class indices; see the top of this file for the formula.
+
+    input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
+    int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. size_average and reduce are torch's
+    deprecated spellings of reduction. Returns the loss, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput`
+    when any return_* is set.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and `IndexError` for a target out of
+    range on the CPU or with LIGER_HW_CHECK_TARGETS=1; otherwise that is an assertion on the device.
+    """
+    op = "liger_cross_entropy"
+    check_tensors(op, input=input)
+    if input.dim() != 2 or not input.shape[1]:
+        check(False, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}")
+    reduction = _reduction_name(op, size_average, reduce, reduction)
+    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
+    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
+    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    if torch.is_grad_enabled() and input.requires_grad:
+        alone = not any(extra)
+        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, alone)
+        return outputs if alone else pack(*outputs, extra)
+    return pack(*_run(input, target, weight, *options, *extra, False)[:4], extra)
+
+
+def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:
+    if size_average is not None or reduce is not None:
+        return torch.nn._reduction.legacy_get_string(size_average, reduce)
+    if reduction not in REDUCTIONS:
+        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    return reduction
+
+
+def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
+    """Raise unless target, class weight and options fit rows [n_rows, ...] scored over n_cols classes."""
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.dtype not in (torch.int64, torch.int32):
+        check(False, op, f"target must hold class indices (int64 or int32), got {target.dtype}")
+    if target.shape != rows.shape[:1]:
+        check(False, op, f"target must have shape {tuple(rows.shape[:1])} to match the rows, got {tuple(target.shape)}")
+    if target.device != rows.device:
+        check(False, op, f"target is on {target.device} but the rows are on {rows.device}; move them to one device")
+    if weight is not None:
+        if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
+            kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+            check(False, op, f"the class weight must be a floating point tensor, got {kind}")
+        if tuple(weight.shape) != (n_cols,):
+            check(False, op, f"the class weight must have shape ({n_cols},), got {tuple(weight.shape)}")
+        if weight.device != rows.device:
+            check(False, op, f"the class weight is on {weight.device} but the rows are on {rows.device}")
+        check(not weight.requires_grad, op, "the class weight has no gradient; detach it")
+    check_settings(op, *settings)
+
+
+def check_settings(
+    op,
+    ignore_index,
+    label_smoothing=0.0,
+    reduction="none",
+    softcap=None,
+    lse_square_scale=0.0,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    use_token_scaling=False,
+) -> None:
+    """Raise unless the options that need no tensors are valid; the loss modules ask when they are made."""
+    check_ignore_index(op, ignore_index)
+    number = 1.0 if softcap is None else softcap
+    check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale, softcap=number)
+    flags = {"return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy}
+    check_flags(op, **flags, return_predicted_tokens=return_predicted_tokens, use_token_scaling=use_token_scaling)
+    if not 0.0 <= label_smoothing <= 1.0:
+        check(False, op, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        check(False, op, f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
+
+
+class LigerCrossEntropyLoss(torch.nn.Module):
+    """`liger_cross_entropy` as a module, with the same arguments. forward(_input [n_rows, n_cols], target [n_rows])."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        check_settings("LigerCrossEntropyLoss", *settings, *extra)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap = reduction, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
+        return liger_cross_entropy(
+            _input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (8192, 32768),
+    "llama3_8b": (8192, 128256),
+    "qwen3_8b": (8192, 151936),
+    "gemma2_2b": (4096, 256000),
+    "gpt2": (8192, 50257),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def sample_targets(n_rows, n_cols, device, generator, ignored: float) -> torch.Tensor:
+    """Random class indices, a share `ignored` of them -100."""
+    target = torch.randint(n_cols, (n_rows,), generator=generator, device=device)
+    chance = torch.rand(n_rows, generator=generator, device=device)
+    return target.masked_fill(chance < ignored, -100)
+
+
+def _sample(sizes, dtype, device, generator, *, ignored=0.1, weighted=False, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    weight = torch.rand(n_cols, generator=generator, dtype=torch.float32, device=device) if weighted else None
+    return Sample(
+        args=(x.requires_grad_(), sample_targets(n_rows, n_cols, device, generator, ignored), weight),
+        kwargs=options,
+        reduction=n_cols,
+        grad_reduction=n_cols,
+        moved=2 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OPTIONS = (
+    {},
+    {"weighted": True, "label_smoothing": 0.1},
+    {"softcap": 30.0, "lse_square_scale": 1e-4, "return_z_loss": True},
+    {"reduction": "sum", "return_token_accuracy": True, "return_predicted_tokens": True},
+    {"reduction": "none", "label_smoothing": 0.1},
+)
+OP = registry.register(
+    Op(
+        name="cross_entropy",
+        function=liger_cross_entropy,
+        reference=cross_entropy_reference,
+        tunables=(FWD, STATS, BWD),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=OPTIONS,
+    )
+)

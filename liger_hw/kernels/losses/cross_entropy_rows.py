@@ -1,0 +1,372 @@
+"""The row kernel of every loss on logits: losses and gradient of a row in one launch, two reads of it at most.
+
+The first sweep finds lse by blocks, the second goes backwards through the row, so that what was read last is still in
+cache, and writes the gradient. A row of one block stays in registers and is read once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Target
+from ...runtime.operator import launch
+from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
+from .cross_entropy_reference import MEAN, NONE, Options
+
+if INTERPRET:  # libdevice has no tanh there
+
+    @triton.jit
+    def _tanh(x):
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        return tl.where(x < 0, -t, t)
+
+else:
+
+    @triton.jit
+    def _tanh(x):
+        return libdevice.tanh(x)
+
+
+@triton.jit
+def _scan_block(
+    x,
+    cols,
+    n_cols,
+    W_ptr,
+    softcap,
+    m,
+    d,
+    weighted,
+    top,
+    argmax,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take one block into the running maximum m, sum d of exp(s - m), sum of w * s, and first largest logit.
+
+    MASKED: the block ends past n_cols, where x is -inf.
+    """
+    s = x
+    if SOFTCAP:
+        s = softcap * _tanh(x * (1.0 / softcap))
+    if SMOOTHING:
+        ws = s
+        if W_ptr is not None:
+            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
+        if MASKED:
+            ws = tl.where(cols < n_cols, ws, 0.0)
+        weighted += tl.sum(ws)
+    if MASKED and SOFTCAP:
+        s = tl.where(cols < n_cols, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
+    d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
+    if ARGMAX:
+        block_top = tl.max(x)
+        first = tl.min(tl.where(x == block_top, cols, n_cols))
+        argmax = tl.where(block_top > top, first, argmax)
+        top = tl.maximum(top, block_top)
+    return m_new, d, weighted, top, argmax
+
+
+@triton.jit
+def _gradient_block(
+    x, cols, n_cols, W_ptr, softcap, y, lse, pull, push, smooth, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr
+):
+    """pull * p - push at the target - smooth * w, through the softcap."""
+    s = x
+    if SOFTCAP:
+        t = _tanh(x * (1.0 / softcap))
+        s = softcap * t
+    g = pull * tl.exp(s - lse)
+    if SMOOTHING:
+        if W_ptr is not None:
+            g -= smooth * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        else:
+            g -= smooth
+    g = tl.where(cols == y, g - push, g)
+    if SOFTCAP:
+        g *= 1.0 - t * t
+    return g
+
+
+@triton.jit
+def _tail_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored):
+    """The last block of a row, -inf past its end."""
+    x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+    if BIAS_ptr is not None:
+        x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    return tl.where(cols < n_cols, x, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["row_start", "ignore_index"])
+def _cross_entropy_fwd_kernel(
+    X_ptr,
+    Y_ptr,
+    W_ptr,
+    BIAS_ptr,
+    STATS_ptr,
+    GO_ptr,
+    LOSS_ptr,
+    Z_ptr,
+    HIT_ptr,
+    TOP_ptr,
+    DX_ptr,
+    X_row_stride,
+    DX_row_stride,
+    GO_stride,
+    row_start,
+    n_cols,
+    n_stored,
+    ignore_index,
+    label_smoothing,
+    lse_square_scale,
+    softcap,
+    MEAN: tl.constexpr,
+    LATE_MEAN: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TOKEN_SCALING: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
+
+    X and DX hold a chunk of rows that begins at row `row_start` of the rest; columns n_cols..n_stored may be touched.
+    Only the last block is masked. A row of ONE_BLOCK stays in registers between the two sweeps.
+    """
+    # what the first sweep asked to keep is let go by the second, which is the last to need it
+    AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
+    chunk_row = tl.program_id(0).to(tl.int64)
+    row = chunk_row + row_start
+    X_ptr += chunk_row * X_row_stride
+    if DX_ptr is not None:
+        DX_ptr += chunk_row * DX_row_stride
+    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    tail_cols = n_full * BLOCK_SIZE + block_cols
+    y = tl.load(Y_ptr + row)
+    if y == ignore_index:
+        if LOSS_ptr is not None:
+            tl.store(LOSS_ptr + row, 0.0)
+        if Z_ptr is not None:
+            tl.store(Z_ptr + row, 0.0)
+        if HIT_ptr is not None:
+            tl.store(HIT_ptr + row, 0.0)
+        if TOP_ptr is not None:
+            tl.store(TOP_ptr + row, -1)
+        if DX_ptr is not None:
+            nothing = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
+            for i in range(0, n_full):
+                tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
+            tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+        return
+
+    # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
+    inside = (y >= 0) & (y < n_cols)
+    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    if BIAS_ptr is not None:
+        s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
+    if SOFTCAP:
+        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+
+    m = float("-inf")
+    d = 0.0
+    weighted = 0.0
+    top = float("-inf")
+    argmax = 0
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        cols = i * BLOCK_SIZE + block_cols
+        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols).to(tl.float32)
+        m, d, weighted, top, argmax = _scan_block(
+            x, cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, False
+        )
+    x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
+    m, d, weighted, top, argmax = _scan_block(
+        x_tail, tail_cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, True
+    )
+    lse = m + tl.log(d)
+
+    push = tl.where(inside, 1.0, float("nan"))
+    if W_ptr is not None:
+        push *= tl.load(W_ptr + y_read).to(tl.float32)
+    if SMOOTHING:
+        push *= 1.0 - label_smoothing
+    loss = push * (lse - s_y)
+    pull = push
+    smooth = 0.0
+    if SMOOTHING:
+        smooth = label_smoothing / n_cols
+        class_sum = tl.load(STATS_ptr + 2)
+        loss += smooth * (class_sum * lse - weighted)
+        pull += smooth * class_sum
+    z = lse_square_scale * lse * lse
+    z_pull = 2.0 * lse_square_scale * lse
+    if MEAN:
+        share = tl.load(STATS_ptr)
+        z_share = tl.load(STATS_ptr + 1)
+        loss *= share
+        z *= z_share
+        if LATE_MEAN:
+            z_pull *= z_share / share
+        else:
+            pull *= share
+            push *= share
+            smooth *= share
+            z_pull *= z_share
+    if Z_LOSS:
+        loss += z
+        pull += z_pull
+    if TOKEN_SCALING:
+        p_y = tl.exp(s_y - lse)
+        loss *= p_y
+        z *= p_y
+        pull *= p_y
+        push *= p_y
+        smooth *= p_y
+    if LOSS_ptr is not None:
+        tl.store(LOSS_ptr + row, loss)
+    if Z_ptr is not None:
+        tl.store(Z_ptr + row, z)
+    if HIT_ptr is not None:
+        tl.store(HIT_ptr + row, (argmax == y).to(tl.float32))
+    if TOP_ptr is not None:
+        tl.store(TOP_ptr + row, argmax)
+
+    if DX_ptr is not None:
+        if GO_ptr is not None:
+            go = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
+            pull *= go
+            push *= go
+            smooth *= go
+        y_col = y_read.to(tl.int32)
+        if not ONE_BLOCK:
+            x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
+        g = _gradient_block(
+            x_tail, tail_cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING
+        )
+        dx_type = DX_ptr.dtype.element_ty
+        tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=AGAIN_EVICT)
+        for done in tl.range(0, n_full, num_stages=STAGES):
+            cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
+            x = tl.load(X_ptr + cols, eviction_policy=AGAIN_EVICT).to(tl.float32)
+            if BIAS_ptr is not None:
+                x += tl.load(BIAS_ptr + cols).to(tl.float32)
+            g = _gradient_block(x, cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING)
+            tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=AGAIN_EVICT)
+
+
+ROW_KERNELS = (_cross_entropy_fwd_kernel, _tail_logits, _scan_block, _gradient_block)
+
+DIMS = ("n_rows", "n_cols")
+
+
+def rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """A row of up to 8192 columns in one block, read once; a wider one by blocks of that, kept for the second read.
+
+    Wider blocks spill where a thread has few registers; the H200's tables prefer 8192 or 16384 (2026-11-20).
+    """
+    block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
+
+
+def rows_safe(target: Target, key: registry.Key) -> LaunchConfig:
+    block = min(key[0], 4096)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 8))
+
+
+def rows_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    """One block that holds the row, or smaller ones and a second read of it."""
+    smallest, largest = min(key[0], 1024), min(key[0], 65536)
+    blocks = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
+        for block in blocks
+        for warps in (1, 2, 4, 8, 16, 32)
+        for stages in ((1,) if block == key[0] else (1, 2, 3))
+        for hint in (("none",) if block == key[0] else ("none", "keep"))
+        if 4 <= block // (warps * target.warp_size) <= 64
+    ]
+
+
+def has_block_size(config: LaunchConfig, key: registry.Key) -> str | None:
+    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
+
+
+class RowResults(NamedTuple):
+    """Per-row results, written by the row kernel; an absent one is None. fp32 until they are summed."""
+
+    loss: torch.Tensor | None = None
+    z_loss: torch.Tensor | None = None
+    hits: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+
+
+def launch_rows(
+    plan: registry.Plan,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    options: Options,
+    results: RowResults,
+    dx: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    row_grads: torch.Tensor | None = None,
+    row_start: int = 0,
+    owned: bool = False,
+) -> None:
+    """Losses, and the gradient into `dx`, of the rows x [n, n_cols], which are rows row_start.. of target and results.
+
+    dx may be x itself. row_grads: the incoming gradient of each row, multiplied into dx. owned: the padding between
+    rows of x and dx is ours to touch, which keeps the last block's accesses wide when n_cols is odd.
+    """
+    n_cols = x.shape[1]
+    args = (
+        *(x, target, weight, bias, stats, row_grads, *results, dx),
+        *(x.stride(0), 0 if dx is None else dx.stride(0), 0 if row_grads is None else row_grads.stride(0)),
+        *(row_start, n_cols, x.stride(0) if owned else n_cols),
+        *(options.ignore_index, options.label_smoothing, options.lse_square_scale, options.softcap),
+    )
+    flags = (
+        options.reduction == MEAN,
+        divides_late(x.dtype, options),
+        options.label_smoothing != 0.0,
+        options.lse_square_scale != 0.0,
+        options.softcap != 0.0,
+        options.token_scaling,
+        results.hits is not None or results.top is not None,
+        n_cols <= plan.config.blocks["BLOCK_SIZE"],
+    )
+    launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
+
+
+def divides_late(dtype: torch.dtype, options: Options) -> bool:
+    """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
+    return dtype is torch.float16 and options.reduction == MEAN
+
+
+def row_buffers(n_rows: int, options: Options, dtype, device, extra: tuple[bool, bool, bool]) -> RowResults:
+    """Buffers for n_rows rows: of the result's dtype when the rows are the result, of fp32 when they will be summed."""
+    rows = dtype if options.reduction == NONE else torch.float32
+    return RowResults(
+        torch.empty(n_rows, dtype=rows, device=device),
+        torch.empty(n_rows, dtype=rows, device=device) if extra[0] else None,
+        torch.empty(n_rows, dtype=torch.float32, device=device) if extra[1] else None,
+        torch.empty(n_rows, dtype=torch.int64, device=device) if extra[2] else None,
+    )

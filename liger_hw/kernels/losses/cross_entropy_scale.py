@@ -1,0 +1,164 @@
+"""The backward of a loss whose forward computed the gradient: multiply it by the incoming one, read on the device.
+
+Where that is 1, as in `loss.backward()`, the kernel returns at once. In place only where nobody can see the saved
+gradient again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Target, Tunable, row_key
+from ...runtime.operator import cdiv, define, launch
+from ...runtime.saved_tensors import graph_is_kept
+from ...runtime.triton_import import tl, triton
+from .cross_entropy_rows import DIMS, has_block_size
+
+
+@triton.jit
+def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    """OUT = G * GO (/ the late denominator of the mean). In place, where OUT is None, a factor of 1 returns at once."""
+    scale = tl.load(GO_ptr).to(tl.float32)
+    if STATS_ptr is not None:
+        scale *= tl.load(STATS_ptr + 4)
+    stop = n_elements
+    if OUT_ptr is None:
+        stop = tl.where(scale == 1.0, 0, n_elements)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    for start in tl.range(first, stop, tl.num_programs(0) * BLOCK_SIZE):
+        at = start + tl.arange(0, BLOCK_SIZE)
+        mask = at < n_elements
+        g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+        if OUT_ptr is None:
+            tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _scale_rows_kernel(G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):
+    """OUT = G * GO, one factor a row. In place, where OUT is None, rows with a factor of 1 are left alone."""
+    cols = tl.arange(0, BLOCK_SIZE)
+    for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+        scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
+        stop = n_cols
+        if OUT_ptr is None:
+            stop = tl.where(scale == 1.0, 0, n_cols)
+        for start in tl.range(0, stop, BLOCK_SIZE):
+            mask = start + cols < n_cols
+            at = row * n_cols + start + cols
+            g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+            if OUT_ptr is None:
+                tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
+            else:
+                tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+
+
+def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    block = max(64, min(key[0], 2048))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2]), ctas_per_mp=8)
+
+
+def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": 256}, 1, ctas_per_mp=1)
+
+
+def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, ctas_per_mp=ctas)
+        for block in (512, 1024, 2048, 4096, 8192)
+        for warps in (1, 2, 4, 8, 16)
+        for ctas in (2, 4, 8, 16)
+        if 4 <= block // (warps * target.warp_size) <= 32
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+    ]
+
+
+def _is_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
+    return has_block_size(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+
+
+BWD = Tunable(
+    "cross_entropy",
+    "bwd",
+    kernels=(_scale_kernel, _scale_rows_kernel),
+    key=row_key,
+    dims=DIMS,
+    heuristic=_bwd_heuristic,
+    safe=_bwd_safe,
+    space=_bwd_space,
+    valid=_is_persistent,
+)
+
+
+def _scale(grad, out, grad_output, stats) -> None:
+    """out (or grad itself, where out is None) = grad * grad_output, a scalar or one factor for each row of grad."""
+    n_elements = grad.numel()
+    if not n_elements:
+        return
+    per_row = grad_output.dim() == 1
+    n_rows, n_cols = grad.shape if grad.dim() == 2 else (1, n_elements)
+    plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
+    if per_row:
+        args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
+        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args)
+    else:
+        programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
+        late = stats if stats.numel() else None
+        launch(plan, _scale_kernel, (programs,), (grad, out, grad_output, late, n_elements))
+
+
+def _bwd(grad, grad_output, stats):
+    out = torch.empty_like(grad)
+    _scale(grad, out, grad_output, stats)
+    return out
+
+
+def _bwd_in_place(grad, grad_output, stats):
+    _scale(grad, None, grad_output, stats)
+
+
+def _bwd_reference(grad, grad_output, stats):
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    scale = grad_output.to(wide)
+    return (grad * (scale[:, None] if scale.dim() == 1 else scale)).to(grad.dtype)
+
+
+def _bwd_in_place_reference(grad, grad_output, stats):
+    grad.copy_(_bwd_reference(grad, grad_output, stats))
+
+
+def _bwd_fake(grad, grad_output, stats):
+    return torch.empty_like(grad)
+
+
+def _bwd_in_place_fake(grad, grad_output, stats):
+    return None
+
+
+cross_entropy_bwd = define(
+    "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+cross_entropy_bwd_ = define(
+    "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
+    launcher=_bwd_in_place,
+    reference=_bwd_in_place_reference,
+    fake=_bwd_in_place_fake,
+)
+
+
+def scale_gradients(grads, grad_output: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each gradient saved by a forward, times the incoming one; call it in a backward.
+
+    In place where nobody can see the saved tensor again: when the graph is freed by this backward, and to a new tensor
+    where it is kept.
+    """
+    if graph_is_kept():
+        return tuple(cross_entropy_bwd(grad, grad_output, stats) for grad in grads)
+    for grad in grads:
+        cross_entropy_bwd_(grad, grad_output, stats)
+    return grads

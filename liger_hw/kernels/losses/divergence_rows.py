@@ -1,0 +1,468 @@
+"""Divergences of two rows of (log-)probabilities: the terms, their row sums and the gradient, in one pass.
+
+Every kind is a sum over the columns of a term f(x, y) whose derivative in x needs no other column:
+
+    KL       y (log max(y, eps) - x)             x a log-probability, y a probability       -y
+    KL_LOG   e^y (y - x)                         both log-probabilities                     -e^y
+    RKL      e^x (x - y)                         both log-probabilities                     e^x (x - y + 1)
+    JSD      b e^y (y - m) + (1 - b) e^x (x - m), m = log(b e^y + (1 - b) e^x)              (1 - b) e^x (x - m)
+    TVD      |x - y| / 2                         both probabilities                         sign(x - y) / 2, 0 at a tie
+
+A probability of zero (a log-probability of -inf) contributes nothing where its factor is zero, never nan.
+So the forward reads x and y once, writes the gradient with the mean's share in it, and a backward has nothing to do but
+multiply by the incoming gradient (`_cross_entropy_scale`), which returns at once where that is 1. With reduction="none"
+the terms themselves are the result, and backward computes the derivative again. Everything is computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Target, Tunable, row_key
+from ...runtime.operator import (
+    Function,
+    autocast_dtype,
+    cdiv,
+    check,
+    check_ignore_index,
+    check_tensors,
+    define,
+    first_order,
+    launch,
+    row_major,
+)
+from ...runtime.triton_import import libdevice, tl, triton
+from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
+from .cross_entropy_rows import RowResults, has_block_size
+from .cross_entropy_scale import scale_gradients
+from .cross_entropy_stats import STATS, _stats_key, launch_sum
+
+KL, KL_LOG, RKL, JSD, TVD = range(5)
+BATCHMEAN = 3
+REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM, "batchmean": BATCHMEAN}
+
+
+class Divergence(NamedTuple):
+    """The numbers of one call, as the operators take them. beta belongs to JSD, eps to KL."""
+
+    kind: int
+    reduction: int
+    beta: float = 0.5
+    eps: float = 0.0
+    ignore_index: int = -100
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def divergence_terms(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 0.5, eps: float = 0.0) -> torch.Tensor:
+    """f(x, y) of every element in plain differentiable torch, in the dtype of x."""
+    if kind == TVD:
+        return 0.5 * (x - y).abs()
+    if kind == KL:
+        return torch.where(y == 0, 0.0, y * (torch.log(y.clamp_min(eps)) - x))
+    p, q = y.exp(), x.exp()
+    if kind == KL_LOG:
+        return torch.where(p == 0, 0.0, p * (y - x))
+    if kind == RKL:
+        return torch.where(q == 0, 0.0, q * (x - y))
+    m = _log_mixture(x, y, beta)
+    return torch.where(p == 0, 0.0, beta * p * (y - m)) + torch.where(q == 0, 0.0, (1 - beta) * q * (x - m))
+
+
+def divergence_slope(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 0.5) -> torch.Tensor:
+    """df / dx of every element."""
+    if kind == TVD:
+        return 0.5 * torch.sign(x - y)
+    if kind in (KL, KL_LOG):
+        return -(y if kind == KL else y.exp())
+    q = x.exp()
+    if kind == RKL:
+        return torch.where(q == 0, 0.0, q * (x - y + 1))
+    return torch.where(q == 0, 0.0, (1 - beta) * q * (x - _log_mixture(x, y, beta)))
+
+
+def _log_mixture(x, y, beta):
+    high = torch.maximum(x, y)
+    high = torch.where(high == float("-inf"), 0.0, high).detach()
+    return high + torch.log(beta * torch.exp(y - high) + (1 - beta) * torch.exp(x - high))
+
+
+def divergence_reference(
+    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, options: Divergence
+) -> torch.Tensor:
+    """The reduced loss in plain torch, in fp32 or fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    terms = divergence_terms(x.to(wide), y.to(wide), options.kind, options.beta, options.eps)
+    terms = terms if labels is None else torch.where((labels != options.ignore_index)[:, None], terms, 0.0)
+    return terms if options.reduction == NONE else terms.sum() * _share(x, labels, options, wide)
+
+
+def _share(x, labels, options: Divergence, dtype) -> torch.Tensor:
+    """What a reduction multiplies the sum of the terms by; zero where no row counts."""
+    if options.reduction in (NONE, SUM):
+        return torch.ones((), dtype=dtype, device=x.device)
+    rows = torch.tensor(x.shape[0]) if labels is None else (labels != options.ignore_index).sum()
+    per_row = x.shape[1] if options.reduction == MEAN else 1
+    return torch.where(rows == 0, 0.0, 1.0 / (rows * per_row).to(dtype)).to(x.device)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def log2_of(x, FAST_LOG2: tl.constexpr):
+    """log2 of normal numbers; of a denormal it may be that of zero."""
+    if FAST_LOG2:
+        y = libdevice.fast_log2f(x)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
+    """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 - beta) q.
+
+    y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell. A d
+    of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
+    """
+    d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.exp2(y)
+    ratio = tl.exp2(d)
+    m = log2_of((1.0 - beta) * ratio + beta, FAST_LOG2)
+    return p, p * ratio, m, d - m
+
+
+@triton.jit
+def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
+    """(f, df / dx) of a block; elements past a row's end must be masked by the caller."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
+    if KIND == 4:
+        d = x - y
+        f = 0.5 * tl.abs(d)
+        g = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, d))  # d at a tie: 0, and nan stays nan
+    elif KIND == 0:
+        f = tl.where(y == 0.0, 0.0, y * (log2_of(tl.maximum(y, tl.maximum(eps, 1.2e-38)), FAST_LOG2) * LN2 - x))
+        g = -y
+    elif KIND == 1:
+        p = tl.exp2(y * LOG2E)
+        f = tl.where(p == 0.0, 0.0, p * (y - x))
+        g = -p
+    elif KIND == 2:
+        q = tl.exp2(x * LOG2E)
+        f = tl.where(q == 0.0, 0.0, q * (x - y))
+        g = f + q
+    else:
+        y = tl.maximum(y, -87.3, propagate_nan=tl.PropagateNan.ALL)
+        p, q, m, u = jsd_of((x - y) * LOG2E, y * LOG2E, beta, FAST_LOG2)
+        g = LN2 * (1.0 - beta) * (q * u)
+        f = g - LN2 * beta * (p * m)
+    return f, g
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _divergence_kernel(
+    X_ptr,
+    Y_ptr,
+    LABEL_ptr,
+    SHARE_ptr,
+    GO_ptr,
+    SUM_ptr,
+    TERM_ptr,
+    DX_ptr,
+    X_row_stride,
+    Y_row_stride,
+    GO_row_stride,
+    n_cols,
+    ignore_index,
+    beta,
+    eps,
+    KIND: tl.constexpr,
+    LATE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
+):
+    """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
+
+    SHARE: what the reduction multiplies by (LATE: not the gradient, which waits for backward). GO: the incoming
+    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    X_ptr += row * X_row_stride
+    Y_ptr += row * Y_row_stride
+    at = row * n_cols
+    stop = n_cols
+    counts = True
+    if LABEL_ptr is not None:
+        counts = tl.load(LABEL_ptr + row) != ignore_index
+        stop = tl.where(counts, n_cols, 0)
+    share = tl.load(SHARE_ptr)
+    slope = 1.0 if LATE else share
+    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    step = tl.num_programs(1) * BLOCK_SIZE
+    for start in tl.range(part * BLOCK_SIZE, stop, step, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        mask = cols < n_cols
+        x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
+        total += tl.where(mask, f, 0.0)
+        if TERM_ptr is not None:
+            tl.store(TERM_ptr + at + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
+        if DX_ptr is not None:
+            if GO_ptr is not None:
+                g *= tl.load(GO_ptr + row * GO_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(DX_ptr + at + cols, (g * slope).to(DX_ptr.dtype.element_ty), mask=mask)
+    if SUM_ptr is not None:
+        tl.store(SUM_ptr + row * tl.num_programs(1) + part, tl.sum(total) * share)
+    if LABEL_ptr is not None:
+        for start in tl.range(tl.where(counts, n_cols, part * BLOCK_SIZE), n_cols, step):
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            if TERM_ptr is not None:
+                nothing = tl.zeros([BLOCK_SIZE], dtype=TERM_ptr.dtype.element_ty)
+                tl.store(TERM_ptr + at + cols, nothing, mask=cols < n_cols)
+            if DX_ptr is not None:
+                none = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
+                tl.store(DX_ptr + at + cols, none, mask=cols < n_cols)
+
+
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def _label_share_kernel(LABEL_ptr, SHARE_ptr, n_rows, ignore_index, per_row, BLOCK_SIZE: tl.constexpr):
+    """One program: SHARE[0..5] = 1 / (counted rows * per_row), zero where no row counts."""
+    counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
+    for start in range(0, n_rows, BLOCK_SIZE):
+        rows = start + tl.arange(0, BLOCK_SIZE)
+        label = tl.load(LABEL_ptr + rows, mask=rows < n_rows, other=0)
+        counted += ((rows < n_rows) & (label != ignore_index)).to(tl.int32)
+    n = tl.sum(counted)
+    share = tl.where(n == 0, 0.0, 1.0 / (tl.maximum(n, 1).to(tl.float32) * per_row))
+    slots = tl.arange(0, 8)
+    tl.store(SHARE_ptr + slots, share, mask=slots < 5)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("n_rows", "n_cols")
+
+
+def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """16 elements of each stream a thread, at most 4096 a tile: two loads in flight and no spills."""
+    block = min(key[0], 4096)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16), hint="stream")
+
+
+def _safe(target: Target, key: registry.Key) -> LaunchConfig:
+    block = min(key[0], 1024)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 8))
+
+
+def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
+        for block in {min(key[0], size) for size in (1024, 2048, 4096, 8192, 16384)}
+        for warps in (1, 2, 4, 8, 16, 32)
+        for stages in (1, 2, 3)
+        for hint in ("none", "stream")
+        if 4 <= block // (warps * target.warp_size) <= 32
+    ]
+
+
+def divergence_tunable(op: str) -> Tunable:
+    """The `<op>.fwd` tunable of an op made of `_divergence_kernel`; its backward for reduction="none" uses it too."""
+    return Tunable(
+        op,
+        "fwd",
+        kernels=(_divergence_kernel, divergence_of, jsd_of, log2_of),
+        key=row_key,
+        dims=DIMS,
+        heuristic=_heuristic,
+        safe=_safe,
+        space=_space,
+        valid=has_block_size,
+    )
+
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
+    """[5] fp32 on the device: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
+    if not per_row or labels is None:
+        share = 1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row)
+        return torch.full((5,), share, dtype=torch.float32, device=device)
+    share = torch.empty(5, dtype=torch.float32, device=device)
+    plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
+    launch(plan, _label_share_kernel, (1,), (labels, share, n_rows, ignore_index, float(per_row)))
+    return share
+
+
+def _per_row(options: Divergence, n_cols: int) -> int:
+    return {MEAN: n_cols, BATCHMEAN: 1}.get(options.reduction, 0)
+
+
+def _late(dtype: torch.dtype, options: Divergence) -> bool:
+    """Whether the gradient leaves the forward before the mean's division, which underflows in fp16."""
+    return dtype is torch.float16 and options.reduction in (MEAN, BATCHMEAN)
+
+
+def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool, terms=None, dx=None, go=None):
+    """Launch over contiguous-enough inputs; returns the partial sums, or None."""
+    n_rows, n_cols = x.shape
+    plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
+    # few rows are shared by several programs each, so that the device is full
+    parts = min(cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"]), cdiv(8 * plan.target.multiprocessors, n_rows))
+    partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
+    args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
+    numbers = n_cols, options.ignore_index, options.beta, options.eps
+    flags = options.kind, _late(x.dtype, options)
+    launch(plan, _divergence_kernel, (n_rows, parts), (*args, *numbers), flags)
+    return partial
+
+
+def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
+    """(forward, backward) operators of an op; backward is for reduction="none".
+
+    forward(input, target, labels?, *Divergence, dtype, grad) -> (loss, gradient or empty, what a late division needs)
+    """
+
+    def fwd(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
+        options = Divergence(kind, reduction, beta, eps, ignore_index)
+        x, y, labels = row_major(x), row_major(y), labels if labels is None else labels.contiguous()
+        n_rows, n_cols = x.shape
+        share = label_share(labels, n_rows, _per_row(options, n_cols), ignore_index, x.device)
+        none = reduction == NONE
+        dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad and not none else None
+        terms = torch.empty((n_rows, n_cols), dtype=dtype, device=x.device) if none else None
+        rows = None
+        if n_rows:
+            rows = _run(tunable, x, y, labels, share, options, not none, terms, dx)
+        if terms is not None:
+            return terms, absent(share), absent(share)
+        rows = share.new_zeros(1) if rows is None else rows
+        loss = launch_sum(RowResults(rows), share, Options(ignore_index, 0.0, 0.0, 0.0, SUM), dtype)[0]
+        return loss, absent(x) if dx is None else dx, share if grad and _late(x.dtype, options) else absent(share)
+
+    def bwd(go, x, y, labels, kind, reduction, beta, eps, ignore_index):
+        options = Divergence(kind, reduction, beta, eps, ignore_index)
+        x, y, go = row_major(x), row_major(y), row_major(go)
+        labels = labels if labels is None else labels.contiguous()
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.shape[0]:
+            share = label_share(None, 0, 0, 0, x.device)
+            _run(tunable, x, y, labels, share, options, False, None, dx, go)
+        return dx
+
+    def slope(x, y, labels, options):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        g = divergence_slope(x.to(wide), y.to(wide), options.kind, options.beta)
+        g = g if labels is None else torch.where((labels != options.ignore_index)[:, None], g, 0.0)
+        return g * _share(x, labels, options, wide)
+
+    def fwd_reference(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
+        options = Divergence(kind, reduction, beta, eps, ignore_index)
+        loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
+        stats = x.new_ones(5 if grad and _late(x.dtype, options) and reduction != NONE else 0, dtype=torch.float32)
+        grad = grad and reduction != NONE
+        return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
+
+    def bwd_reference(go, x, y, labels, kind, reduction, beta, eps, ignore_index):
+        options = Divergence(kind, reduction, beta, eps, ignore_index)
+        g = slope(x, y, labels, options)
+        return (g * go.to(g.dtype)).to(x.dtype).contiguous()
+
+    def fwd_fake(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
+        options = Divergence(kind, reduction, beta, eps, ignore_index)
+        grad = grad and reduction != NONE
+        loss = x.new_empty(x.shape if reduction == NONE else (), dtype=dtype)
+        stats = x.new_empty(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
+        return loss, x.new_empty(x.shape) if grad else x.new_empty(0), stats
+
+    def bwd_fake(go, x, y, labels, *options):
+        return x.new_empty(x.shape)
+
+    call = (
+        "Tensor input, Tensor target, Tensor? labels, int kind, int reduction, float beta, float eps, int ignore_index"
+    )
+    forward = define(
+        f"{op}_fwd({call}, ScalarType dtype, bool grad) -> (Tensor, Tensor, Tensor)",
+        launcher=torch.no_grad()(fwd),
+        reference=torch.no_grad()(fwd_reference),
+        fake=fwd_fake,
+    )
+    backward = define(
+        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=bwd_fake
+    )
+    return forward, backward
+
+
+class DivergenceFunction(Function):
+    """Autograd for a divergence: saves the finished gradient, or the inputs for reduction="none"."""
+
+    @staticmethod
+    def forward(ctx, input, target, labels, operators, options: Divergence):
+        ctx.backward_operator, ctx.options = operators[1], options
+        loss, grad, stats = operators[0](input, target, labels, *options, output_dtype(input), True)
+        ctx.save_for_backward(*((input, target, labels) if options.reduction == NONE else (grad, stats)))
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_output):
+        if ctx.options.reduction == NONE:
+            return ctx.backward_operator(grad_output, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        grad, stats = ctx.saved_tensors
+        return *scale_gradients((grad,), grad_output, stats), None, None, None, None
+
+
+# -- what the public functions share ---------------------------------------------------------------------------------
+
+
+def output_dtype(input: torch.Tensor) -> torch.dtype:
+    """The input's, or fp32 under autocast, as torch's losses have it."""
+    low = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
+    return torch.float32 if low else input.dtype
+
+
+def divergence(op: str, operators, input, target, labels, options: Divergence) -> torch.Tensor:
+    """Check the arguments of a public function and run it."""
+    check_tensors(op, input=input, target=target)
+    if input.dim() != 2 or not input.shape[1] or input.shape != target.shape:
+        shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
+        check(False, op, f"input and target must both be [n_rows, n_cols], got {shapes}")
+    check_labels(op, labels, input, options.ignore_index)
+    check(not target.requires_grad, op, "the target has no gradient; detach it")
+    if torch.is_grad_enabled() and input.requires_grad:
+        return DivergenceFunction.apply(input, target, labels, operators, options)
+    return operators[0](input, target, labels, *options, output_dtype(input), False)[0]
+
+
+def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
+    """Raise unless labels (None: all rows count) fit rows [n_rows, ...] and ignore_index is an int."""
+    check_ignore_index(op, ignore_index)
+    if labels is None:
+        return
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"{op}: shift_labels must be a tensor or None, got {type(labels).__name__}")
+    if labels.dtype not in (torch.int64, torch.int32) or labels.shape != rows.shape[:1]:
+        expected = f"an int64 or int32 tensor of shape {tuple(rows.shape[:1])}"
+        check(False, op, f"shift_labels must be {expected}, got {labels.dtype} {tuple(labels.shape)}")
+    if labels.device != rows.device:
+        check(
+            False, op, f"shift_labels is on {labels.device} but the rows are on {rows.device}; move them to one device"
+        )
+
+
+def check_reduction(op: str, reduction: str, names=tuple(REDUCTIONS)) -> int:
+    """The number of a reduction's name."""
+    if reduction not in names:
+        check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
+    return REDUCTIONS[reduction]

@@ -1,0 +1,214 @@
+"""Cross entropy of a student and its total variation distance from a teacher, per row, from both logits in one launch.
+
+    ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
+Rows whose target is ignore_index have losses and gradient of exactly zero.
+Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 or int32 -> ce [n_rows], tvd [n_rows].
+Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one by
+one. The teacher has no gradient.
+Saved for backward: the logits and six fp32 numbers a row, so that backward reads each of them once. See
+_distill_rows.py for the kernel.
+
+Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", https://arxiv.org/abs/2307.15190
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample, next_power_of_2
+from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major
+from .cross_entropy import check_arguments, sample_targets
+from .cross_entropy_reference import NONE, Options, check_targets
+from .cross_entropy_stats import launch_stats
+from .distill_reference import Distillation, distill_reference, distill_slopes
+from .distill_rows import SAVED, DistillRows, distill_rows, distill_tunable
+from .divergence_rows import TVD, label_share
+
+_NAME = "liger_fused_ce_tvd"
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_ce_tvd_reference(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 for fp64."""
+    tvd, ce = distill_reference(student_logits, teacher_logits.detach(), target, _options(ignore_index))
+    return ce, tvd
+
+
+def _options(ignore_index: int) -> Distillation:
+    return Distillation(TVD, ignore_index=ignore_index, hard_weight=1.0)
+
+
+def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
+    return next_power_of_2(n_cols), itemsize
+
+
+FWD = distill_tunable("fused_ce_tvd", ("n_rows", "n_cols"), _key)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _launch(student, teacher, target, ignore_index, out, **backward):
+    plan = FWD.plan(student.device, _key(*student.shape, student.dtype.itemsize))
+    share = label_share(None, 0, 0, ignore_index, student.device)
+    distill_rows(plan, student, teacher, target, share, _options(ignore_index), out, owned=False, **backward)
+
+
+def _fwd(student, teacher, target, ignore_index):
+    student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
+    n_rows, device = student.shape[0], student.device
+    none = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
+    launch_stats(_NAME, target, None, student.shape[1], none, device)  # asserts the targets
+    ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
+    saved = torch.empty(n_rows, SAVED, dtype=torch.float32, device=device)
+    _launch(student, teacher, target, ignore_index, DistillRows(tvd, ce, saved))
+    return ce, tvd, saved
+
+
+def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
+    dx = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
+    grads = {"hard_grads": dce, "soft_grads": dtvd}
+    _launch(student, teacher, target, ignore_index, DistillRows(saved=saved), dlogits=dx, from_saved=True, **grads)
+    return dx
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fwd_reference(student, teacher, target, ignore_index):
+    check_targets(_NAME, target, student.shape[1], ignore_index)
+    ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
+    return ce, tvd, ce.new_zeros(ce.shape[0], SAVED)
+
+
+@torch.no_grad()
+def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
+    soft, hard = distill_slopes(student, teacher, target, _options(ignore_index))
+    return (hard * dce[:, None] + soft * dtvd[:, None]).to(student.dtype).contiguous()
+
+
+def _fwd_fake(student, teacher, target, ignore_index):
+    wide, n_rows = torch.promote_types(student.dtype, torch.float32), student.shape[0]
+    return tuple(student.new_empty(shape, dtype=wide) for shape in ((n_rows,), (n_rows,), (n_rows, SAVED)))
+
+
+def _bwd_fake(student, *rest):
+    return student.new_empty(student.shape)
+
+
+_INPUTS = "Tensor student, Tensor teacher, Tensor target"
+fused_ce_tvd_fwd = define(
+    f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+fused_ce_tvd_bwd = define(
+    f"fused_ce_tvd_bwd({_INPUTS}, Tensor saved, Tensor dce, Tensor dtvd, int ignore_index) -> Tensor",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerFusedCETVDFunction(Function):
+    """Autograd for both losses: saves the logits and six numbers a row."""
+
+    @staticmethod
+    def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
+        ce, tvd, saved = fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)
+        ctx.save_for_backward(student_logits, teacher_logits, target, saved)
+        ctx.ignore_index = ignore_index
+        return ce, tvd
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dce, dtvd):
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return fused_ce_tvd_bwd(*ctx.saved_tensors, dce, dtvd, ctx.ignore_index), None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_ce_tvd(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ce, tvd) of every row: cross entropy of the student, total variation distance from the teacher; see above.
+
+    student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target:
+    [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad; for
+    targets see `liger_cross_entropy`.
+    """
+    check_tensors(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
+    if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:
+        shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
+        check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}")
+    check(not teacher_logits.requires_grad, _NAME, "the teacher's logits have no gradient; detach them")
+    check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
+    if torch.is_grad_enabled() and student_logits.requires_grad:
+        return LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)
+    return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]
+
+
+class LigerFusedCETVDLoss(torch.nn.Module):
+    """`liger_fused_ce_tvd` as a module: forward(student_logits, teacher_logits [n_rows, n_cols], target [n_rows])."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+
+    def logits() -> torch.Tensor:
+        return torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+
+    return Sample(
+        args=(logits().requires_grad_(), logits(), sample_targets(n_rows, n_cols, device, generator, ignored)),
+        kwargs=options,
+        reduction=n_cols,
+        grad_reduction=n_cols,
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_ce_tvd",
+        function=liger_fused_ce_tvd,
+        reference=fused_ce_tvd_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"ignore_index": 3, "ignored": 0.0}),
+    )
+)

@@ -1,0 +1,142 @@
+"""Generalised Jensen-Shannon divergence of a student's from a teacher's log-probabilities.
+
+With student log-probabilities x, teacher log-probabilities y, and M = beta e^y + (1 - beta) e^x:
+    loss of a row = sum of beta e^y (y - log M) + (1 - beta) e^x (x - log M)         0 < beta < 1
+    beta = 0      = sum of e^y (y - x), the forward KL(teacher || student)
+    beta = 1      = sum of e^x (x - y), the reverse KL(student || teacher)
+The loss is the mean over the rows whose label is not ignore_index (all rows without labels); zero where none counts.
+Shapes: input x [n_rows, n_cols], target y [n_rows, n_cols], shift_labels [n_rows] -> loss [].
+Dtypes: fp32, fp16 or bf16, everything computed in fp32 about max(x, y), so that small probabilities keep their share; the
+loss in the input's dtype (fp32 under autocast).
+Saved for backward: the gradient, which the forward writes in the same pass. The target has no gradient. See
+_divergence_rows.py for the kernel.
+
+Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import check, check_floats, check_ignore_index
+from .divergence_rows import (
+    BATCHMEAN,
+    JSD,
+    KL_LOG,
+    RKL,
+    Divergence,
+    divergence,
+    divergence_operators,
+    divergence_reference,
+    divergence_tunable,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def jsd_reference(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
+    options = jsd_options("jsd_reference", beta, ignore_index)
+    return divergence_reference(input, target, shift_labels, options).to(input.dtype)
+
+
+FWD = divergence_tunable("jsd")
+OPERATORS = divergence_operators("jsd", FWD)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_jsd(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Generalised JSD of student log-probabilities `input` from teacher log-probabilities `target`; see above.
+
+    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32, rows
+    at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    """
+    return divergence("liger_jsd", OPERATORS, input, target, shift_labels, jsd_options("liger_jsd", beta, ignore_index))
+
+
+def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
+    """The kind of divergence that beta means. Raises `ValueError` outside [0, 1]."""
+    check_floats(op, beta=beta)
+    check_ignore_index(op, ignore_index)
+    if not 0.0 <= beta <= 1.0:
+        check(False, op, f"beta must be between 0 and 1, got {beta}")
+    kind = KL_LOG if beta == 0.0 else RKL if beta == 1.0 else JSD
+    return Divergence(kind, BATCHMEAN, float(beta), 0.0, ignore_index)
+
+
+class LigerJSD(torch.nn.Module):
+    """`liger_jsd` as a module: forward(log_q [n_rows, n_cols] student, log_p teacher, shift_labels [n_rows] or None)."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        jsd_options("LigerJSD", beta, ignore_index)
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(
+        self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+
+    def log_probs() -> torch.Tensor:
+        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
+        return torch.log_softmax(values, -1).to(dtype)
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    return Sample(
+        args=(log_probs().requires_grad_(), log_probs(), labels),
+        kwargs=options,
+        reduction=n_rows * n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="jsd",
+        function=liger_jsd,
+        reference=jsd_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True}),
+    )
+)

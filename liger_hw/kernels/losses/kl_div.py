@@ -1,0 +1,151 @@
+"""Kullback-Leibler divergence of a target distribution from predicted log-probabilities, as torch.nn.KLDivLoss has it.
+
+    term = t (log max(t, eps) - x)          t a probability, 0 where t is 0
+    term = e^t (t - x)                      with log_target: t a log-probability
+    none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
+Shapes: input x [n_rows, n_cols] log-probabilities, target t [n_rows, n_cols] -> loss [] or [n_rows, n_cols].
+Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the input's dtype (fp32 under autocast).
+Saved for backward: the gradient, -t (or -e^t) times the reduction's share, which the forward writes in the same pass;
+with reduction="none" the target. The target has no gradient. See _divergence_rows.py for the kernel.
+
+Source: Kullback and Leibler, "On information and sufficiency", 1951; eps as in liger-kernel's `liger_kl_div`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import check, check_flags, check_floats
+from .divergence_rows import (
+    KL,
+    KL_LOG,
+    REDUCTIONS,
+    Divergence,
+    check_reduction,
+    divergence,
+    divergence_operators,
+    divergence_reference,
+    divergence_tunable,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def kl_div_reference(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
+    options = _options("kl_div_reference", size_average, reduce, reduction, log_target, eps)
+    return divergence_reference(input, target, None, options).to(input.dtype)
+
+
+FWD = divergence_tunable("kl_div")
+OPERATORS = divergence_operators("kl_div", FWD)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_kl_div(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> torch.Tensor:
+    """KL(target || input) of log-probabilities `input` against probabilities (or log-probabilities) `target`.
+
+    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
+    size_average=False and reduce=False are torch's deprecated spellings of sum and none. eps: least value whose
+    logarithm is taken of a target probability. Returns the loss, [] or [n_rows, n_cols], in input's dtype.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    """
+    options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)
+    return divergence("liger_kl_div", OPERATORS, input, target, None, options)
+
+
+def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_target: bool, eps: float) -> Divergence:
+    check_floats(op, eps=eps)
+    check_flags(op, size_average=size_average, reduce=reduce, log_target=log_target)
+    if not eps >= 0.0:
+        check(False, op, f"eps must not be negative, got {eps}")
+    if not reduce:
+        reduction = "none"
+    elif not size_average:
+        reduction = "sum"
+    return Divergence(KL_LOG if log_target else KL, check_reduction(op, reduction), eps=float(eps))
+
+
+class LigerKLDIVLoss(torch.nn.KLDivLoss):
+    """`liger_kl_div` as a module, with the arguments of torch.nn.KLDivLoss and eps.
+
+    forward(y_pred [n_rows, n_cols] log-probabilities, y_true [n_rows, n_cols])
+    """
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_reduction("LigerKLDIVLoss", self.reduction)
+        self.eps = eps
+
+    def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, log_target={self.log_target}, eps={self.eps}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+
+    def log_probs() -> torch.Tensor:
+        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
+        return torch.log_softmax(values, -1)
+
+    target = log_probs()
+    return Sample(
+        args=(log_probs().to(dtype).requires_grad_(), (target if log_target else target.exp()).to(dtype)),
+        kwargs={"log_target": log_target, **options} if log_target else options,
+        reduction=n_rows * n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="kl_div",
+        function=liger_kl_div,
+        reference=kl_div_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            *({"reduction": name} for name in REDUCTIONS if name != "mean"),
+            {"log_target": True, "reduction": "batchmean"},
+            {"log_target": True, "reduction": "none"},
+            {"eps": 1e-2, "reduction": "sum"},
+        ),
+    )
+)

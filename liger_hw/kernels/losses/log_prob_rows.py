@@ -1,0 +1,400 @@
+"""Log-probabilities of chosen tokens, a row of logits at a time, and the gradient of any loss made of them.
+
+For a row of logits x (a bias added in fp32, then the softcap), token y and temperature T, with s = softcap(x + bias) / T:
+    lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
+    d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
+where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. A preference or policy loss is a few
+torch operations on [n_rows] tensors between the two launches, and never sees the logits:
+
+    for start, logits, _ in sweep(chunks, x, weight, grads):
+        rows = slice(start, start + logits.shape[0])
+        row_log_probs(logits, target, out, bias=bias, row_start=start, temperature=T)       # fills out.logp[rows], ...
+        loss[rows], coef[rows] = my_loss_and_slope(out.logp[rows], ...)                     # slope: d loss / d logp
+        row_log_prob_gradients(logits, target, out, coef, bias=bias, row_start=start, temperature=T)  # in place
+
+A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
+gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and gradient
+of exactly zero; their lse and logit_sum are those of their logits when logit_sum is asked for, else zero.
+A target out of range gives nan in its row; `launch_stats` of the cross entropies has the assertion.
+
+Everything is computed in fp32. The first launch reads a row once, the second reads it and writes the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+import torch
+
+from ... import registry
+from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
+from ...runtime.operator import launch
+from ...runtime.triton_import import tl, triton
+from .cross_entropy_rows import _tail_logits, _tanh, has_block_size, rows_heuristic, rows_safe, rows_space
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scan_scores(
+    x, cols, n_cols, softcap, inv_temperature, m, d, weighted, total,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take one block into the running maximum m, sums of exp(s - m) and of exp(s - m) * (s - m), and sum of s * T."""
+    if SOFTCAP:
+        x = softcap * _tanh(x * (1.0 / softcap))
+    if SUM:
+        if MASKED:
+            total += tl.sum(tl.where(cols < n_cols, x, 0.0))
+        else:
+            total += tl.sum(x)
+    s = x * inv_temperature
+    if MASKED and SOFTCAP:
+        s = tl.where(cols < n_cols, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
+    e = tl.exp(s - shift)
+    rescale = tl.exp(m - shift)
+    if ENTROPY:
+        moved = tl.where(d == 0.0, 0.0, (m - shift) * d)  # the sum so far, about the new maximum
+        weighted = (weighted + moved) * rescale + tl.sum(tl.where(e == 0.0, 0.0, e * (s - shift)))
+    d = d * rescale + tl.sum(e)
+    return m_new, d, weighted, total
+
+
+@triton.jit(do_not_specialize=["row_start", "ignore_index"])
+def _log_prob_rows_kernel(
+    X_ptr,
+    Y_ptr,
+    BIAS_ptr,
+    LOGP_ptr,
+    LSE_ptr,
+    ENTROPY_ptr,
+    SUM_ptr,
+    softcap,
+    inv_temperature,
+    X_row_stride,
+    row_start,
+    n_cols,
+    n_stored,
+    ignore_index,
+    SOFTCAP: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """One program a row of a chunk that begins at row `row_start` of the targets and results.
+
+    The two floats stand before the integers: after them, LLVM in Triton 3.8.0 dies of their load on gfx942 and gfx950
+    ("Use not jointly dominated by defs" in its machine scheduler, which shrinks a scalar load that it rematerialises).
+    """
+    chunk_row = tl.program_id(0).to(tl.int64)
+    row = chunk_row + row_start
+    X_ptr += chunk_row * X_row_stride
+    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    y = tl.load(Y_ptr + row)
+    ignored = y == ignore_index
+    if SUM_ptr is None:
+        if ignored:
+            tl.store(LOGP_ptr + row, 0.0)
+            tl.store(LSE_ptr + row, 0.0)
+            if ENTROPY_ptr is not None:
+                tl.store(ENTROPY_ptr + row, 0.0)
+            return
+    inside = (y >= 0) & (y < n_cols)
+    y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
+    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    if BIAS_ptr is not None:
+        s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
+    if SOFTCAP:
+        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+    s_y *= inv_temperature
+    m = float("-inf")
+    d = 0.0
+    weighted = 0.0
+    total = 0.0
+    ENTROPY: tl.constexpr = ENTROPY_ptr is not None
+    SUM: tl.constexpr = SUM_ptr is not None
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        cols = i * BLOCK_SIZE + block_cols
+        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols).to(tl.float32)
+        m, d, weighted, total = _scan_scores(
+            x, cols, n_cols, softcap, inv_temperature, m, d, weighted, total, SOFTCAP, ENTROPY, SUM, False
+        )
+    tail_cols = n_full * BLOCK_SIZE + block_cols
+    x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
+    m, d, weighted, total = _scan_scores(
+        x, tail_cols, n_cols, softcap, inv_temperature, m, d, weighted, total, SOFTCAP, ENTROPY, SUM, True
+    )
+    lse = m + tl.log(d)
+    logp = tl.where(inside, s_y - lse, float("nan"))
+    tl.store(LOGP_ptr + row, tl.where(ignored, 0.0, logp))
+    tl.store(LSE_ptr + row, lse)
+    if ENTROPY_ptr is not None:
+        tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, tl.log(d) - weighted / d))
+    if SUM_ptr is not None:
+        tl.store(SUM_ptr + row, total)
+
+
+@triton.jit
+def _scores_gradient(
+    x, cols, y, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
+):
+    """a * [c = y] - pull * p + flat - b * p * (log p + entropy), through the softcap; all of them have 1 / T in them."""
+    if SOFTCAP:
+        t = _tanh(x * (1.0 / softcap))
+        x = softcap * t
+    log_p = x * inv_temperature - lse
+    p = tl.exp(log_p)
+    g = flat - pull * p
+    if ENTROPY:
+        g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
+    g = tl.where(cols == y, g + a, g)
+    if SOFTCAP:
+        g *= 1.0 - t * t
+    return g
+
+
+@triton.jit(do_not_specialize=["row_start", "ignore_index"])
+def _log_prob_gradient_kernel(
+    X_ptr,
+    Y_ptr,
+    BIAS_ptr,
+    LSE_ptr,
+    ENTROPY_ptr,
+    A_ptr,
+    PULL_ptr,
+    FLAT_ptr,
+    B_ptr,
+    DX_ptr,
+    X_row_stride,
+    DX_row_stride,
+    row_start,
+    n_cols,
+    n_stored,
+    ignore_index,
+    softcap,
+    inv_temperature,
+    SOFTCAP: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """One program a row. DX may be X: every element is read and written by the same thread."""
+    chunk_row = tl.program_id(0).to(tl.int64)
+    row = chunk_row + row_start
+    X_ptr += chunk_row * X_row_stride
+    DX_ptr += chunk_row * DX_row_stride
+    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    tail_cols = n_full * BLOCK_SIZE + block_cols
+    dx_type = DX_ptr.dtype.element_ty
+    y = tl.load(Y_ptr + row)
+    if y == ignore_index:
+        nothing = tl.zeros([BLOCK_SIZE], dtype=dx_type)
+        for i in range(0, n_full):
+            tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
+        tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+        return
+    a = tl.load(A_ptr + row).to(tl.float32) * inv_temperature
+    a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
+    lse = tl.load(LSE_ptr + row)
+    pull = a
+    if PULL_ptr is not None:
+        pull = tl.load(PULL_ptr + row).to(tl.float32) * inv_temperature
+    flat = 0.0
+    if FLAT_ptr is not None:
+        flat = tl.load(FLAT_ptr + row).to(tl.float32) * inv_temperature
+    b = 0.0
+    entropy = 0.0
+    if B_ptr is not None:
+        b = tl.load(B_ptr + row).to(tl.float32) * inv_temperature
+        entropy = tl.load(ENTROPY_ptr + row)
+    y_col = y.to(tl.int32)
+    ENTROPY: tl.constexpr = B_ptr is not None
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        cols = i * BLOCK_SIZE + block_cols
+        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols).to(tl.float32)
+        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY)
+        tl.store(DX_ptr + cols, g.to(dx_type))
+    x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
+    g = _scores_gradient(
+        x, tail_cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY
+    )
+    tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("n_rows", "hidden", "vocab")
+
+
+def vocab_key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
+    """Columns rounded up to a power of two, bytes an element: a chunk always has enough rows to fill the device."""
+    return next_power_of_2(vocab), itemsize
+
+
+def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """As the cross entropies', but read once: nothing is worth keeping. Two tiles ahead where shared memory has room for
+    four programs' (on the H200 5% at 131072 columns, nothing at 32768; 2026-11-21)."""
+    config = rows_heuristic(target, key)
+    block = config.blocks["BLOCK_SIZE"]
+    ahead = key[0] > block and 4 * 2 * block * key[1] <= target.shared_memory
+    return LaunchConfig(config.blocks, config.num_warps, 3 if ahead else config.num_stages)
+
+
+def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """The same tiles, with twice the threads for those of wide rows: 4% to 5% on the H200 (2026-11-21)."""
+    config = rows_heuristic(target, key)
+    block = config.blocks["BLOCK_SIZE"]
+    return LaunchConfig(config.blocks, target.warps(block, 16, 16) if key[0] > block else config.num_warps)
+
+
+def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registry.Key]) -> tuple[Tunable, Tunable]:
+    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels. Their key is (columns, bytes an element)."""
+
+    def tunable(variant: str, kernels: tuple, heuristic: Callable[..., LaunchConfig]) -> Tunable:
+        return Tunable(
+            *(op, variant),
+            kernels=(*kernels, _tail_logits),
+            key=key,
+            dims=dims,
+            heuristic=heuristic,
+            safe=rows_safe,
+            space=rows_space,
+            valid=has_block_size,
+        )
+
+    fwd = tunable("fwd", (_log_prob_rows_kernel, _scan_scores), _rows_heuristic)
+    return fwd, tunable("bwd", (_log_prob_gradient_kernel, _scores_gradient), _gradient_heuristic)
+
+
+LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_scaled_cross_entropy", DIMS, vocab_key)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+class LogProbs(NamedTuple):
+    """Per-row results, all fp32 [n_rows]; entropy and logit_sum are None where nobody asked."""
+
+    logp: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor | None = None
+    logit_sum: torch.Tensor | None = None
+
+
+def log_prob_buffers(n_rows: int, device: torch.device, *, entropy: bool = False, logit_sum: bool = False) -> LogProbs:
+    """Room for the results of n_rows rows."""
+
+    def rows() -> torch.Tensor:
+        return torch.empty(n_rows, dtype=torch.float32, device=device)
+
+    return LogProbs(rows(), rows(), rows() if entropy else None, rows() if logit_sum else None)
+
+
+def row_log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    out: LogProbs,
+    *,
+    bias: torch.Tensor | None = None,
+    row_start: int = 0,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    owned: bool = True,
+    tunable: Tunable | None = None,
+) -> None:
+    """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
+
+    target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows is ours, as in a buffer
+    of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
+    """
+    n, vocab = logits.shape
+    if not n:
+        return
+    plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    stride = logits.stride(0)
+    numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
+    launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
+
+
+def row_log_prob_gradients(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    saved: LogProbs,
+    coef: torch.Tensor,
+    *,
+    entropy_coef: torch.Tensor | None = None,
+    pull: torch.Tensor | None = None,
+    flat: torch.Tensor | None = None,
+    dlogits: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    row_start: int = 0,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    owned: bool = True,
+    tunable: Tunable | None = None,
+) -> None:
+    """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
+
+    saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
+    [n_rows] on the device (the latter needs saved.entropy); pull: what softmax is pulled by, where other tokens' logp
+    count too (coef alone goes to the target's logit); flat: added to every logit's gradient (label smoothing)
+    """
+    n, vocab = logits.shape
+    if not n:
+        return
+    dlogits = logits if dlogits is None else dlogits
+    plan = (tunable or LOGP_GRAD).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    strides = logits.stride(0), dlogits.stride(0)
+    numbers = (
+        *strides,
+        row_start,
+        vocab,
+        min(strides) if owned else vocab,
+        ignore_index,
+        float(softcap),
+        1.0 / temperature,
+    )
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
+    entropy = None if entropy_coef is None else saved.entropy
+    args = (logits, target, bias, saved.lse, entropy, coef, pull, flat, entropy_coef, dlogits, *numbers)
+    launch(plan, _log_prob_gradient_kernel, (n,), args, flags)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def log_probs_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp, entropy, lse) of every row in plain differentiable torch, in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s / temperature
+    ignored = target == ignore_index
+    y = target.long().masked_fill(ignored, 0)
+    lse = torch.logsumexp(s, -1)
+    log_p = s - lse[:, None]
+    logp = log_p.gather(1, y[:, None])[:, 0].masked_fill(ignored, 0.0)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)).sum(-1)
+    return logp, entropy.masked_fill(ignored, 0.0), lse

@@ -1,0 +1,134 @@
+"""Total variation distance of two distributions.
+
+    term = |p - q| / 2, with the derivative 0 at a tie
+    none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / rows that count     mean  that / n_cols
+Rows whose label is ignore_index do not count; without labels all do. Where none counts the loss is zero.
+Shapes: p, q [n_rows, n_cols] probabilities, shift_labels [n_rows] -> loss [] or [n_rows, n_cols].
+Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in p's dtype (fp32 under autocast).
+Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has no
+gradient. See _divergence_rows.py for the kernel.
+
+Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", https://arxiv.org/abs/2307.15190
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from .divergence_rows import (
+    TVD,
+    Divergence,
+    check_reduction,
+    divergence,
+    divergence_operators,
+    divergence_reference,
+    divergence_tunable,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def tvd_reference(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
+    options = _options("tvd_reference", reduction, ignore_index)
+    return divergence_reference(input, target, shift_labels, options).to(input.dtype)
+
+
+FWD = divergence_tunable("tvd")
+OPERATORS = divergence_operators("tvd", FWD)
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_tvd(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    shift_labels: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Total variation distance of probabilities `input` and `target`; see the top of this file.
+
+    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32, rows
+    at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols].
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    """
+    options = _options("liger_tvd", reduction, ignore_index)
+    return divergence("liger_tvd", OPERATORS, input, target, shift_labels, options)
+
+
+def _options(op: str, reduction: str, ignore_index: int) -> Divergence:
+    return Divergence(TVD, check_reduction(op, reduction), ignore_index=ignore_index)
+
+
+class LigerTVDLoss(torch.nn.Module):
+    """`liger_tvd` as a module: forward(p [n_rows, n_cols], q [n_rows, n_cols], shift_labels [n_rows] or None)."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        _options("LigerTVDLoss", reduction, ignore_index)
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
+        return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+
+    def probs() -> torch.Tensor:
+        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
+        return torch.softmax(values, -1).to(dtype)
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    return Sample(
+        args=(probs().requires_grad_(), probs(), labels),
+        kwargs=options,
+        reduction=n_rows * n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="tvd",
+        function=liger_tvd,
+        reference=tvd_reference,
+        tunables=(FWD,),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"reduction": "none", "labelled": True},
+            {"reduction": "sum"},
+            {"reduction": "batchmean", "labelled": True},
+        ),
+    )
+)

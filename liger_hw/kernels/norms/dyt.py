@@ -1,0 +1,482 @@
+"""Dynamic tanh: y = gamma * tanh(alpha * x) + beta, an element-wise stand-in for a norm, over the last dimension.
+
+Shapes: x [..., n_cols], alpha one element, gamma [n_cols], beta [n_cols] or None (no shift) -> y like x.
+Dtypes: each tensor in fp32, fp16 or bf16; arithmetic and sums in fp32, y rounded once to x's dtype.
+Saved for backward: x, alpha, gamma (and beta, for its dtype).
+Backward, with t = tanh(alpha * x) and d = dy * gamma * (1 - t^2):  dx = alpha * d,  dalpha = sum of d * x,
+dgamma = sum over rows of dy * t,  dbeta = sum over rows of dy.
+
+Source: Zhu, Chen, He, LeCun and Liu, "Transformers without Normalization", https://arxiv.org/abs/2503.10622
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
+from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.operator import (
+    Function,
+    check,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
+from ...runtime.triton_import import tl, triton
+from ..rows.groups import (
+    GROUPS,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+    programs_of,
+    row_group,
+    tiles_of,
+)
+from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
+from .rms_backward import DIMS, few_rows, safe, tiles_rows, tiles_rows_persistently
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
+    return (y if beta is None else y + beta.to(wide)).to(x.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tanh_and_slope(x, FULL: tl.constexpr):
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone: to a few units of fp32's last place with FULL, else to 2e-6,
+    far below half precision's rounding. Arithmetic, not memory, would bound the kernel otherwise: u is in [1, 2], so that
+    1 / u is a square of rsqrt, half the instructions of a division; the sign is or-ed in.
+    """
+    decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
+    u = 1.0 + decay
+    s = x * x
+    if FULL:
+        share = 1.0 / u
+        series = s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
+        close = s < 0.0625
+    else:
+        root = tl.rsqrt(u)
+        share = root * root
+        series = s * (-0.3333333333 + s * 0.1333333333)
+        close = s < 0.01
+    far = ((1.0 - decay) * share).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    t = tl.where(close, x + x * series, far.to(tl.float32, bitcast=True))  # close to 0, 1 - decay would cancel
+    return t, decay * share * share
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _dyt_fwd_kernel(
+    X_ptr,
+    Alpha_ptr,
+    Gamma_ptr,
+    Beta_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Program (r, c) computes row tile r of column tile c."""
+    begin(AHEAD)
+    tile = tl.program_id(0).to(tl.int64)
+    rows = _tile_rows(tile, ROWS, GROUP)
+    row_mask = rows < n_rows
+    lead = _lead_of(tile, n_cols, GROUP)
+    lanes, col_mask = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, 0, GROUP)
+    cols = _columns(lanes, lead, GROUP)
+    mask = row_mask[:, None] & col_mask[None, :]
+    x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+    x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
+    gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
+    y = gamma[None, :] * t
+    if Beta_ptr is not None:
+        y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    _store_part(_places(Y_ptr, rows, n_cols, lanes, GROUP), y, lanes, mask, row_mask, lead, n_cols, GROUP)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _dyt_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    Alpha_ptr,
+    Gamma_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Alpha_partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    HAS_BETA: tl.constexpr,
+    GROUP: tl.constexpr,
+    ONCE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
+
+    Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
+    None when nobody wants them. ONCE: every program has one tile, and no loop stands between its loads.
+    """
+    begin(AHEAD)
+    pid = tl.program_id(0)
+    lead = _lead_of(pid, n_cols, GROUP)
+    lanes, col_mask = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, 0, GROUP)
+    cols = _columns(lanes, lead, GROUP)
+    alpha = tl.load(Alpha_ptr).to(tl.float32)
+    gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # 4: d is a quarter of its slope
+    if Partial_ptr is not None:
+        dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
+        dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(pid, end, step, num_stages=STAGES):
+        rows = _tile_rows(tile, ROWS, GROUP)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
+        dy = _load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
+        t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
+        d = dy * slope
+        if Partial_ptr is not None:
+            dalpha += d * x
+            dgamma += dy * t
+            if HAS_BETA:
+                dbeta += dy
+        dx = alpha * gamma[None, :] * d
+        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
+        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
+    if Partial_ptr is not None:
+        partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
+        tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
+        if HAS_BETA:
+            tl.store(partial_ptrs + n_cols, tl.sum(dbeta, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
+        share = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
+        alpha_ptr = Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1)
+        tl.store(alpha_ptr, share.to(Alpha_partial_ptr.dtype.element_ty))
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """`row_key`, and a last 0 where rows do not begin at 16 bytes, as `grouped_key`."""
+    key = row_key(n_rows, n_cols, itemsize)
+    return (*key, 0) if n_cols & 15 else key
+
+
+def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
+    """(columns, rows, by how much less a thread takes): fewer rows than `most` elements allow where programs would be few.
+
+    Column tiles make programs too: 512 x 8192 takes 7.2 us forward on the H200 with 8 rows, 11.5 with 2 (2026-11-22).
+    """
+    block = min(key[0], 128)
+    elements, enough = key[0] << key[1], 16 * target.multiprocessors
+    if elements >= enough * 4096:
+        return block, most // block, 1
+    if elements >= enough * 1024:
+        return block, 1024 // block, 2
+    return block, few_rows(target, key[1], most // block), 1
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """32 rows of 128 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and few columns are masked.
+
+    Where programs would be few, tiles shrink until each multiprocessor has eight and more. H200, 2026-11-22: 128 x 14336
+    takes 3.84 us by 1024 columns of one row, 4.28 by 128 of 8 and 10.1 by 128 of one; 128 x 4096 2.52 by 512, 3.90 by 128 of
+    one; 512 x 2048 3.59 by 128 of 4, 4.15 by 128 of 2; but 7 x 4097 1.59 by 128 and 1.85 by 512.
+    """
+    fair = next_power_of_2((key[0] << key[1]) // (8 * target.multiprocessors))
+    if 1 << key[1] <= target.multiprocessors:
+        block = min(key[0], max(128, min(1024, fair)))
+        return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8, 8))
+    block, rows, share = _tile(target, key, 4096)
+    rows = max(rows, min(2048, fair) // (2 * block))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 32 // share, 8))
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Half the forward's tile with two more in flight, four programs a multiprocessor.
+
+    H200, 2026-11-22: 1 x 512 takes 1.18 us by 8 warps, 1.21 by 4, 1.39 by 2; 128 x 14336 11.8 by 32 columns, 12.6 by 16, which
+    are half of what memory moves at once, and 15.4 by 32 columns and 16 warps. Fewer columns keep two programs a multiprocessor.
+    """
+    if 1 << key[1] <= target.multiprocessors:  # too few rows to keep anything in flight: one tile a program, at once
+        rows = 1 << key[1]  # all of them, so that dgamma and dbeta need no further launch; a single row as a whole
+        narrowest = 32 if key[0] >= 64 * target.multiprocessors else 16
+        block = min(key[0], max(narrowest, 1024 // rows) if key[1] else 4096)
+        warps = target.warps(block * rows, 8, 8) if key[1] else target.warps(block, 2, 16)
+        return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 4)
+    block, rows, share = _tile(target, key, 2048)
+    tile = block * rows
+    stages = 3 if 4 * 2 * 2 * tile * key[2] <= target.shared_memory else 2
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16 // share, 16), stages, 4)
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
+        for block in sorted({min(key[0], width) for width in (256, 512, 1024, 2048, 4096)})
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (2, 4, 8, 16)
+        for hint in ("none", "stream")
+        if 4 <= rows * block // (warps * target.warp_size) <= 32
+    ]
+
+
+def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig(tile.blocks, tile.num_warps, stages, ctas, tile.hint)
+        for tile in _fwd_space(target, key)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6)
+        if ctas * tile.num_warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and 2 * (stages - 1) * tile.blocks["BLOCK_SIZE"] * tile.blocks["ROWS"] * key[2] * ctas <= target.shared_memory
+    ]
+
+
+FWD = Tunable(
+    "dyt",
+    "fwd",
+    kernels=(_dyt_fwd_kernel, _tanh_and_slope, *GROUPS, begin),
+    key=_key,
+    dims=DIMS,
+    heuristic=_fwd_heuristic,
+    safe=safe,
+    space=_fwd_space,
+    neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
+    valid=tiles_rows,
+    ahead=few_elements,
+)
+BWD = Tunable(
+    "dyt",
+    "bwd",
+    kernels=(_dyt_bwd_kernel, _tanh_and_slope, *GROUPS, begin),
+    key=_key,
+    dims=DIMS,
+    heuristic=_bwd_heuristic,
+    safe=safe,
+    space=_bwd_space,
+    valid=tiles_rows_persistently,
+    ahead=few_elements,
+)
+DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, alpha, gamma, beta):
+    x, gamma, beta = row_major(x), dense(gamma), dense(beta)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, x.dtype)
+    if n_rows:
+        plan = FWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        group = row_group(n_rows, n_cols, x, whole_rows=False)
+        grid = (tiles_of(n_rows, blocks["ROWS"], group), -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"]))
+        launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols), (group,))
+    return y
+
+
+def _bwd(dy, x, alpha, gamma, beta, needs_params):
+    dy, x, gamma = row_major(dy), row_major(x), dense(gamma)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    parts, dtype = param_parts(needs_params, gamma, beta), params_dtype(x, gamma, beta)
+    if not n_rows or not needs_params:
+        params, dalpha = x.new_zeros(parts * n_cols, dtype=dtype), torch.zeros_like(alpha)
+    if not n_rows:
+        return dx, params, dalpha
+    plan = BWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
+    blocks = plan.config.blocks
+    # a tile that holds all rows: one for each lead would need a launch that sums dgamma (H200: 7 x 4097 8.92 us, now 3.12)
+    group = 1 if n_rows <= blocks["ROWS"] else row_group(n_rows, n_cols, x, dy, whole_rows=False)
+    n_tiles = tiles_of(n_rows, blocks["ROWS"], group)
+    col_tiles = -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"])
+    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
+    partial = alpha_partial = None
+    if parts:
+        partial = partial_sums(x, programs, parts * n_cols, dtype)
+        alpha_partial = partial_sums(x, programs * col_tiles, 1, alpha.dtype)
+    strides = rows_of(dy)[2], x_stride
+    args = (dy, x, alpha, gamma, dx, partial, alpha_partial, *strides, n_rows, n_cols, n_tiles)
+    launch(plan, _dyt_bwd_kernel, (programs, col_tiles), args, (parts == 2, group, programs == n_tiles))
+    if parts:
+        params = column_sum(DW, partial, dtype)
+        dalpha = column_sum(DW, alpha_partial, alpha.dtype).view(alpha.shape)
+    return dx, params, dalpha
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, alpha, gamma, beta):
+    return dyt_reference(x, alpha, gamma, beta).contiguous()
+
+
+def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g, scale = dy.to(wide), alpha.to(wide)
+    t = torch.tanh(scale * x.to(wide))
+    d = g * gamma.to(wide) * (1.0 - t.square())
+    params, dalpha = x.new_empty(0, dtype=wide), torch.zeros_like(alpha)
+    if needs_params:
+        grads = [g * t] if beta is None else [g * t, g]
+        params = torch.cat([grad.reshape(-1, x.shape[-1]).sum(0) for grad in grads])
+        dalpha = (d * x.to(wide)).sum().to(alpha.dtype).view(alpha.shape)
+    return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
+
+
+def _fwd_fake(x, alpha, gamma, beta):
+    return x.new_empty(x.shape)
+
+
+def _bwd_fake(dy, x, alpha, gamma, beta, needs_params):
+    size = param_parts(needs_params, gamma, beta) * x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, gamma, beta)), torch.empty_like(alpha)
+
+
+dyt_fwd = define(
+    "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+dyt_bwd = define(
+    "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerDyTFunction(Function):
+    """Autograd for dynamic tanh: saves its inputs. dgamma and dbeta share one storage."""
+
+    @staticmethod
+    def forward(ctx, x, alpha, gamma, beta):
+        ctx.save_for_backward(x, alpha, gamma, beta)
+        return dyt_fwd(x, alpha, gamma, beta)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, alpha, gamma, beta = ctx.saved_tensors
+        needed = any(ctx.needs_input_grad[1:])
+        dx, params, dalpha = dyt_bwd(dy, x, alpha, gamma, beta, needed)
+        if not needed:
+            return dx, None, None, None
+        dgamma, dbeta = (params, None) if beta is None else params.view(2, -1)
+        return dx, dalpha, dgamma, dbeta
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
+    """gamma * tanh(alpha * x) + beta, over the last dimension.
+
+    x: [..., n_cols]; alpha: one element of any shape; gamma: [n_cols]; beta: [n_cols] or None. fp32, fp16 or bf16 (fp64
+    too on the CPU). Returns [..., n_cols] in x's dtype.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_dyt", optional=("beta",), x=x, alpha=alpha, gamma=gamma, beta=beta)
+    check(alpha.numel() == 1, "liger_dyt", f"alpha must have one element, got shape {tuple(alpha.shape)}")
+    for name, parameter in (("gamma", gamma), ("beta", beta)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            want, have = tuple(x.shape[-1:]), tuple(parameter.shape)
+            check(False, "liger_dyt", f"{name} must have shape {want} to match x, got {have}")
+    return LigerDyTFunction.apply(x, alpha, gamma, beta)
+
+
+class LigerDyT(torch.nn.Module):
+    """Dynamic tanh layer: y = gamma * tanh(alpha * x) + beta.
+
+    hidden_size: size of the last dimension; beta=False has no shift at all; init_alpha: the start of the one alpha.
+    """
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = torch.nn.Parameter(torch.full((1,), float(init_alpha)))
+        self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, init_alpha={self.init_alpha}, beta={self.beta is not None}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama_7b": (16384, 4096),
+    "llama_13b": (8192, 5120),
+    "llama_70b": (8192, 8192),
+    "vit_large": (50432, 1024),
+    "dit_xl": (16384, 1152),
+}
+"""Problem sizes (n_rows, n_cols): the models of the paper."""
+
+
+def _sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
+    n_rows, n_cols = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    alpha = torch.full((1,), 0.5, dtype=dtype, device=device).requires_grad_()
+    return Sample(
+        args=(normal(n_rows, n_cols), alpha, normal(n_cols), normal(n_cols) if beta else None),
+        grad_reduction=n_rows * n_cols,
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="dyt",
+        function=liger_dyt,
+        reference=dyt_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"beta": False},
+        ),
+    )
+)

@@ -1,0 +1,416 @@
+"""Residual add and RMSNorm in one pass: s = x + r, y = s / sqrt(mean(s^2) + eps) * (offset + w).
+
+Shapes: x, r [..., n_cols], w [n_cols] -> (y, s), both like x.
+Dtypes: x and r share one of fp32, fp16, bf16; w may differ. s is rounded to x's dtype, as `x + r` is in torch, and the
+statistics are those of the rounded s. Casting modes and the dtype of y are those of rms_norm.py.
+Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row.
+Backward, with m = dy * (offset + w) and h = s * rstd:  dx = dr = ds + rstd * (m - h * mean(m * h)), added in fp32 and
+rounded once; dw = sum over rows of dy * h. x and r get the same tensor: autograd never writes into a gradient that
+someone else holds.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...recompute.recipes import offer
+from ...registry import Op, Sample
+from ...runtime.dependent_launch import begin
+from ...runtime.operator import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
+from ...runtime.triton_import import tl, triton
+from ..rows.groups import (
+    _are_columns,
+    _columns,
+    _first_lanes,
+    _lead_of,
+    _load_part,
+    _places,
+    _store_part,
+    _tile_rows,
+    group_pieces,
+    grouped_key,
+    row_group,
+    tiles_of,
+)
+from ..rows.pieces import _at, _both, _columns_of, _row_sums, _second_piece, _squares, _to_columns
+from ..rows.tiles import _after
+from . import rms_norm
+from .rms_backward import backward_tunables, rms_backward
+from .rms_norm import (
+    CASTING_MODES,
+    NORMALISE,
+    LigerRMSNorm,
+    _normalise_and_store,
+    forward_tunable,
+    rms_norm_reference,
+)
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_add_rms_norm_reference(
+    X: torch.Tensor,
+    R: torch.Tensor,
+    W: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    S = X + R
+    return rms_norm_reference(S, W, eps, offset, casting_mode), S
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_part(
+    X_ptr,
+    R_ptr,
+    rows,
+    X_row_stride,
+    R_row_stride,
+    lanes,
+    mask,
+    row_mask,
+    lead,
+    n_cols,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """x + r of one piece, rounded to x's dtype; None for a piece that is None."""
+    s = None
+    if lanes is not None:
+        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
+        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        r_ptrs = _places(R_ptr, rows, R_row_stride, lanes, GROUP)
+        r = _load_part(r_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        s = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+    return s
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _fused_add_rms_norm_fwd_kernel(
+    X_ptr,
+    R_ptr,
+    W_ptr,
+    Y_ptr,
+    S_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    R_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
+    time from cache."""
+    begin(AHEAD)
+    tile = tl.program_id(0).to(tl.int64)
+    rows = _tile_rows(tile, ROWS, GROUP)
+    row_mask = rows < n_rows
+    lead = _lead_of(tile, n_cols, GROUP)
+    if WHOLE_ROW:
+        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
+        cols = _columns(lanes, lead, GROUP)
+        tail = _second_piece(BLOCK_SIZE, TAIL)
+        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
+        tail_cols = _columns(tail, lead, GROUP)
+        mask = _both(row_mask, exist)
+        tail_mask = _both(row_mask, tail_exist)
+        s = _sum_part(
+            X_ptr,
+            R_ptr,
+            rows,
+            X_row_stride,
+            R_row_stride,
+            lanes,
+            mask,
+            row_mask,
+            lead,
+            n_cols,
+            LOAD_CACHE,
+            LOAD_EVICT,
+            GROUP,
+        )
+        if BLOCK_SIZE <= 4096:
+            w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
+        s_tail = _sum_part(
+            X_ptr,
+            R_ptr,
+            rows,
+            X_row_stride,
+            R_row_stride,
+            tail,
+            tail_mask,
+            row_mask,
+            lead,
+            n_cols,
+            LOAD_CACHE,
+            LOAD_EVICT,
+            GROUP,
+        )
+        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
+        _store_part(_places(S_ptr, rows, n_cols, lanes, GROUP), s, lanes, mask, row_mask, lead, n_cols, GROUP)
+        if TAIL:
+            s_ptrs = _places(S_ptr, rows, n_cols, tail, GROUP)
+            _store_part(s_ptrs, s_tail, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+        rstd = tl.rsqrt(_row_sums(_squares(s), _squares(s_tail)) / n_cols + eps)
+        if BLOCK_SIZE > 4096:
+            w = _columns_of(W_ptr, cols, exist)
+        if BLOCK_SIZE > 16384:
+            s = _after(s, _to_columns(rstd))
+        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
+        _normalise_and_store(s, rstd, w, y_ptrs, lanes, mask, row_mask, lead, n_cols, offset, CASTING, GROUP)
+        if TAIL:
+            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            _normalise_and_store(
+                s_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, offset, CASTING, GROUP
+            )
+    else:
+        lanes = tl.arange(0, BLOCK_SIZE)
+        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            cols = start + lanes
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
+            tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
+            squares += _squares(s)
+        rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        for tile in range(tiles):  # backwards: what was read last is nearest
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
+            mask = row_mask[:, None] & (cols < n_cols)[None, :]
+            s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
+            w = _columns_of(W_ptr, cols, cols < n_cols)
+            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            _normalise_and_store(s, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
+    tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_part, *NORMALISE)
+FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=grouped_key)
+BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, r, w, eps, offset, casting):
+    x, r, w = row_major(x), row_major(r), dense(w)
+    n_rows, n_cols, x_stride = rows_of(x)
+    y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    if n_rows:
+        group = row_group(n_rows, n_cols, x, r)
+        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+        args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
+        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
+        launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting, *pieces))
+    return y, s, rstd
+
+
+def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    return rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, ds, needs_dw)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, r, w, eps, offset, casting):
+    s = (x + r).contiguous()
+    y, rstd = rms_norm._fwd_reference(s, w, eps, offset, casting)
+    return y, s, rstd
+
+
+def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting, needs_dw)
+    return dx if ds is None else (dx + ds).contiguous(), dw
+
+
+def _fwd_fake(x, r, w, eps, offset, casting):
+    y, rstd = rms_norm._fwd_fake(x, w, eps, offset, casting)
+    return y, x.new_empty(x.shape), rstd
+
+
+def _bwd_fake(dy, ds, s, w, rstd, offset, casting, needs_dw):
+    return rms_norm._bwd_fake(dy, s, w, rstd, offset, casting, needs_dw)
+
+
+fused_add_rms_norm_fwd = define(
+    "fused_add_rms_norm_fwd(Tensor x, Tensor r, Tensor w, float eps, float offset, int casting)"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+fused_add_rms_norm_bwd = define(
+    "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting,"
+    " bool needs_dw) -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+def _normalised_again(s, w, eps, offset, casting):
+    """y of the sum alone. The same kernel, adding nothing: another may sum a row in another order."""
+    return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
+
+
+class LigerFusedAddRMSNormFunction(Function):
+    """Autograd for the fused add and RMSNorm: saves s, w and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        eps = float(eps)
+        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+        Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, eps, ctx.offset, ctx.casting)
+        ctx.save_for_backward(S, W, RSTD)
+        offer(ctx, Y, _normalised_again, (S, W, eps, ctx.offset, ctx.casting))
+        ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros
+        return Y, S
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY, dS):
+        S, W, RSTD = ctx.saved_tensors
+        if dY is None:
+            return dS, dS, None, None, None, None, None
+        needs_dw = ctx.needs_input_grad[2]
+        dX, dW = fused_add_rms_norm_bwd(dY, dS, S, W, RSTD, ctx.offset, ctx.casting, needs_dw)
+        return dX, dX, dW if needs_dw else None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_add_rms_norm(
+    X: torch.Tensor,
+    R: torch.Tensor,
+    W: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Y, S) with S = X + R and Y = S / sqrt(mean(S^2) + eps) * (offset + W), over the last dimension.
+
+    X, R: [..., n_cols], of one shape and dtype; W: [n_cols]. fp32, fp16 or bf16 (fp64 too on the CPU).
+    Y and S are [..., n_cols]; S is the next block's residual.
+    casting_mode: `llama`, `gemma` or `none`, see rms_norm.py.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
+    """
+    op = "liger_fused_add_rms_norm"
+    check_tensors(op, X=X, R=R, W=W)
+    check_numbers(op, eps=eps, offset=offset)
+    if X.shape != R.shape or X.dtype != R.dtype:
+        check(False, op, f"R must be {X.dtype} of shape {tuple(X.shape)} like X, got {R.dtype} of {tuple(R.shape)}")
+    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
+        check(False, op, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    if W.shape != X.shape[-1:]:
+        check(False, op, f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
+    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """Layer that takes (hidden_states, residual) and returns (normalised sum, sum).
+
+    The arguments are those of `LigerRMSNorm`; the weight always exists.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return liger_fused_add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            self.variance_epsilon,
+            self.offset,
+            self.casting_mode,
+            self.in_place,
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "mistral_7b": (16384, 4096),
+    "llama3_8b": (8192, 4096),
+    "llama3_70b": (8192, 8192),
+    "gemma2_2b": (8192, 2304),
+    "llama3_2_1b": (8192, 2048),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:
+    n_rows, n_cols = sizes
+    shapes = ((n_rows, n_cols), (n_rows, n_cols), (n_cols,))
+    made = (torch.randn(shape, generator=generator, dtype=torch.float32, device=device) for shape in shapes)
+    x, r, w = (t.to(dtype).requires_grad_() for t in made)
+    return Sample(
+        args=(x, r, w, 1e-6, offset, casting_mode),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=8 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_add_rms_norm",
+        function=liger_fused_add_rms_norm,
+        reference=fused_add_rms_norm_reference,
+        tunables=(FWD, *BACKWARD),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"casting_mode": "gemma", "offset": 1.0},
+            {"casting_mode": "none"},
+        ),
+    )
+)

@@ -1,0 +1,470 @@
+"""GroupNorm: y = (x - mean) / sqrt(var + eps) * w + b, with mean and var over all values of a group of channels.
+
+Shapes: x [batch, num_channels, ...] with any shape behind, w and b [num_channels] or None -> y like x. A group is
+num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial` values.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's dtype.
+Saved for backward: x, w, b (for its dtype), and mean and rstd = 1 / sqrt(var + eps), two fp32 a group.
+Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and of
+dy * h over each channel of each example give both means and, summed over examples, db and dw.
+
+A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so that
+the second sweep is served by L2. Where there are fewer groups than programs, several share a group: one launch leaves their
+sums, another reads all of a group's and applies them. Where a launch can be cooperative, a team of programs holds a group,
+one tile each, and everything is read once (`group_norm_teams.py`).
+
+Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub and
+LeVeque, "Algorithms for Computing the Sample Variance" (1983)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ...runtime.cooperative import COOPERATIVE, TEAMS, launch_teams, no_team, team_options
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    launch,
+)
+from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
+from ..rows.tiles import _after
+from .group_norm_kernels import (
+    _channel_sums,
+    _dx,
+    _group_norm_bwd_kernel,
+    _group_norm_fwd_kernel,
+    _lanes,
+    _line_of_partial,
+    _mean_and_m2_of_splits,
+    _share_of,
+    _shift_and_store,
+    _sums_of_splits,
+    _tile_of_group,
+    _total,
+)
+from .group_norm_teams import _group_norm_team_bwd_kernel, _group_norm_team_fwd_kernel, _values_of_tile
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def group_norm_reference(
+    X: torch.Tensor,
+    affine_scaling_weight: torch.Tensor | None,
+    affine_shifting_bias: torch.Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    grouped = X.to(wide).reshape(X.shape[0], num_groups, math.prod(X.shape[1:]) // num_groups)
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(X.shape)
+    by_channel = (1, num_channels, *[1] * (X.dim() - 2))
+    if affine_scaling_weight is not None:
+        y = y * affine_scaling_weight.to(wide).view(by_channel)
+    if affine_shifting_bias is not None:
+        y = y + affine_shifting_bias.to(wide).view(by_channel)
+    return y.to(X.dtype)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("batch", "groups", "spatial", "num_channels")
+_TILE = 4096
+
+
+def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
+    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize, and 1
+    where every channel begins as a power of two would, 0 where threads read single values."""
+    sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
+    return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
+
+
+def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
+    """A tile of about `tile` values, of at least `channels` channels if a group has as many."""
+    own = min(key[1], max(channels, tile // key[0]))
+    return {"BLOCK_SIZE": min(key[0], tile // own), "CHANNELS": own}
+
+
+def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+    """What one program or a team holds is read once, all else twice. Measured on the H200 in bf16, 2026-11-21 and 22."""
+    return _whole(target, key, tensors) or _team(target, key, tensors) or _twice(target, key, tensors)
+
+
+def _whole(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Groups of 2048 to 4096 values by programs enough that one loads while others sum, none with tiles in flight: 14.6 us
+    instead of 17.2 in the backward of 64 x 32 x 64 x 1280. Where threads read single values that takes twice the warps
+    (forward of 1 x 32 x 49 x 1280: 3.9 us instead of 5.2), and pays only while each has a multiprocessor."""
+    blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
+    if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
+        return None
+    per_thread, ctas = (32, 8 // tensors) if key[4] else (16, 1)
+    return LaunchConfig(blocks, target.warps(group, per_thread, 16), 1, ctas)
+
+
+def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Tiles of four warps, up to 64 in a group: forward + backward of 32 x 32 x 4096 x 512 take 207 us instead of 254, of
+    8 x 32 x 16384 x 320 155 instead of 174, of 3 x 32 x 197 x 1280 20 instead of 40. With 256 tiles in a group (2 x 32 x
+    262144 x 128) reading twice is faster. As many programs as registers hold: with four instead of six forward, the first
+    takes 100 us, not 82. `maxnreg` keeps them to what they have room for, whatever the compiler and the dtypes."""
+    tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
+    if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
+        return None
+    blocks = _blocks(key, tile)
+    ctas = max(1, 9 - tensors - blocks["CHANNELS"] // 3) if tile < _TILE else 8 - 2 * tensors
+    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=team_options(target, 4, ctas))
+
+
+def _twice(target: Target, key: Key, tensors: int) -> LaunchConfig:
+    """On as many programs as keep the groups they work on inside L2: tiles of 4096 values with two more in flight, 8192 in
+    a forward with one program a multiprocessor. The backward sums each channel, so it takes four at a time, on two
+    programs at least: while one waits for a sum, the other loads (255 us instead of 295, fwd + bwd). Of more than four,
+    each of four tiles and more, it takes one at a time: no tile is partly empty then, and sums are seldom (backward of
+    8 x 32 x 16384 x 320: 104 us instead of 130). Of short channels whose values threads read one by one, 1024 at a time:
+    77 us instead of 86 for 64 x 32 x 49 x 1280, 102 instead of 214 for 32 x 32 x 197 x 1280."""
+    if not key[4] and key[0] < _TILE:
+        blocks = _blocks(key, _TILE // 4)
+        return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 8), 1, 8)
+    group_bytes = tensors * key[0] * key[1] * key[3]
+    ctas = max(tensors, min(4, 3 * target.l2 // (4 * target.multiprocessors * group_bytes)))
+    channels = 1 if tensors == 1 or key[1] > 4 and key[0] >= 4 * _TILE else 4
+    blocks = _blocks(key, _TILE if ctas > 1 else 2 * _TILE, channels)
+    tile = blocks["BLOCK_SIZE"] * blocks["CHANNELS"]
+    ctas = max(ctas, min(8, _TILE // tile))
+    room = target.shared_memory // (ctas * tensors * tile * key[3])
+    stages = max(1, min(3 if key[3] <= 2 else 2, 1 + room))
+    return LaunchConfig(blocks, target.warps(tile, 32 // key[3], 16), stages, ctas)
+
+
+def _safe(target: Target, key: Key) -> LaunchConfig:
+    blocks = _blocks(key, _TILE)
+    return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 32), 1, 1)
+
+
+def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
+    tiles = {tuple(_blocks(key, tile, n).items()) for tile in (1024, 2048, 4096, 8192, 16384) for n in (1, 4)}
+    return [
+        LaunchConfig(dict(blocks), warps, stages, ctas)
+        for blocks in sorted(tiles)
+        for warps in (1, 2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 8, 16)
+        if 4 <= blocks[0][1] * blocks[1][1] // (warps * target.warp_size) <= 32
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and tensors * (stages - 1) * ctas * blocks[0][1] * blocks[1][1] * key[3] <= target.shared_memory
+    ]
+
+
+def _valid(config: LaunchConfig, key: Key) -> str | None:
+    if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
+        return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
+    team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
+    if reason := no_team(config, team):
+        return reason
+    return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
+
+
+def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
+    """`tensors`: how many of x's size the kernel reads."""
+    return Tunable(
+        "group_norm",
+        variant,
+        kernels=kernels,
+        key=_key,
+        dims=_DIMS,
+        heuristic=lambda target, key: _heuristic(target, key, tensors),
+        safe=_safe,
+        space=lambda target, key: _space(target, key, tensors),
+        valid=_valid,
+    )
+
+
+_FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
+_BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
+_SHARED = (_tile_of_group, _lanes, _share_of, *TEAMS, _after)
+FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
+BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
+DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+_LONGEST = 2**31 - 2**16
+"""Values of a channel: the kernels count those of a channel, up to the end of a tile, in 32 bits (all others in 64)."""
+
+
+def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
+    """(batch, number of groups, values of a channel, number of channels)."""
+    return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
+
+
+class _Shares(NamedTuple):
+    """How groups are spread over programs; see `_share_of` in the kernels."""
+
+    programs: int  # over groups; all of a launch of teams
+    splits: int  # of a group
+    share: int  # tiles of a split
+    parts: int  # splits of a run of channels
+    flags: tuple[bool, bool]  # EVEN, WHOLE_GROUP
+    teams: bool = False  # a program a tile, which wait for one another
+
+
+@lru_cache(maxsize=1024)
+def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
+    blocks = plan.config.blocks
+    c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
+    n_tiles = c_tiles * s_tiles
+    flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
+    if COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
+        return _Shares(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, flags, True)
+    splits = min(plan.programs // n_rows, n_tiles)
+    if splits < 2:
+        return _Shares(min(n_rows, plan.programs), 1, n_tiles, 1, flags)
+    share = cdiv(n_tiles, splits)
+    if share >= s_tiles:
+        runs = cdiv(share, s_tiles)
+        return _Shares(n_rows, cdiv(c_tiles, runs), runs * s_tiles, 1, flags)
+    parts = cdiv(s_tiles, share)
+    return _Shares(n_rows, c_tiles * parts, share, parts, flags)
+
+
+def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Shares, flags: tuple, values: int, *last):
+    """One launch that sums and applies, or with several splits one of each, with `values` numbers a split between them.
+
+    kernels: of programs that wait for nobody, of teams
+    """
+    programs, splits, share, parts, (even, whole), teams = shares
+    kernel, team_kernel = kernels
+    if teams:
+        launch_teams(plan, team_kernel, programs, splits, numbers[0], tensors, numbers, (*flags, even), *last)
+        return
+    args = (*numbers, splits, share, parts, *last)
+    if splits == 1:
+        launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, even, whole, True, True))
+        return
+    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=tensors[0].device)
+    for phase in ((True, False), (False, True)):
+        launch(plan, kernel, (programs, splits), (*tensors, shared, *args), (*flags, even, whole, *phase))
+
+
+def _fwd(x, w, b, num_groups, eps):
+    x, w, b = x.contiguous(), dense(w), dense(b)
+    batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
+    if spatial > _LONGEST:
+        check(False, "liger_group_norm", f"a channel may have {_LONGEST} values on a GPU, got {tuple(x.shape)}")
+    y = torch.empty_like(x)
+    n_rows, channels = batch * num_groups, num_channels // num_groups
+    stats = x.new_empty((2, n_rows), dtype=torch.float32)
+    if x.numel():
+        plan = FWD.plan(x.device, _key(*sizes, x.itemsize))
+        shares = _shares(plan, n_rows, channels, spatial)
+        numbers = n_rows, num_groups, channels, spatial
+        _launch_shares(plan, _FWD_KERNELS, (x, w, b, y, stats), numbers, shares, (), 3, eps)
+    return y, stats
+
+
+def _bwd(dy, x, w, b, stats, num_groups, needs_params):
+    dy, x, w = dy.contiguous(), x.contiguous(), dense(w)
+    batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
+    dx = torch.empty_like(x)
+    parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
+    if not x.numel():
+        return dx, x.new_zeros(parts * num_channels, dtype=dtype)
+    n_rows, channels = batch * num_groups, num_channels // num_groups
+    plan = BWD.plan(x.device, _key(*sizes, x.itemsize))
+    shares = _shares(plan, n_rows, channels, spatial)
+    partial = partial_sums(x, batch * shares.parts, parts * num_channels, dtype) if parts else None
+    numbers = n_rows, num_groups, channels, spatial
+    _launch_shares(plan, _BWD_KERNELS, (dy, x, w, stats, dx, partial), numbers, shares, (parts == 2,), 2)
+    return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _grouped(x: torch.Tensor, num_groups: int, wide: torch.dtype) -> torch.Tensor:
+    """[batch * groups, channels, spatial] of x."""
+    channels = x.shape[1] // num_groups
+    return x.to(wide).reshape(x.shape[0] * num_groups, channels, math.prod(x.shape[2:]))
+
+
+def _fwd_reference(x, w, b, num_groups, eps):
+    grouped = _grouped(x, num_groups, torch.promote_types(x.dtype, torch.float32)).flatten(1)
+    mean = grouped.mean(-1)
+    variance = (grouped - mean[:, None]).square().mean(-1)
+    y = group_norm_reference(x, w, b, x.shape[1], num_groups, eps)
+    return y.contiguous(), torch.stack([mean, torch.rsqrt(variance + eps)])
+
+
+def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
+    wide = stats.dtype
+    mean, rstd = stats.view(2, -1, 1, 1)
+    h, g = (_grouped(x, num_groups, wide) - mean) * rstd, _grouped(dy, num_groups, wide)
+    m = g if w is None else g * w.to(wide).view(num_groups, -1).repeat(x.shape[0], 1)[..., None]
+    dx = rstd * (m - m.mean((1, 2), keepdim=True) - h * (m * h).mean((1, 2), keepdim=True))
+    grads = [t.sum(2).view(x.shape[:2]).sum(0) for t in (g * h, g)][: param_parts(needs_params, w, b)]
+    params = torch.cat(grads) if grads else x.new_empty(0)
+    return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
+
+
+def _fwd_fake(x, w, b, num_groups, eps):
+    stats = x.new_empty((2, x.shape[0] * num_groups), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), stats
+
+
+def _bwd_fake(dy, x, w, b, stats, num_groups, needs_params):
+    size = param_parts(needs_params, w, b) * x.shape[1]
+    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, w, b))
+
+
+group_norm_fwd = define(
+    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int num_groups, float eps) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+group_norm_bwd = define(
+    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, int num_groups, bool needs_params)"
+    " -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerGroupNormFunction(Function):
+    """Autograd for GroupNorm: saves x, w, b (only for its dtype) and the statistics. dw and db share one storage."""
+
+    @staticmethod
+    def forward(ctx, X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+        Y, STATS = group_norm_fwd(X, affine_scaling_weight, affine_shifting_bias, num_groups, float(eps))
+        ctx.save_for_backward(X, affine_scaling_weight, affine_shifting_bias, STATS)
+        ctx.num_groups = num_groups
+        return Y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY):
+        X, W, B, STATS = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dX, dP = group_norm_bwd(dY, X, W, B, STATS, ctx.num_groups, needed)
+        if not needed:
+            return dX, None, None, None, None, None
+        dW, dB = (dP, None) if B is None else halves(dP)
+        return dX, dW, dB, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_group_norm(
+    X: torch.Tensor,
+    affine_scaling_weight: torch.Tensor | None,
+    affine_shifting_bias: torch.Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """GroupNorm: X normalised over each group of num_channels / num_groups channels, times the weight, plus the bias.
+
+    X: [batch, num_channels, ...]; affine_scaling_weight, affine_shifting_bias: [num_channels] or None, the bias only
+    together with the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
+    Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
+    """
+    W, B = affine_scaling_weight, affine_shifting_bias
+    names = ("affine_scaling_weight", "affine_shifting_bias")
+    check_tensors("liger_group_norm", optional=names, X=X, affine_scaling_weight=W, affine_shifting_bias=B)
+    check_numbers("liger_group_norm", num_channels=num_channels, num_groups=num_groups, eps=eps)
+    if X.dim() < 2 or X.shape[1] != num_channels:
+        check(False, "liger_group_norm", f"X must be [batch, {num_channels}, ...], got {tuple(X.shape)}")
+    if num_groups < 1 or num_channels % num_groups:
+        check(False, "liger_group_norm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
+    for name, parameter in zip(names, (W, B)):
+        if parameter is not None and parameter.shape != (num_channels,):
+            check(False, "liger_group_norm", f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
+    check(B is None or W is not None, "liger_group_norm", "a bias needs a weight; pass ones for a shift alone")
+    return LigerGroupNormFunction.apply(X, W, B, num_channels, num_groups, eps)
+
+
+class LigerGroupNorm(torch.nn.Module):
+    """GroupNorm layer over [batch, num_channels, ...].
+
+    num_groups must divide num_channels; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight (the bias
+    starts at zero).
+    """
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        check(init_fn in ("ones", "zeros"), "LigerGroupNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
+        check_numbers("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups, eps=eps)
+        fits = num_groups >= 1 and num_channels % num_groups == 0
+        check(fits, "LigerGroupNorm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
+        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.weight = torch.nn.Parameter(getattr(torch, init_fn)(num_channels))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(num_channels)) if bias else None)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        sizes = self.num_channels, self.num_groups
+        return liger_group_norm(hidden_states, self.weight, self.bias, *sizes, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_channels}, {self.num_groups}"
+        return f"{sizes}, eps={self.variance_epsilon}, bias={self.bias is not None}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "sd_vae_64x64": (32, 32, 4096, 512),
+    "sdxl_unet_32x32": (16, 32, 1024, 1280),
+    "sdxl_unet_128x128": (8, 32, 16384, 320),
+    "sd_vae_512x512": (2, 32, 262144, 128),
+    "resnet_unet_8x8": (64, 32, 64, 1280),
+}
+"""Problem sizes (batch, groups, spatial, num_channels) of real models; spatial is height x width."""
+
+
+def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
+    batch, groups, spatial, num_channels = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    w = normal(num_channels) if affine else None
+    b = normal(num_channels) if affine and bias else None
+    size = num_channels // groups * spatial
+    return Sample(
+        args=(normal(batch, num_channels, spatial), w, b, num_channels, groups, 1e-6),
+        reduction=size,
+        grad_reduction=max(size, batch * spatial),
+        moved=5 * batch * num_channels * spatial * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="group_norm",
+        function=liger_group_norm,
+        reference=group_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=({}, {"bias": False}, {"affine": False}),
+        small=((2, 3, 37, 15), (1, 2, 9, 6), (3, 1, 64, 4)),
+    )
+)

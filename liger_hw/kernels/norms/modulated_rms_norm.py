@@ -1,0 +1,482 @@
+"""Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
+
+Shapes: x [..., n_cols], w [n_cols] or None -> y like x. scale [..., n_cols] flattens to n_mods rows, each of which
+serves n_rows / n_mods consecutive rows of x: [n_cols] all of them, [batch, n_cols] those of one example, or one each
+when it has x's shape. shift is like scale, or None.
+Dtypes: fp32, fp16 or bf16, each tensor its own; statistics, products and sums in fp32. Casting modes are rms_norm's,
+and everything after the cast to x's dtype (llama) stays in fp32 until y is rounded, to the dtype rms_norm would give.
+Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
+Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
+q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
+dw = sum over modulations of (1 + scale) * q.
+
+Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", https://arxiv.org/abs/2212.09748; the norm is
+Zhang and Sennrich's, https://arxiv.org/abs/1910.07467
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.operator import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    no_weight,
+    row_major,
+    rows_of,
+)
+from ..pointwise.elementwise import evenly_spaced
+from ..rows.pieces import pieces_key, row_pieces, widest
+from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
+from .modulated_rms_norm_kernels import (
+    BWD_KERNELS,
+    FWD_KERNELS,
+    _modulated_rms_norm_bwd_dot_kernel,
+    _modulated_rms_norm_bwd_kernel,
+    _modulated_rms_norm_fwd_kernel,
+)
+from .modulated_rms_norm_sums import ALL_SUMS, SUMS, columns_at_once, sum_chunks
+from .rms_backward import (
+    WIDEST_TILE,
+    dot_heuristic,
+    dot_safe,
+    dot_space,
+    few_rows,
+    safe,
+    tiles_rows,
+    tiles_rows_persistently,
+)
+from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def modulated_rms_norm_reference(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    n_cols = X.shape[-1]
+    x = X.to(wide)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if casting_mode == "llama":
+        y = y.to(X.dtype).to(wide)
+    if W is not None:
+        y = y * (W.to(wide) + offset)
+    scale = scale.reshape(-1, 1, n_cols)
+    y = y.reshape(scale.shape[0], -1, n_cols) * (1.0 + scale.to(wide))
+    if shift is not None:
+        y = y + shift.reshape(-1, 1, n_cols).to(wide)
+    return y.reshape(X.shape).to(_out_dtype(X, W, CASTING_MODES[casting_mode]))
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# The row tiles of the backward are those of layer_norm's, which keeps two sums in registers as well.
+
+_DIMS = ("n_mods", "n_rows", "n_cols")
+_BWD_STREAMS = 3  # dy, x and scale
+
+
+def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
+    return pieces_key(n_rows, n_cols, itemsize)
+
+
+def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """For launches that do not hold rows."""
+    return row_key(n_rows, n_cols, itemsize)
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor. A program keeps the modulation of
+    its rows: on the H200 23 us instead of 34 at 64 x 16384 x 1152, 20 instead of 24 at 32 x 8192 x 2048; many rows of
+    1024 columns are best taken singly by as few threads as can hold them: 21.6 us there instead of 22.6 (2026-11-21)."""
+    block = min(key[0], WIDEST_TILE)
+    singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
+    rows = 1 if singly else few_rows(target, key[1], max(1, min(32, 4096 // block)))
+    tile = block * rows
+    ctas = max(1, min(16 if singly else 4, 16384 // tile))
+    room = 1 + target.shared_memory // (3 * widest(block) * rows * key[2])  # scale and shift are read by row at worst
+    few = block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors
+    stages = 1 if few else min(3, room)
+    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas)
+        for block in sorted({min(key[0], 8192), min(key[0], WIDEST_TILE)})
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6, 8, 16)
+        if rows * block <= max(block, 8192)
+        and 8 <= rows * block // (warps * target.warp_size) <= 64
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and 3 * (stages - 1) * rows * widest(block) * key[2] <= target.shared_memory
+    ]
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """layer_norm's, but of few rows with 8 elements a thread: on the H200 8 x 16 x 4096 takes 1.96 us by 16 warps and 2.68 by
+    4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4; a single row of 12289, in column tiles, 7.57 by 2048 and 8.12 by 4096
+    (2026-11-22)."""
+    config = narrow_bwd_heuristic(target, key, _BWD_STREAMS)
+    if 1 << key[1] > target.multiprocessors:
+        return config
+    if not key[1] and config.blocks["BLOCK_SIZE"] < key[0]:
+        config = replace(config, blocks={"BLOCK_SIZE": 2048, "ROWS": 1})
+    return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
+
+
+def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key, ahead=few_elements) -> Tunable:
+    return Tunable(
+        "modulated_rms_norm",
+        variant,
+        kernels=kernels,
+        key=key,
+        dims=_DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        valid=valid,
+        ahead=ahead,
+    )
+
+
+FWD = _tunable("fwd", FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)
+BWD = _tunable(
+    "bwd",
+    BWD_KERNELS,
+    _bwd_heuristic,
+    safe,
+    lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
+    tiles_rows_persistently,
+)
+BWD_DOT = _tunable(
+    "bwd_dot", (_modulated_rms_norm_bwd_dot_kernel, begin), dot_heuristic, dot_safe, dot_space, key=_wide_key
+)
+BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key, ahead=None)
+BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key, ahead=None)
+DW = column_sum_tunable("modulated_rms_norm", _DIMS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, w, scale, shift, eps, offset, casting):
+    x, w = row_major(x), dense(w)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, _out_dtype(x, w, casting))
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    if n_rows:
+        rows_per_mod = n_rows * n_cols // scale.numel()
+        scale, scale_stride = evenly_spaced(scale)
+        shift, shift_stride = (None, 0) if shift is None else evenly_spaced(shift)
+        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
+        one_wave = n_rows <= blocks["ROWS"] * plan.programs
+        keep = 2 if whole and one_wave else int(whole and rows_per_mod >= 2 * blocks["ROWS"])
+        groups = n_rows // rows_per_mod if keep == 1 else 1
+        n_tiles = -(-n_rows // groups // blocks["ROWS"])
+        chunks = max(1, min(_chunks(plan.programs or n_rows, groups), n_tiles))
+        strides = stride, scale_stride, shift_stride
+        numbers = n_cols, rows_per_mod, n_rows // groups, n_tiles, chunks
+        args = (x, w, scale, shift, y, rstd, *strides, *numbers, eps, offset)
+        launch(plan, _modulated_rms_norm_fwd_kernel, (groups * chunks,), args, (casting, keep, whole, tail))
+    return y, rstd
+
+
+def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    dy, x, w = row_major(dy), row_major(x), dense(w)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    if not n_rows or not needs_params:
+        grads = _no_grads(x, w, scale, shift, needs_params)
+        if not n_rows:
+            return dx, *grads
+    dscale = dshift = None
+    if needs_params:
+        dscale = torch.empty(scale.shape, dtype=scale.dtype, device=x.device)
+        dshift = None if shift is None else torch.empty(shift.shape, dtype=shift.dtype, device=x.device)
+    n_mods = scale.numel() // n_cols
+    scale, scale_stride = evenly_spaced(scale)
+    strides = rows_of(dy)[2], x_stride, scale_stride
+    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+    blocks, key = plan.config.blocks, row_key(n_rows, n_cols, x.itemsize)
+    whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
+    col_tiles = 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    dot = None
+    if col_tiles > 1:
+        dot = torch.empty_like(rstd)
+        args = (dy, x, w, scale, rstd, dot, *strides, n_cols, n_rows // n_mods, offset)
+        launch(BWD_DOT.plan(x.device, key), _modulated_rms_norm_bwd_dot_kernel, (n_rows,), args)
+    per_row = n_mods == n_rows
+    groups = 1 if per_row else n_mods
+    n_tiles = -(-n_rows // groups // blocks["ROWS"])
+    chunks = max(1, min(_chunks(plan.programs // col_tiles, groups), n_tiles))
+    has_shift = shift is not None and not per_row
+    once = whole and chunks == n_tiles
+    columns = columns_at_once(plan.target, n_mods, n_rows, n_cols) if once and needs_params else (0, 0, 0)
+    few = columns[2] > 0
+    partial = None
+    if needs_params and not (w is None and (few or per_row)):
+        if few or per_row:
+            partial = partial_sums(x, 1 if few else chunks, n_cols, w.dtype)
+        else:
+            partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
+    stored = (dscale, dshift) if few or per_row else (None, None)
+    numbers = n_cols, n_rows // groups, n_tiles, chunks, n_mods, offset
+    args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
+    flags = (casting, per_row, has_shift, tail, once, *columns)
+    programs = groups * chunks + (-(-n_cols // columns[2]) if few else 0)
+    launch(plan, _modulated_rms_norm_bwd_kernel, (programs, col_tiles), args, flags)
+    if not needs_params:
+        return dx, *grads
+    if not (few or per_row):
+        args = (w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
+        partial = sum_chunks(BWD_SUMS, BWD_ALL_SUMS, key, partial, *args)
+    dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
+    return dx, dw, dscale, no_weight(x) if dshift is None else dshift
+
+
+def _chunks(programs: int, groups: int) -> int:
+    """Programs for each group: an even share of one wave, or with many groups enough for the last wave to matter little."""
+    return programs // groups if programs >= 4 * groups else -(-4 * programs // groups)
+
+
+def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of w, scale and shift without a row to sum: zeros, or nothing where nobody wants them."""
+    return tuple(torch.zeros_like(t) if zeros and t is not None else no_weight(x) for t in (w, scale, shift))
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, w, scale, shift, eps, offset, casting):
+    y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, _MODE_NAMES[casting])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
+
+
+def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    wide, n_cols = rstd.dtype, x.shape[-1]
+    n_mods = scale.numel() // n_cols
+    by_mod = (n_mods, -1, n_cols)
+    if not x.numel():
+        return torch.empty_like(x), *_no_grads(x, w, scale, shift, needs_params)
+    g, r = dy.to(wide).reshape(by_mod), rstd.view(n_mods, -1, 1)
+    h = x.to(wide).reshape(by_mod) * r
+    scaled = 1.0 + scale.to(wide).reshape(n_mods, 1, n_cols)
+    weight = 1.0 if w is None else w.to(wide) + offset
+    m = g * weight * scaled
+    dx = (r * (m - h * (m * h).mean(-1, keepdim=True))).reshape(x.shape).to(x.dtype)
+    if not needs_params:
+        return dx, *_no_grads(x, w, scale, shift, False)
+    q = (g * (h.to(x.dtype).to(wide) if casting == CASTING_MODES["llama"] else h)).sum(1)
+    dw = no_weight(x) if w is None else (scaled[:, 0] * q).sum(0).to(w.dtype)
+    dshift = no_weight(x) if shift is None else g.sum(1).reshape(shift.shape).to(shift.dtype)
+    return dx, dw, (weight * q).reshape(scale.shape).to(scale.dtype), dshift
+
+
+def _fwd_fake(x, w, scale, shift, eps, offset, casting):
+    stat = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
+
+
+def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    grads = (t.new_empty(t.shape) if needs_params and t is not None else no_weight(x) for t in (w, scale, shift))
+    return x.new_empty(x.shape), *grads
+
+
+modulated_rms_norm_fwd = define(
+    "modulated_rms_norm_fwd(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
+    " -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+modulated_rms_norm_bwd = define(
+    "modulated_rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
+    " int casting, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerModulatedRMSNormFunction(Function):
+    """Autograd for the modulated RMSNorm: saves its inputs and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
+        ctx.offset, ctx.casting = float(offset), CASTING_MODES[casting_mode]
+        Y, RSTD = modulated_rms_norm_fwd(X, W, scale, shift, float(eps), ctx.offset, ctx.casting)
+        ctx.save_for_backward(X, W, scale, shift, RSTD)
+        return Y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY):
+        needs = ctx.needs_input_grad[1:4]
+        dX, *grads = modulated_rms_norm_bwd(dY, *ctx.saved_tensors, ctx.offset, ctx.casting, any(needs))
+        return dX, *[g if n else None for g, n in zip(grads, needs)], None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_modulated_rms_norm(
+    X: torch.Tensor,
+    W: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> torch.Tensor:
+    """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
+
+    X: [..., n_cols]; W: [n_cols] or None; scale: [..., n_cols] with a number of rows that divides X's, each serving as
+    many consecutive rows: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; shift: like scale, or None. fp32,
+    fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for
+    liger_rms_norm.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
+    """
+    name = "liger_modulated_rms_norm"
+    check_tensors(name, optional=("W", "shift"), X=X, W=W, scale=scale, shift=shift)
+    check_numbers(name, eps=eps, offset=offset)
+    if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
+        check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    n_cols = X.shape[-1:]
+    if W is not None and W.shape != n_cols:
+        check(False, name, f"W must have shape {tuple(n_cols)} to match X, got {tuple(W.shape)}")
+    if scale.shape[-1:] != n_cols or not _serves(scale, X):
+        want = f"[{X.shape[-1]}], [batch, {X.shape[-1]}], [batch, 1, {X.shape[-1]}] or X's shape"
+        check(False, name, f"scale must be {want}, got {tuple(scale.shape)} for X of {tuple(X.shape)}")
+    if shift is not None and shift.shape != scale.shape:
+        check(False, name, f"shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
+    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
+
+
+class LigerModulatedRMSNorm(torch.nn.Module):
+    """RMSNorm layer whose output is scaled by (1 + scale) and shifted, both given at each call.
+
+    The arguments are those of LigerRMSNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        name = "LigerModulatedRMSNorm"
+        check(init_fn in ("ones", "zeros"), name, f"init_fn must be ones or zeros, got {init_fn!r}")
+        modes = ", ".join(CASTING_MODES)
+        check(casting_mode in CASTING_MODES, name, f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
+        self.casting_mode, self.in_place, self.elementwise_affine = casting_mode, in_place, elementwise_affine
+        initial = getattr(torch, init_fn)(hidden_size) if elementwise_affine else None
+        self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
+
+    def forward(
+        self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
+        return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
+
+    def extra_repr(self) -> str:
+        options = f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+        return f"{self.hidden_size}, {options}, elementwise_affine={self.elementwise_affine}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "dit_xl": (64, 16384, 1152),
+    "lumina_next_2b": (8, 8192, 2304),
+    "z_image_6b": (4, 16384, 3840),
+    "rdt_1b": (32, 8192, 2048),
+}
+"""Problem sizes (n_mods, n_rows, n_cols) of real models: n_mods examples a batch."""
+
+
+def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether every row of `scale` belongs to a run of consecutive rows of `x`, as the kernel takes them."""
+    rows = math.prod(scale.shape[:-1])
+    if rows == 1 or scale.shape == x.shape:
+        return True
+    if x.dim() <= 2:  # tokens of all examples in one dimension
+        return rows > 0 and x.shape[0] % rows == 0
+    return scale.shape[0] == x.shape[0] == rows
+
+
+def _sample(
+    sizes, dtype, device, generator, *, shift=True, affine=True, per_row=False, casting_mode="llama", offset=0.0
+) -> Sample:
+    n_mods, n_rows, n_cols = sizes
+    if per_row or n_mods == 0 or n_rows % n_mods:
+        n_mods = n_rows or 1
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    x, w = normal(n_rows, n_cols), normal(n_cols) if affine else None
+    scale, moved_by = normal(n_mods, n_cols), normal(n_mods, n_cols) if shift else None
+    rows_moved = 5 * n_rows + (2 if moved_by is None else 3) * n_mods
+    return Sample(
+        args=(x, w, scale, moved_by, 1e-6, offset, casting_mode),
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=rows_moved * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="modulated_rms_norm",
+        function=liger_modulated_rms_norm,
+        reference=modulated_rms_norm_reference,
+        tunables=(FWD, BWD, BWD_DOT, BWD_SUMS, BWD_ALL_SUMS, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"casting_mode": "gemma", "offset": 1.0},
+            {"casting_mode": "none", "shift": False},
+            {"affine": False},
+            {"per_row": True},
+            {"per_row": True, "affine": False, "shift": False},
+        ),
+        small=((1, 17, 33), (3, 12, 69), (2, 24, 64)),
+    )
+)

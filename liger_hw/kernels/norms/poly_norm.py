@@ -1,0 +1,425 @@
+"""PolyNorm: y = w1 * norm(x^3) + w2 * norm(x^2) + w3 * norm(x) + b, with norm(u) = u / sqrt(mean(u^2) + eps) over the last
+dimension.
+
+Shapes: x [..., n_cols], w [3], b one element of any shape, or None (no shift) -> y like x.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own; powers, sums and products in fp32, y rounded once to x's dtype.
+Saved for backward: x, w, b (for its dtype), and rstd = 1 / sqrt(mean(u^2) + eps) of the three powers, three fp32 a row.
+Backward, with u_p = x^p, n_p = u_p * rstd_p, w_p the weight of power p and c_p = mean(dy * n_p):
+dx = sum over p of  p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p,  db = sum of dy.
+
+Source: Zhuo, Wang, Zeng, Li, Zhou and Ma, "Polynomial Composition Activations", https://arxiv.org/abs/2411.03884
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample, Tunable, row_key
+from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.operator import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    empty_like,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
+from ...runtime.triton_import import tl, triton
+from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
+from .rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows_persistently
+from .rms_norm import forward_tunable
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def poly_norm_reference(
+    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    x, w = X.to(wide), W.to(wide)
+    y = 0.0
+    for weight, power in zip(w, (3, 2, 1)):
+        u = x**power
+        y = y + weight * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+    return (y if B is None else y + B.to(wide).view(())).to(X.dtype)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_sum(x):
+    return tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _poly_norm_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    WHOLE_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
+    begin(AHEAD)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = rows < n_rows
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    x_ptrs = X_ptr + rows * X_row_stride + cols
+    y_ptrs = Y_ptr + rows * n_cols + cols
+    w3 = tl.load(W_ptr).to(tl.float32)
+    w2 = tl.load(W_ptr + 1).to(tl.float32)
+    w1 = tl.load(W_ptr + 2).to(tl.float32)
+    shift = 0.0
+    if B_ptr is not None:
+        shift = tl.load(B_ptr).to(tl.float32)
+    if WHOLE_ROW:
+        mask = row_mask & (cols < n_cols)
+        x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        square = x * x
+        fourth = square * square
+        sum1, sum2, sum3 = _row_sum(square), _row_sum(fourth), _row_sum(fourth * square)
+    else:
+        lane1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lane2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lane3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            x = tl.load(x_ptrs + start, mask=row_mask & (start + cols < n_cols), other=0.0).to(tl.float32)
+            square = x * x
+            fourth = square * square
+            lane1 += square
+            lane2 += fourth
+            lane3 += fourth * square
+        sum1, sum2, sum3 = _row_sum(lane1), _row_sum(lane2), _row_sum(lane3)
+    rstd1 = tl.rsqrt(sum1 / n_cols + eps)
+    rstd2 = tl.rsqrt(sum2 / n_cols + eps)
+    rstd3 = tl.rsqrt(sum3 / n_cols + eps)
+    tl.store(RSTD_ptr + rows, rstd1, mask=row_mask)
+    tl.store(RSTD_ptr + n_rows + rows, rstd2, mask=row_mask)
+    tl.store(RSTD_ptr + 2 * n_rows + rows, rstd3, mask=row_mask)
+    a1, a2, a3 = w1 * rstd1, w2 * rstd2, w3 * rstd3
+    if WHOLE_ROW:
+        y = x * (a1 + x * (a2 + x * a3)) + shift
+        tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=mask)
+    else:
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        for tile in range(tiles):
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+            mask = row_mask & (start + cols < n_cols)
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            y = x * (a1 + x * (a2 + x * a3)) + shift
+            tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dx(dy, x, a1, a2, a3, k1, k2, k3):
+    """a_p: w_p * rstd_p; k_p: rstd_p * c_p."""
+    return a1 * (dy - x * k1) + x * (2.0 * a2 * (dy - x * x * k2) + x * 3.0 * a3 * (dy - x * x * x * k3))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _poly_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    RSTD_ptr,
+    DX_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    WHOLE_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache.
+
+    Partial_ptr [programs, 4]: this program's share of dw and db.
+    """
+    begin(AHEAD)
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+    w3 = tl.load(W_ptr).to(tl.float32)
+    w2 = tl.load(W_ptr + 1).to(tl.float32)
+    w1 = tl.load(W_ptr + 2).to(tl.float32)
+    dw1 = tl.zeros([ROWS, 1], dtype=tl.float32)
+    dw2 = tl.zeros([ROWS, 1], dtype=tl.float32)
+    dw3 = tl.zeros([ROWS, 1], dtype=tl.float32)
+    db = tl.zeros([ROWS, 1], dtype=tl.float32)
+    ROW_STAGES: tl.constexpr = STAGES if WHOLE_ROW else 1
+    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=ROW_STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        row_mask = rows < n_rows
+        x_ptrs = X_ptr + rows * X_row_stride + cols
+        dy_ptrs = DY_ptr + rows * DY_row_stride + cols
+        dx_ptrs = DX_ptr + rows * n_cols + cols
+        rstd1 = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)
+        rstd2 = tl.load(RSTD_ptr + n_rows + rows, mask=row_mask, other=0.0)
+        rstd3 = tl.load(RSTD_ptr + 2 * n_rows + rows, mask=row_mask, other=0.0)
+        if WHOLE_ROW:
+            mask = row_mask & (cols < n_cols)
+            x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+            x, dy = x.to(tl.float32), dy.to(tl.float32)
+            first = dy * x
+            second = first * x
+            sum0, sum1, sum2, sum3 = _row_sum(dy), _row_sum(first), _row_sum(second), _row_sum(second * x)
+        else:
+            lane0 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lane1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lane2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lane3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+                start = col_tile * BLOCK_SIZE
+                mask = row_mask & (start + cols < n_cols)
+                x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+                dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+                lane0 += dy
+                lane1 += dy * x
+                lane2 += dy * x * x
+                lane3 += dy * x * x * x
+            sum0, sum1, sum2, sum3 = _row_sum(lane0), _row_sum(lane1), _row_sum(lane2), _row_sum(lane3)
+        share1, share2, share3 = sum1 * rstd1, sum2 * rstd2, sum3 * rstd3
+        dw1 += share1
+        dw2 += share2
+        dw3 += share3
+        db += sum0
+        a1, a2, a3 = w1 * rstd1, w2 * rstd2, w3 * rstd3
+        k1, k2, k3 = rstd1 * (share1 / n_cols), rstd2 * (share2 / n_cols), rstd3 * (share3 / n_cols)
+        if WHOLE_ROW:
+            tl.store(dx_ptrs, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
+        else:
+            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+                mask = row_mask & (start + cols < n_cols)
+                x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+                dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dx_ptrs + start, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
+    line = Partial_ptr + tl.program_id(0) * 4
+    tl.store(line, tl.sum(tl.sum(dw3, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 1, tl.sum(tl.sum(dw2, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 2, tl.sum(tl.sum(dw1, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(line + 3, tl.sum(tl.sum(db, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
+
+FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum)
+BWD = Tunable(
+    "poly_norm",
+    "bwd",
+    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx, begin),
+    key=row_key,
+    dims=DIMS,
+    heuristic=bwd_heuristic,
+    safe=safe,
+    space=bwd_space,
+    valid=tiles_rows_persistently,
+    ahead=few_elements,
+)
+DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, w, b, eps):
+    x, w = row_major(x), dense(w)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, x.dtype)
+    rstd = x.new_empty((3, n_rows), dtype=torch.float32)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        blocks = plan.config.blocks
+        args = (x, w, b, y, rstd, stride, n_rows, n_cols, eps)
+        grid = (-(-n_rows // blocks["ROWS"]),)
+        launch(plan, _poly_norm_fwd_kernel, grid, args, (blocks["BLOCK_SIZE"] >= n_cols,))
+    return y, rstd
+
+
+def _bwd(dy, x, w, b, rstd):
+    dy, x, w = row_major(dy), row_major(x), dense(w)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    dtype = params_dtype(x, w, b)
+    if not n_rows:
+        return dx, x.new_zeros(4, dtype=dtype)
+    plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+    blocks = plan.config.blocks
+    n_tiles = -(-n_rows // blocks["ROWS"])
+    programs = min(plan.programs, n_tiles)
+    partial = partial_sums(x, programs, 4, dtype)
+    args = (dy, x, w, rstd, dx, partial, rows_of(dy)[2], x_stride, n_rows, n_cols, n_tiles)
+    launch(plan, _poly_norm_bwd_kernel, (programs,), args, (blocks["BLOCK_SIZE"] >= n_cols,))
+    return dx, column_sum(DW, partial, dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(x, w, b, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = [torch.rsqrt((wide**power).square().mean(-1).flatten() + eps) for power in (1, 2, 3)]
+    return poly_norm_reference(x, w, b, eps).contiguous(), torch.stack(rstd)
+
+
+def _bwd_reference(dy, x, w, b, rstd):
+    wide = rstd.dtype
+    g, v = dy.to(wide), x.to(wide)
+    dx, params = torch.zeros_like(g), []
+    for weight, power in zip(w.to(wide), (3, 2, 1)):
+        r = rstd[power - 1].view(*x.shape[:-1], 1)
+        normed = v**power * r
+        dx = dx + power * v ** (power - 1) * weight * r * (g - normed * (g * normed).mean(-1, keepdim=True))
+        params.append((g * normed).sum())
+    return dx.to(x.dtype).contiguous(), torch.stack([*params, g.sum()]).to(params_dtype(x, w, b))
+
+
+def _fwd_fake(x, w, b, eps):
+    rstd = x.new_empty((3, math.prod(x.shape[:-1])), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), rstd
+
+
+def _bwd_fake(dy, x, w, b, rstd):
+    return x.new_empty(x.shape), x.new_empty(4, dtype=params_dtype(x, w, b))
+
+
+poly_norm_fwd = define(
+    "poly_norm_fwd(Tensor x, Tensor w, Tensor? b, float eps) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+poly_norm_bwd = define(
+    "poly_norm_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor rstd) -> (Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerPolyNormFunction(Function):
+    """Autograd for PolyNorm: saves x, w, b (only for its shape and dtype) and rstd. dw and db share one storage."""
+
+    @staticmethod
+    def forward(ctx, X, W, B, eps=1e-6, in_place=True):
+        Y, RSTD = poly_norm_fwd(X, W, B, float(eps))
+        ctx.save_for_backward(X, W, B, RSTD)
+        return Y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_output):
+        X, W, B, RSTD = ctx.saved_tensors
+        dX, dP = poly_norm_bwd(grad_output, X, W, B, RSTD)
+        return dX, dP[:3], None if B is None else dP[3:].view(B.shape), None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_poly_norm(
+    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
+) -> torch.Tensor:
+    """W[0] * norm(X^3) + W[1] * norm(X^2) + W[2] * norm(X) + B, norm(u) = u / sqrt(mean(u^2) + eps) over the last dimension.
+
+    X: [..., n_cols]; W: [3]; B: one element of any shape ([1], scalar, ...), or None. fp32, fp16 or bf16 (fp64 too on the
+    CPU). Returns [..., n_cols] in X's dtype.
+    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_poly_norm", optional=("B",), X=X, W=W, B=B)
+    check_numbers("liger_poly_norm", eps=eps)
+    check(X.dim() > 0, "liger_poly_norm", "X must have at least one dimension")
+    check(W.shape == (3,), "liger_poly_norm", f"W must have shape (3,), got {tuple(W.shape)}")
+    if B is not None and B.numel() != 1:
+        check(False, "liger_poly_norm", f"B must have one element, got shape {tuple(B.shape)}")
+    return LigerPolyNormFunction.apply(X, W, B, eps, in_place)
+
+
+class LigerPolyNorm(torch.nn.Module):
+    """PolyNorm layer: a third of each normalised power at the start, and a bias of zero.
+
+    in_place: as for `liger_poly_norm`.
+    """
+
+    def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
+        super().__init__()
+        self.variance_epsilon, self.in_place = eps, in_place
+        self.weight = torch.nn.Parameter(torch.full((3,), 1.0 / 3.0))
+        self.bias = torch.nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, self.in_place)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "polycom_1b": (16384, 4096),
+    "polycom_moe_7b": (16384, 2048),
+    "motif_2_6b": (8192, 8192),
+    "wide_mlp": (8192, 14336),
+}
+"""Problem sizes (n_rows, n_cols); n_cols is the intermediate size of the MLP the norm stands in."""
+
+
+def _sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
+    n_rows, n_cols = sizes
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+    x, w = normal(n_rows, n_cols), normal(3)
+    b = None if bias is None else normal(1).detach().view(bias).requires_grad_()
+    return Sample(
+        args=(x, w, b),
+        reduction=n_cols,
+        grad_reduction=n_rows * n_cols,
+        moved=5 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="poly_norm",
+        function=liger_poly_norm,
+        reference=poly_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"bias": ()},
+            {"bias": None},
+        ),
+    )
+)

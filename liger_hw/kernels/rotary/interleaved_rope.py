@@ -1,0 +1,142 @@
+"""Rotary position embedding over interleaved pairs, as in GPT-J, GLM, Cohere and DeepSeek: (x0, x1), (x2, x3), ...
+
+    q'[2i]     = q[2i] * cos[2i] - q[2i+1] * sin[2i]            2i < rotary_dim
+    q'[2i + 1] = q[2i+1] * cos[2i+1] + q[2i] * sin[2i+1]        dimensions from rotary_dim on pass through; k likewise
+
+Shapes, layouts, dtypes and saved tensors are those of rope.py. cos and sin are rotary_dim wide as above (Cohere), or
+rotary_dim // 2 wide with one angle a pair (GPT-J). GLM passes rotary_dim columns whose halves are equal: shared_halves
+takes the first half as one angle a pair. DeepSeek also wants the result with its pairs taken apart, first elements in
+the first half and second ones in the second: that is to_halves.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, check_flags, check_tensors, first_order
+from .rope import _misfit, _per_token
+from .rope import _sample as _rope_sample
+from .rotary import PAIRS, SHARED, SMALL, Rotary, turned
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def interleaved_rope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    shared_halves: bool = False,
+    to_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else PAIRS
+    how = (rotary_dim, unsqueeze_dim, True, not to_halves, trig)
+    return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+_rotary = Rotary("interleaved_rope")
+
+
+class LigerInterleavedRopeFunction(Function):
+    """Autograd for interleaved rope: saves cos and sin."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q,
+        k,
+        cos,
+        sin,
+        position_ids=None,
+        unsqueeze_dim=1,
+        rotary_dim=None,
+        shared_halves=False,
+        to_halves=False,
+    ):
+        cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+        rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+        trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else PAIRS
+        return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, True, not to_halves, trig)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_interleaved_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    shared_halves: bool = False,
+    to_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by their tokens' angles, over interleaved pairs; otherwise as `liger_rope`.
+
+    q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
+    cos, sin: [1 or B, T, width], or a table [positions, width] indexed by position_ids. No gradients.
+    rotary_dim: how many of the D dimensions rotate (default: the width of cos). A width of rotary_dim is one angle an
+    element (as Cohere passes it), one of rotary_dim // 2 one angle a pair (GPT-J).
+    shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek): pair i takes column i.
+    to_halves: the result has the pairs' first elements in its first half, as DeepSeek-V3 has it; gradients come back
+    interleaved.
+    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
+    Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
+    """
+    check_tensors("liger_interleaved_rope", q=q, k=k, cos=cos, sin=sin)
+    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+        check(False, "liger_interleaved_rope", reason)
+    check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
+    how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
+    return LigerInterleavedRopeFunction.apply(q, k, cos, sin, *how)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "glm4_9b": (4, 4096, 32, 2, 128),
+    "command_r_35b": (2, 4096, 64, 64, 128),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
+    """The options of rope's sample; its cos and sin have two equal halves, as GLM's."""
+    sample = _rope_sample(sizes, dtype, device, generator, **options)
+    if not options.get("table"):
+        sample.kwargs["shared_halves"] = options.get("shared", True)
+    sample.kwargs["to_halves"] = to_halves
+    return sample
+
+
+OP = registry.register(
+    Op(
+        name="interleaved_rope",
+        function=liger_interleaved_rope,
+        reference=interleaved_rope_reference,
+        tunables=(_rotary.fwd, _rotary.bwd),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=SMALL,
+        options=({}, {"to_halves": True, "table": True, "partial": True}),
+    )
+)

@@ -1,0 +1,153 @@
+"""Rotary position embedding of Llama 4: interleaved pairs, seen as complex numbers, times one complex number each.
+
+    (q'[2i] + j q'[2i+1]) = (q[2i] + j q[2i+1]) * freqs_cis[i]          k likewise; j the imaginary unit
+
+Shapes: q [B, T, n_q_heads, D], k [B, T, n_k_heads, D], of any strides; freqs_cis [1 or B, T, half] complex, half <= D // 2
+(dimensions from 2 half on pass through). The vision tower's freqs_ci [T, 1, half] serves every image of the batch.
+Dtypes: q, k in fp32, fp16 or bf16; freqs_cis complex64 (complex128 too on the CPU). Arithmetic in fp32, rounded once.
+Saved for backward: freqs_cis. It gets no gradient. Backward multiplies with its conjugate.
+
+Source: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, in the complex form of Meta's Llama code
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, check_tensors, first_order, remembered
+from .rotary import COMPLEX, SMALL, Rotary, misfit, no_gradient, turned
+
+_HEAD_AXIS = 2
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def llama4_rope_reference(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
+    freqs = torch.view_as_real(freqs_cis.resolve_conj())
+    how = (2 * freqs_cis.shape[-1], _HEAD_AXIS, True, True, COMPLEX)
+    return turned(xq, freqs, None, *how), turned(xk, freqs, None, *how)
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+_rotary = Rotary("llama4_rope", flat=True)
+
+
+class LigerLlama4RopeFunction(Function):
+    """Autograd for Llama 4's rope: saves the angles."""
+
+    @staticmethod
+    def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
+        rotary_dim = 2 * freqs_cis.shape[-1]
+        freqs = torch.view_as_real(freqs_cis.resolve_conj())
+        return _rotary.forward(ctx, q, k, freqs, None, rotary_dim, _HEAD_AXIS, True, True, COMPLEX)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        return *_rotary.backward(ctx, dq, dk), None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k turned by complex angles over interleaved pairs, as `apply_rotary_emb` of Llama 4's text model.
+
+    xq: [B, T, n_q_heads, D], xk: [B, T, n_k_heads, D] in fp32, fp16 or bf16.
+    freqs_cis: [1 or B, T, half] complex, half <= D // 2. No gradient.
+    Returns new tensors of their shapes and dtypes. Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors("liger_llama4_rope", xq=xq, xk=xk)
+    if reason := _angles_misfit(xq, freqs_cis) or _misfit(xq.shape, xk.shape, freqs_cis.shape):
+        check(False, "liger_llama4_rope", reason)
+    no_gradient("liger_llama4_rope", freqs_cis)
+    return LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
+
+
+def _angles_misfit(xq, freqs_cis) -> str:
+    if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
+        have = getattr(freqs_cis, "dtype", type(freqs_cis).__name__)
+        return f"freqs_cis must be a complex tensor (cos + j sin), got {have}"
+    if freqs_cis.device != xq.device:
+        return f"freqs_cis is on {freqs_cis.device} but xq is on {xq.device}; move them to one device"
+    return ""
+
+
+@remembered
+def _misfit(xq, xk, freqs_cis) -> str:
+    if reason := misfit(xq, xk, _HEAD_AXIS):
+        return reason
+    batch, seq_len, _, width = xq
+    if len(freqs_cis) != 3 or freqs_cis[0] not in (1, batch) or freqs_cis[1] != seq_len:
+        return f"freqs_cis must be [1 or {batch}, {seq_len}, half] to match xq, got {tuple(freqs_cis)}"
+    if not 0 < 2 * freqs_cis[2] <= width:
+        return f"freqs_cis turns {2 * freqs_cis[2]} dimensions, a head has {width}"
+    return ""
+
+
+def liger_llama4_text_rotary_pos_emb(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`liger_llama4_rope` under the name Liger gives it in Llama 4's text model."""
+    return liger_llama4_rope(xq, xk, freqs_cis)
+
+
+def liger_llama4_vision_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`liger_llama4_rope` of the vision tower: freqs_ci [T, 1, half] (or anything of T * half numbers) is every image's.
+
+    query, key: [B, T, heads, D]. freqs_ci may live on another device, as the model keeps it.
+    """
+    check_tensors("liger_llama4_vision_rotary_pos_emb", query=query, key=key)
+    if query.dim() == 4 and freqs_ci.numel() == query.shape[1] * (query.shape[3] // 2):
+        freqs_ci = freqs_ci.to(query.device).view(1, query.shape[1], query.shape[3] // 2)
+    return liger_llama4_rope(query, key, freqs_ci)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama4_scout": (4, 4096, 40, 8, 128),
+    "llama4_vision": (16, 577, 16, 16, 88),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models."""
+
+
+def _sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
+    """per_batch: angles of each sequence's own; partial: half the width turns."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+
+    def states(heads):
+        x = torch.randn(batch, seq_len, heads, head_dim, generator=generator, dtype=torch.float32, device=device)
+        return x.to(dtype).requires_grad_()
+
+    half = max(1, head_dim // 4 if partial else head_dim // 2)
+    shape = (batch if per_batch else 1, seq_len, half)
+    angles = torch.rand(shape, generator=generator, dtype=torch.float32, device=device) * 6.2832
+    return Sample(
+        args=(states(n_q_heads), states(n_k_heads), torch.polar(torch.ones_like(angles), angles)),
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="llama4_rope",
+        function=liger_llama4_rope,
+        reference=llama4_rope_reference,
+        tunables=(_rotary.fwd, _rotary.bwd),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=(*SMALL, (1, 5, 3, 2, 7)),
+        options=({}, {"per_batch": True, "partial": True}),
+    )
+)

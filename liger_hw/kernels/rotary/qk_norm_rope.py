@@ -1,0 +1,491 @@
+"""QK normalisation and rotary embedding in one pass: y = rope(rms_norm(x)) for q and k, each head on its own.
+
+    h = x / sqrt(mean(x^2) + eps) * (offset + w)        over the D dimensions of a head; w is q_weight or k_weight
+    y[:r/2] = h[:r/2] * cos[:r/2] - h[r/2:r] * sin[:r/2]        r = rotary_dim
+    y[r/2:r] = h[r/2:r] * cos[r/2:] + h[:r/2] * sin[r/2:]       dimensions from r on are normalised only
+
+Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1), or both [B, T, heads, D] (unsqueeze_dim=2), of
+any strides (a model passes its projections, viewed and transposed); q_weight, k_weight [D]; cos, sin as in rope.py.
+Dtypes: fp32, fp16 or bf16. Everything in fp32, rounded once to x's dtype at the end. Casting modes, as in rms_norm.py:
+    llama   the normalised x is rounded to x's dtype before the weight (Qwen3, OLMo)
+    gemma   it is not
+The models round once more between the two and several times inside rope; here that is not imitated.
+Output: new tensors, dense, with heads and tokens in memory in the input's order, as rope.py.
+Saved for backward: the inputs, nothing else; 1 / rms is computed again from x.
+Backward, with g the gradient turned back, m = g * (offset + w) and n = x / rms:
+    dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
+
+Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.org/abs/2010.04245; Su et al., "RoFormer",
+https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...recompute.recipes import offer_all
+from ...registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ...runtime import operator as _op
+from ...runtime.operator import (
+    cdiv,
+    check,
+    check_flags,
+    check_floats,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    launch,
+    no_weight,
+)
+from ..norms.rms_norm import CASTING_MODES
+from ..rows.reduce import column_sum, column_sum_tunable, halves
+from .qk_norm_rope_kernels import (
+    _add_up,
+    _gradients,
+    _load_head,
+    _load_weight,
+    _normalised,
+    _number,
+    _place,
+    _pointer,
+    _qk_norm_rope_bwd_kernel,
+    _qk_norm_rope_fwd_kernel,
+    _seen,
+    _store_head,
+)
+from .rope import _DIMS, _dense, _geometry, _heads_inside, _key, _misfit, _per_token, _valid
+from .rope import _sample as _rope_sample
+from .rope_kernels import _load, _rotate
+from .rotary import HALVES, SHARED, SMALL, alignment, load_angles, readable_angles, row_offsets, turned
+
+MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    shared_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else HALVES
+    how = (cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, trig)
+    return _both(q, k, q_weight, k_weight, *how)
+
+
+def _both(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, trig):
+    norm, how = (eps, offset, casting), (cos, sin, rotary_dim, head_axis, trig)
+    return _normed_and_turned(q, wq, *norm, *how), _normed_and_turned(k, wk, *norm, *how)
+
+
+def _normed_and_turned(x, w, eps, offset, casting, cos, sin, rotary_dim, head_axis, trig):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(wide)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if casting == MODES["llama"]:
+        h = h.to(x.dtype).to(wide)
+    h = h * (w.to(wide) + offset)
+    return turned(h, cos, sin, rotary_dim, head_axis, False, False, trig).to(x.dtype)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _tokens(target: Target, key: registry.Key) -> int:
+    """As many as a warp covers with 16-byte loads, so that a thread's heads are all of one place."""
+    _, _, width, tokens_bucket, itemsize = key
+    lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
+    return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
+
+
+def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """Single warps, over 4 heads one by one: 84.7 us at 32 + 8 heads of 128, 53.2 at 8 + 4 of 256, best on an H200."""
+    heads = 4 if 1 << key[3] >= target.multiprocessors else 1
+    return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1, "HEADS": min(heads, key[0])}, 1)
+
+
+def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    """Single warps, one head at a time, the next two on their way: 141.7 and 87.2 us on an H200 at the forward's sizes."""
+    return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1}, 1, 3, 8)
+
+
+def _fwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1, "HEADS": 1}, 1)
+
+
+def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1, 1, 1)
+
+
+def _tiles(target: Target, key: registry.Key) -> list[tuple[dict[str, int], int]]:
+    """Blocks and warps of 16 to 64 elements a thread."""
+    return [
+        ({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
+        for block_t in (1, 2, 4, 8, 16, 32)
+        for block_h in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
+        if block_h <= key[0] and 16 <= block_t * block_h * key[2] // (warps * target.warp_size) <= 64
+    ]
+
+
+def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({**blocks, "HEADS": steps * blocks["BLOCK_H"]}, warps, hint=hint)
+        for blocks, warps in _tiles(target, key)
+        for steps in (1, 2, 4, 8, 16)
+        for hint in ("none", "stream")
+        if steps * blocks["BLOCK_H"] <= key[0]
+    ]
+
+
+def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig(blocks, warps, stages, ctas, hint)
+        for blocks, warps in _tiles(target, key)
+        for stages, ctas in ((1, 3), (1, 5), (1, 10), (1, 20), (2, 2), (2, 4), (3, 2), (3, 4), (3, 8))
+        for hint in ("none", "stream")
+        if ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and 2 * (stages - 1) * blocks["BLOCK_T"] * blocks["BLOCK_H"] * key[2] * key[4] <= target.shared_memory // ctas
+    ]
+
+
+def _valid_walk(config: LaunchConfig, key: registry.Key) -> str | None:
+    if set(config.blocks) == {"BLOCK_T", "BLOCK_H", "HEADS"} and not config.ctas_per_mp:
+        return None
+    return f"blocks must be BLOCK_H, BLOCK_T and HEADS, and ctas_per_mp 0, got {config.to_text()}"
+
+
+def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
+    return _valid(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+
+
+_HELPERS = (
+    *(_load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
+    *(load_angles, row_offsets, _load, _rotate),
+)
+FWD = Tunable(
+    "qk_norm_rope",
+    "fwd",
+    kernels=(_qk_norm_rope_fwd_kernel, *_HELPERS),
+    key=_key,
+    dims=_DIMS,
+    heuristic=_fwd_heuristic,
+    safe=_fwd_safe,
+    space=_fwd_space,
+    valid=_valid_walk,
+)
+BWD = Tunable(
+    "qk_norm_rope",
+    "bwd",
+    kernels=(_qk_norm_rope_bwd_kernel, _gradients, _add_up, *_HELPERS),
+    key=_key,
+    dims=_DIMS,
+    heuristic=_bwd_heuristic,
+    safe=_bwd_safe,
+    space=_bwd_space,
+    valid=_valid_persistent,
+)
+DW = column_sum_tunable("qk_norm_rope", _DIMS, lambda *sizes: 2 * sizes[-1])
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+_CROSSED_HEADS = 1 << 30
+"""`_geometry`'s: always. A program here has few heads, so cos and sin are read again for every few of them and are a
+third of the forward's reads: on an H200 it goes from 86.9 to 85.9 us at 32 + 8 heads of 128, from 54.9 to 53.2 at 8 + 4 of
+256."""
+
+
+def _launched(tunable, q, k, cos, layout):
+    """(plan, programs for q, programs for k, axes, strides, sizes, widths) of a launch, or None where there is no token."""
+    rotary_dim, head_axis, *inside = layout
+    layouts = q.shape, q.stride(), k.shape, k.stride(), cos.shape, cos.stride()
+    geometry = _geometry(*layouts, rotary_dim, head_axis, tuple(inside), _CROSSED_HEADS)
+    if not geometry.tokens:
+        return None
+    plan = tunable.plan(q.device, (*geometry.key, q.itemsize))
+    blocks = plan.config.blocks
+    together = blocks.get("HEADS", blocks["BLOCK_H"])
+    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(heads, together) for heads in geometry.sizes[2:])
+    if 0 < plan.programs < for_q + for_k:
+        tiles = for_q + for_k
+        for_q = max(1, min(plan.programs - 1, plan.programs * for_q // tiles))
+        for_k = max(1, plan.programs - for_q)
+    return plan, for_q, for_k, geometry.axes, geometry.strides, (*geometry.sizes, for_q), geometry.widths
+
+
+def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
+    q, k, wq, wk = _readable(q), _readable(k), dense(wq), dense(wk)
+    cos, sin = readable_angles(cos, sin, trig)
+    out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+    found = _launched(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
+    if found:
+        plan, for_q, for_k, _, strides, sizes, widths = found
+        args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, eps, offset)
+        launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, (*widths, trig, alignment(strides), casting))
+    return out_q, out_k
+
+
+def _bwd(
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+):
+    dq, dk, q, k, wq, wk = *map(_readable, (dq, dk, q, k)), dense(wq), dense(wk)
+    cos, sin = readable_angles(cos, sin, trig)
+    out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+    width = 2 * q.shape[3]
+    found = _launched(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
+    if not found:
+        return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
+    plan, for_q, for_k, axes, strides, sizes, widths = found
+    strides = (*(dq.stride(axis) for axis in axes), *(dk.stride(axis) for axis in axes), *strides)
+    partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
+    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, eps, offset)
+    flags = (*widths, trig, alignment(strides), casting)
+    launch(plan, _qk_norm_rope_bwd_kernel, (for_q + for_k,), args, flags)
+    return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
+
+
+def _readable(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
+    y_q, y_k = _both(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, trig)
+    return _dense(q, head_axis, q_inside).copy_(y_q), _dense(k, head_axis, k_inside).copy_(y_k)
+
+
+def _bwd_reference(
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+):
+    def gradients(dy, x, w):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        g = turned(dy.to(wide), cos, sin, rotary_dim, head_axis, False, False, trig, backward=True)
+        rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
+        n, m = x.to(wide) * rstd, g * (w.to(wide) + offset)
+        seen = n.to(x.dtype).to(wide) if casting == MODES["llama"] else n
+        return rstd * (m - n * (m * n).mean(-1, keepdim=True)), (g * seen).sum((0, 1, 2)).to(w.dtype)
+
+    (dx_q, dwq), (dx_k, dwk) = gradients(dq, q, wq), gradients(dk, k, wk)
+    outputs = _dense(q, head_axis, q_inside).copy_(dx_q), _dense(k, head_axis, k_inside).copy_(dx_k)
+    return *outputs, torch.cat((dwq, dwk)) if needs_dw else no_weight(wq)
+
+
+def _fwd_fake(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
+    return _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+
+
+def _bwd_fake(
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+):
+    outputs = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+    return *outputs, wq.new_empty(2 * q.shape[3]) if needs_dw else no_weight(wq)
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, float eps, float offset, int casting,"
+    " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int trig"
+)
+qk_norm_rope_fwd = define(
+    f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor, Tensor)", launcher=_fwd, reference=_fwd_reference, fake=_fwd_fake
+)
+qk_norm_rope_bwd = define(
+    f"qk_norm_rope_bwd(Tensor dq, Tensor dk, {_INPUTS}, bool needs_dw) -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+
+class LigerQKNormRopeFunction(_op.Function):
+    """Autograd for QK norm and rope: saves the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps=1e-6,
+        offset=0.0,
+        casting_mode="llama",
+        position_ids=None,
+        unsqueeze_dim=1,
+        rotary_dim=None,
+        shared_halves=False,
+    ):
+        cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
+        rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+        trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else HALVES
+        inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
+        ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, trig
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
+        offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
+        return outputs
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        needs_dwq, needs_dwk = ctx.needs_input_grad[2:4]
+        dq, dk, dw = qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.how, needs_dwq or needs_dwk)
+        dwq, dwk = halves(dw) if needs_dwq or needs_dwk else (None, None)
+        return dq, dk, dwq if needs_dwq else None, dwk if needs_dwk else None, *(None,) * 9
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    shared_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rope(rms_norm(q, q_weight)), rope(rms_norm(k, k_weight)), as Qwen3 and Gemma 3 have it in every layer.
+
+    q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]; any strides. fp32, fp16 or
+    bf16. q_weight, k_weight: [D], of one dtype. cos, sin, position_ids, rotary_dim, shared_halves: as `liger_rope`.
+    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, whatever part
+    of it turns.
+    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does.
+    Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit, and for angles that require a
+    gradient.
+    """
+    check_tensors("liger_qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    if not isinstance(casting_mode, str) or casting_mode not in MODES:
+        check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
+    check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
+    check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
+    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
+        q, k, q_weight, k_weight
+    ):
+        check(False, "liger_qk_norm_rope", reason)
+    norm = (eps, offset, casting_mode)
+    return LigerQKNormRopeFunction.apply(
+        q, k, q_weight, k_weight, cos, sin, *norm, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+    )
+
+
+def _dtypes_misfit(q, k, q_weight, k_weight) -> str:
+    if q_weight.shape != q.shape[-1:] or k_weight.shape != q.shape[-1:]:
+        have = f"{tuple(q_weight.shape)} and {tuple(k_weight.shape)}"
+        return f"q_weight and k_weight must be [{q.shape[-1]}], the width of a head, got {have}"
+    if q_weight.dtype != k_weight.dtype:
+        return f"q_weight and k_weight must have one dtype, got {q_weight.dtype} and {k_weight.dtype}"
+    if q.dtype != k.dtype:
+        return f"q and k must have one dtype, got {q.dtype} and {k.dtype}"
+    return ""
+
+
+class LigerQKNormRope(torch.nn.Module):
+    """The q_norm and k_norm of an attention layer together with its rotary embedding.
+
+    head_dim: width of a head; eps, offset, casting_mode, init_fn (`ones` or `zeros`): as `LigerRMSNorm`.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+    ) -> None:
+        super().__init__()
+        check(init_fn in ("ones", "zeros"), "LigerQKNormRope", f"init_fn must be ones or zeros, got {init_fn!r}")
+        modes = ", ".join(MODES)
+        check(casting_mode in MODES, "LigerQKNormRope", f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.q_weight = torch.nn.Parameter(getattr(torch, init_fn)(head_dim))
+        self.k_weight = torch.nn.Parameter(getattr(torch, init_fn)(head_dim))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = (self.variance_epsilon, self.offset, self.casting_mode)
+        return liger_qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, *norm, position_ids, unsqueeze_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.q_weight.shape[0]}, eps={self.variance_epsilon}, offset={self.offset},"
+            f" casting_mode={self.casting_mode}"
+        )
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen3_8b": (4, 4096, 32, 8, 128),
+    "gemma3_4b": (4, 4096, 8, 4, 256),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
+are equal, as in these models, and the op is told so."""
+
+
+def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
+    """The options of rope's sample beside those of the norm."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+    sample = _rope_sample(sizes, dtype, device, generator, **options)
+    weights = (
+        torch.randn(head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+        for _ in range(2)
+    )
+    q, k, cos, sin = sample.args
+    heads = batch * seq_len * (n_q_heads + n_k_heads)
+    return Sample(
+        args=(q, k, *weights, cos, sin, 1e-6, offset, casting_mode),
+        kwargs=sample.kwargs,
+        reduction=head_dim,
+        grad_reduction=max(batch * seq_len * n_q_heads, head_dim),
+        moved=5 * heads * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="qk_norm_rope",
+        function=liger_qk_norm_rope,
+        reference=qk_norm_rope_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=SMALL,
+        options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
+    )
+)

@@ -1,0 +1,171 @@
+"""Multimodal rotary position embedding of Qwen2-VL: three position axes (time, height, width) share the rotary width.
+
+Half-split as rope.py, but every token has three sets of angles, and column i of a half takes those of the axis whose
+section it lies in: the first mrope_section[0] columns time's, the next mrope_section[1] height's, the rest width's.
+
+Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (unsqueeze_dim=1) or [B, T, heads, D] (unsqueeze_dim=2), of any
+strides; cos, sin [3, 1 or B, T, width], width = 2 * sum(mrope_section) <= D; dimensions from width on pass through.
+Both halves of cos and sin are read unless shared_halves says that they are equal. Dtypes, layouts and what is saved are
+those of rope.py. Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
+
+Source: Wang et al., "Qwen2-VL", https://arxiv.org/abs/2409.12191
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
+from .rotary import HALVES, SHARED, SMALL, Rotary, misfit, no_gradient, turned
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def qwen2vl_mrope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: Sequence[int],
+    unsqueeze_dim: int = 1,
+    shared_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    trig = SHARED if shared_halves else HALVES
+    how = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
+    return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
+
+
+def _borders(mrope_section: Sequence[int]) -> tuple[int, int]:
+    """Columns of the first plane, and of the first two."""
+    return mrope_section[0], mrope_section[0] + mrope_section[1]
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+_rotary = Rotary("qwen2vl_mrope")
+
+
+class LigerQwen2VLMRopeFunction(Function):
+    """Autograd for multimodal rope: saves cos and sin."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
+        trig = SHARED if shared_halves else HALVES
+        layout = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
+        return _rotary.forward(ctx, q, k, cos, sin, *layout)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        return *_rotary.backward(ctx, dq, dk), None, None, None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_qwen2vl_mrope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: Sequence[int],
+    unsqueeze_dim: int = 1,
+    shared_halves: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by the angles of three position axes, as `apply_multimodal_rotary_pos_emb` of Qwen2-VL.
+
+    q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
+    cos, sin: [3, 1 or B, T, 2 * sum(mrope_section)], one set for each axis. No gradients.
+    mrope_section: columns of a half that belong to time, height and width, for example [16, 24, 24].
+    shared_halves: the caller knows that both halves of cos and of sin are equal: only the first is read.
+    Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
+    """
+    check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
+    told = q.shape, k.shape, cos.shape, sin.shape, unsqueeze_dim
+    if reason := _sections_misfit(mrope_section) or _misfit(*told, *mrope_section):
+        check(False, "liger_qwen2vl_mrope", reason)
+    no_gradient("liger_qwen2vl_mrope", cos, sin)
+    check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
+    return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
+
+
+def _sections_misfit(mrope_section) -> str:
+    fits = hasattr(mrope_section, "__len__") and len(mrope_section) == 3
+    if not fits or any([type(n) is not int or n < 1 for n in mrope_section]):
+        return f"mrope_section must be three positive integers (time, height, width), got {mrope_section!r}"
+    return ""
+
+
+@remembered
+def _misfit(q, k, cos, sin, head_axis, *sections) -> str:
+    if reason := misfit(q, k, head_axis):
+        return reason
+    batch, seq_len, width = q[0], q[3 - head_axis], 2 * sum(sections)
+    if width > q[3]:
+        return f"mrope_section {list(sections)} turns {width} dimensions, a head has {q[3]}"
+    if cos != sin or tuple(cos) not in ((3, 1, seq_len, width), (3, batch, seq_len, width)):
+        have = f"{tuple(cos)} and {tuple(sin)}"
+        return (
+            f"cos and sin must both be [3, 1 or {batch}, {seq_len}, {width}] to match q and mrope_section, got {have}"
+        )
+    return ""
+
+
+def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    """`liger_qwen2vl_mrope` under the name Liger gives it in Qwen2-VL's model."""
+    return liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),
+    "qwen2_vl_72b": (2, 4096, 64, 8, 128),
+}
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models; told of equal halves, as patched models do."""
+
+
+def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
+    """transposed: q and k are views of [B, T, heads, D], as the model passes them; one_batch: angles without a batch."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+
+    def states(heads):
+        middle = (seq_len, heads) if transposed else (heads, seq_len)
+        x = torch.randn(batch, *middle, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
+        return (x.transpose(1, 2) if transposed else x).requires_grad_()
+
+    half = max(3, head_dim // 2)
+    sections = [max(1, half // 4), max(1, half * 3 // 8)]
+    sections.append(half - sum(sections))
+    frequency = 1e6 ** -(torch.arange(half, device=device, dtype=torch.float32) / half)
+    places = torch.randint(
+        4 * seq_len + 1, (3, 1 if one_batch else batch, seq_len, 1), generator=generator, device=device
+    )
+    angles = places * frequency
+    angles = torch.cat((angles, angles), -1)
+    return Sample(
+        args=(states(n_q_heads), states(n_k_heads), angles.cos().to(dtype), angles.sin().to(dtype), sections),
+        kwargs={"shared_halves": shared},
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="qwen2vl_mrope",
+        function=liger_qwen2vl_mrope,
+        reference=qwen2vl_mrope_reference,
+        tunables=(_rotary.fwd, _rotary.bwd),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=SMALL,
+        options=({}, {"shared": False}, {"transposed": False, "one_batch": True}),
+    )
+)

@@ -1,0 +1,137 @@
+"""Rotary position embedding of vision towers (Qwen2-VL and its kin): half-split, over the packed patches of all images.
+
+    q'[:h] = q[:h] * cos[:h] - q[h:] * sin[:h]        h = D // 2
+    q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
+
+Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T, width],
+width even and at most D (dimensions from width on pass through). Both halves of cos and sin are read unless shared_halves
+says that they are equal. Dtypes: fp32, fp16 or bf16; cos and sin may differ, and usually are fp32. Arithmetic in fp32,
+rounded once. Saved for backward: cos and sin. They get no gradient.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
+from .rotary import HALVES, SHARED, SMALL, Rotary, no_gradient, turned
+
+_HEAD_AXIS = 2
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def vision_rope_reference(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
+    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
+    return turned(q[None], *how)[0], turned(k[None], *how)[0]
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+_rotary = Rotary("vision_rope", flat=True)
+
+
+class LigerVisionRopeFunction(Function):
+    """Autograd for vision rope: saves cos and sin."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, shared_halves=False):
+        layout = (cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
+        q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
+        return q[0], k[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        grads = (None if grad is None else grad[None] for grad in (dq, dk))
+        dq, dk = _rotary.backward(ctx, *grads)
+        return None if dq is None else dq[0], None if dk is None else dk[0], None, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_vision_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k rotated by their patches' angles, as `apply_rotary_pos_emb_vision` of Qwen2-VL.
+
+    q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D. No gradients.
+    shared_halves: the caller knows that both halves of cos and of sin are equal: only the first is read.
+    Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
+    """
+    check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
+    if reason := _misfit(q.shape, k.shape, cos.shape, sin.shape):
+        check(False, "liger_vision_rope", reason)
+    no_gradient("liger_vision_rope", cos, sin)
+    check_flags("liger_vision_rope", shared_halves=shared_halves)
+    return LigerVisionRopeFunction.apply(q, k, cos, sin, shared_halves)
+
+
+@remembered
+def _misfit(q, k, cos, sin) -> str:
+    """What is wrong with the shapes and what was expected, or nothing."""
+    if len(q) != 3 or len(k) != 3 or q[0] != k[0] or q[2] != k[2]:
+        return f"q and k must be [T, heads, D] and differ in heads only, got {tuple(q)} and {tuple(k)}"
+    if not q[1] or not k[1]:
+        return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
+    tokens, _, head_dim = q
+    width = cos[-1] if len(cos) else 0
+    if cos != sin or tuple(cos) != (tokens, width) or width % 2 or not 0 < width <= head_dim:
+        have = f"{tuple(cos)} and {tuple(sin)}"
+        return f"cos and sin must both be [{tokens}, width], width even and at most {head_dim}, got {have}"
+    return ""
+
+
+def liger_rotary_pos_emb_vision(q, k, cos, sin):
+    """`liger_vision_rope` under the name Liger gives it; nothing is assumed about the halves of cos and sin."""
+    return liger_vision_rope(q, k, cos, sin)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen2_5_vl": (16, 1024, 16, 16, 80),
+    "qwen3_vl": (16, 1024, 16, 16, 72),
+}
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. Halves of
+cos and sin are equal and the op is told so, as patched models do."""
+
+
+def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
+    """q and k are slices of one projection."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+    tokens, heads = batch * seq_len, n_q_heads + n_k_heads
+    qkv = torch.randn(tokens, heads, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    q, k = qkv[:, :n_q_heads].requires_grad_(), qkv[:, n_q_heads:].requires_grad_()
+    half = max(1, head_dim // 2)
+    angles = torch.rand(tokens, half, generator=generator, dtype=torch.float32, device=device) * 6.2832
+    angles = torch.cat((angles, angles), -1)
+    return Sample(
+        args=(q, k, angles.cos(), angles.sin()),
+        kwargs={"shared_halves": shared},
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * tokens * heads * head_dim * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="vision_rope",
+        function=liger_vision_rope,
+        reference=vision_rope_reference,
+        tunables=(_rotary.fwd, _rotary.bwd),
+        workloads=WORKLOADS,
+        sample=_sample,
+        small=(*SMALL, (1, 5, 3, 2, 7)),
+        options=({}, {"shared": False}),
+    )
+)

@@ -1,0 +1,1 @@
+"""What kernels over rows share: tiles of rows, rows that begin anywhere, sums over columns."""

@@ -1,0 +1,248 @@
+"""What an operator did for arguments of one layout, done again without working any of it out.
+
+A launcher finds sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device) and
+from numbers, allocates, and launches. All that is the same at the next call of the same layout. So the second such call is
+watched: what it allocates, what it launches with which tensors, what it returns; from the third on that is repeated.
+On the H200 machine most of our Python was the working out, and most of all in a backward, whose thread finds every
+object that it looks at in another core's cache.
+
+Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back), a
+tensor that is neither argument nor allocated there, or a launch that went through Triton, and the layout is left to the
+launcher. Of an operator that does more, parts that do no more can be recorded by themselves (`repeated`). What is recorded
+holds for the plans it was made with and is forgotten with them (`registry.recordings`).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from operator import itemgetter
+from threading import get_ident
+from typing import Any, Callable
+
+import torch
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import registry
+from . import launch as _launch
+from .launch import launch
+
+enabled = True
+"""False: every call goes to its launcher (`bench.host` looks at launches so)."""
+MISSED = object()
+_SEEN, _REFUSED = "seen", "refused"
+_MOST = 4096  # layouts that never repeat must not be kept without end
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
+_PLAIN = NO_TENSORS | _TENSORS | {tuple}
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    {
+        *(_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default),
+        *(_aten.new_empty.default, _aten.new_empty_strided.default),
+    }
+)
+_SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
+_REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: torch.Tensor.zero_}
+"""Operators on an allocation that are done again, between the launches."""
+
+
+def are_plain(args: tuple) -> bool:
+    """Whether these are tensors on a GPU (the first is), numbers and tuples of numbers: of no class, and in no list, that asks
+    to be handled, nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
+        return False
+    for arg in args:
+        if type(arg) in _TENSORS:
+            if _is_batched(arg):
+                return False
+        elif type(arg) is tuple and not NO_TENSORS.issuperset(map(type, arg)):
+            return False
+    return True
+
+
+def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and is to return what it allocated."""
+    name = f"{part.__module__}.{part.__qualname__}"
+
+    @wraps(part)
+    def call(*args: Any) -> Any:
+        result = replay(name, part, args)
+        return part(*args) if result is MISSED else result
+
+    return call
+
+
+def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
+    """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
+    if not _launch.CAN_BE_FAST or _launch.noted or _launch.redirect is not None or not enabled:
+        return MISSED
+    index = args[0].get_device() if type(args[0]) in _TENSORS else -1
+    if index < 0 or index != _launch._get_device():  # not asked for CPU tensors: without a driver, or forked, it raises
+        return MISSED
+    key, pointers, together = [name], [None], 0
+    try:
+        for arg in args:
+            if type(arg) in _TENSORS:
+                pointer = arg.data_ptr()
+                together |= pointer
+                pointers.append(pointer)
+                key += arg.dtype, arg.shape, arg.stride()
+            else:
+                key.append(arg)
+    except RuntimeError:  # a tensor without memory of its own, as those of batched gradients
+        return MISSED
+    key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
+    key = tuple(key)
+    recordings = registry.recordings
+    try:
+        found = recordings.get(key)
+    except TypeError:  # a list among the arguments
+        return MISSED
+    if type(found) is not tuple:
+        if found is _REFUSED or not are_plain(args):
+            return MISSED
+        if found is _SEEN and not _launch._profiled():
+            return _record(recordings, key, launcher, args)
+        if len(recordings) >= _MOST:
+            recordings.clear()
+        recordings[key] = _SEEN
+        return MISSED
+    if _launch._profiled():
+        return MISSED
+
+    device, allocations, steps, give = found
+    made = []
+    for like, shape, strides, dtype in allocations:
+        if like is None:
+            new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        else:
+            new = torch.empty_like(args[like])
+        made.append(new)
+        pointers.append(new.data_ptr())
+    stream = _launch._get_stream(index)
+    try:
+        for run, grid, head, places, rest in steps:
+            if grid is None:
+                run(made[places], *rest)
+            else:
+                run(*grid, stream, *head, *places(pointers), *rest)
+    except Exception as error:
+        if not _launch.blames_config(error):
+            raise
+        recordings.pop(key, None)  # the launcher knows which plan failed
+        return MISSED
+    return give(made)
+
+
+def _record(recordings: dict, key: tuple, launcher: Callable[..., Any], args: tuple) -> Any:
+    """Call the launcher, and keep in `recordings` what it did, or that it cannot be kept."""
+    # one object for each argument, though the caller may have passed one tensor as two
+    given = tuple([arg.detach() if type(arg) in _TENSORS else arg for arg in args])
+    recorder = _Recorder(given)
+    with recorder:
+        result = launcher(*given)
+    if all(plan.tunable._plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
+        recordings[key] = recorder.recording(given, result) or _REFUSED
+    return result
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator of torch, and (through `_launch.noted`) every launch of this thread.
+
+    places: tensor -> where its pointer stands in a replay: 0 is that of None, then the arguments', then the allocations'
+    """
+
+    def __init__(self, given: tuple) -> None:
+        super().__init__()
+        self.tensors = [None, *(arg for arg in given if isinstance(arg, torch.Tensor))]
+        self.places = {id(tensor): place for place, tensor in enumerate(self.tensors)}
+        self.first = len(self.tensors)
+        self.allocated: list[torch.Tensor] = []
+        self.steps: list[tuple] = []
+        self.plans: list[registry.Plan] = []
+        self.refused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To be skipped, torch would import torch._dynamo at the first operator we see: a second, and it need not be there."""
+        return False
+
+    def __enter__(self) -> "_Recorder":
+        _launch.noted[get_ident()] = self._launched
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        del _launch.noted[get_ident()]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        place = self.places.get(id(args[0])) if args else None
+        if func in _ALLOCATIONS:
+            self._place(result, self.first + len(self.allocated))
+            self.allocated.append(result)
+        elif func in _SAME_MEMORY and place is not None and result.data_ptr() == args[0].data_ptr():
+            self._place(result, place)
+        elif func in _REPEATED and place is not None and place >= self.first:
+            self.steps.append((_REPEATED[func], None, None, place - self.first, args[1:]))
+        elif func is not _aten.promote_types.default:
+            self.refused = True
+        return result
+
+    def _place(self, tensor: torch.Tensor, place: int) -> None:
+        self.tensors.append(tensor)  # held: its id is its own while we watch
+        self.places[id(tensor)] = place
+
+    def _launched(self, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        thread = get_ident()
+        del _launch.noted[thread]
+        try:
+            found = launch(plan, kernel, grid, args, flags)
+        finally:
+            _launch.noted[thread] = self._launched
+        self.plans.append(plan)
+        count = _launch._tensor_counts.get(id(kernel), 0)
+        places = [self.places.get(id(arg)) for arg in args[:count]]
+        if found is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
+            self.refused = True
+            return
+        run, head, constants = found
+        grid = (*grid, 1, 1)[:3]
+        self.steps.append((run, grid, head, itemgetter(*places), (*args[count:], *constants)))
+
+    def recording(self, given: tuple, result: Any) -> tuple | None:
+        """(device, allocations, steps, what gives the result), or None where this is not all that the call did."""
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        places = [self.places.get(id(tensor), 0) - self.first for tensor in results]
+        if self.refused or len(set(places)) < len(places) or min(places, default=0) < 0:
+            return None
+        shown = dict(zip(places, results))
+        allocations = []
+        for number, tensor in enumerate(self.allocated):
+            if tensor.data_ptr() & 15 or tensor.device != given[0].device:
+                return None  # an allocator that does not align, or memory of the host
+            if shown.get(number, tensor).numel() != tensor.numel():
+                return None  # a part of what was allocated
+            tensor = shown.get(number, tensor)
+            allocations.append(_allocation(tensor, given))
+        if not results:
+            give = _nothing
+        elif isinstance(result, tuple):
+            give = itemgetter(*places) if len(places) > 1 else lambda made: (made[places[0]],)
+        else:
+            give = itemgetter(*places)
+        return given[0].device, tuple(allocations), tuple(self.steps), give
+
+
+def _nothing(made: list) -> None:
+    return None
+
+
+def _allocation(tensor: torch.Tensor, given: tuple) -> tuple:
+    """(argument that it is like, shape, strides, dtype): the first alone where there is one, which is cheapest."""
+    for number, arg in enumerate(given):
+        if isinstance(arg, torch.Tensor) and (arg.dtype, arg.shape) == (tensor.dtype, tensor.shape):
+            if torch.empty_like(arg, device="meta").stride() == tensor.stride():
+                return number, None, None, None
+    return None, tensor.shape, tensor.stride(), tensor.dtype

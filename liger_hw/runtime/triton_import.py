@@ -1,0 +1,52 @@
+"""Triton, or a stand-in that lets kernel files be imported where Triton is not installed.
+
+Kernel files write `from ..runtime.triton_import import tl, triton`. Without Triton every op still runs its reference on CPU tensors;
+launching a kernel raises with what to install.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from .. import env
+
+INTERPRET = env.get("LIGER_HW_INTERPRET") or os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
+    if "triton" in sys.modules:  # its own functions are already compiled ones: kernels could not call them
+        raise RuntimeError(
+            "LIGER_HW_INTERPRET=1 came too late: triton was imported before liger_hw's kernels (transformers does so). "
+            "Set TRITON_INTERPRET=1 in the environment before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when it decorates a kernel
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+except ImportError as error:
+    _reason = str(error)
+
+    class _Absent:
+        """Answers any attribute with itself, so that annotations like `tl.constexpr` evaluate."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        @staticmethod
+        def jit(function=None, **_options):
+            return function if function is not None else lambda decorated: decorated
+
+    triton = tl = libdevice = _Absent()
+    AVAILABLE = False
+else:
+    AVAILABLE = True
+
+
+def require() -> None:
+    """Raise `ImportError` that says what to install when kernels cannot be launched."""
+    if not AVAILABLE:
+        raise ImportError(
+            f"liger_hw's kernels need Triton ({_reason}). Install the build your torch wheel asks for: "
+            "pip install 'liger_hw[cuda]', 'liger_hw[rocm]' or 'liger_hw[xpu]'"
+        )
