@@ -73,7 +73,7 @@ def planned_at(op, sizes, clock, target, tables, most, pool):
     todo = []
     for variant, key in bench.tunables():
         registry.set_tables(target, tables)
-        answer = registry._choose(named[variant], target, key)
+        answer = registry.choose(named[variant], target, key)
         registry.set_tables(target, [])
         configs = candidates(named[variant], target, key, tables, answer.config, most)
         todo.append((named[variant], key, answer, configs))

@@ -35,7 +35,7 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     """
     import torch.distributed as dist
 
-    target = registry._target_named(device)
+    target = registry.target_named(device)
     if not (dist.is_available() and dist.is_initialized()):
         return digest(target)
     try:
@@ -78,7 +78,7 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
 
 def digest(target: Target | None = None) -> str:
     """Hash of everything that decides which kernel configurations this process launches on `target`."""
-    return _hash(facts_of(target or registry._target_named(None)))
+    return _hash(facts_of(target or registry.target_named(None)))
 
 
 def facts_of(target: Target) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
     with _lock:
         target = _target(device)
         quiet = is_quiet()
-        chosen = _choose(tunable, target, key)
+        chosen = choose(tunable, target, key)
         if chosen.layer in _ALWAYS_TAKEN:
             from .autotune import persist
 
@@ -192,14 +192,14 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
                 _misses[name] = target
             persist.note_miss(name, target, device)
             if not quiet and env.get("LIGER_HW_AUTOTUNE") and persist.tune_now(tunable, target, device, key):
-                chosen = _choose(tunable, target, key)
+                chosen = choose(tunable, target, key)
         plan = Plan(tunable, target, device, key, chosen)
         if not quiet or target in _tables:  # else the tables are still unread: ask again when files may be opened
             tunable._plans[device, key] = plan
         return plan
 
 
-def _choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
+def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
     for candidate in _candidates(tunable, target, key):
         if not candidate.rejected:
             return candidate
@@ -458,7 +458,7 @@ def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any =
     expect(dtype, torch.dtype, "dtype", "a torch.dtype, as torch.bfloat16")
     kinds = Target, torch.device, str, type(None)
     expect(device, kinds, "device", "a torch device, a Target, a device's or an architecture's name, or None")
-    target = device if isinstance(device, Target) else _target_named(device)
+    target = device if isinstance(device, Target) else target_named(device)
     result = []
     for tunable in get_op(op).tunables:
         if len(shape) != len(tunable.dims):
@@ -473,7 +473,7 @@ def explain_tunable(tunable: Tunable, target: Target, key: Key) -> Explanation:
         return Explanation(tunable.name, target, key, tuple(_candidates(tunable, target, key)))
 
 
-def _target_named(device: Any) -> Target:
+def target_named(device: Any) -> Target:
     import torch
 
     if device is None:

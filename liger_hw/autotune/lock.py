@@ -37,7 +37,7 @@ def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry
     table: dict[Name, Entry] = {}
     for tunable, key in keys:
         with registry._lock:
-            chosen = registry._choose(tunable, target, key)
+            chosen = registry.choose(tunable, target, key)
         table[tunable.op, tunable.variant, key] = Entry(chosen.config, _provenance(chosen.layer, chosen.provenance))
     return table
 

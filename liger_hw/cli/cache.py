@@ -60,7 +60,7 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
         return folders
     wanted = {arguments.device.lower()}
     try:
-        target = registry._target_named(arguments.device)
+        target = registry.target_named(arguments.device)
         exact = [f for f in folders if f.name == store.fingerprint(target)]
         if exact:
             return exact
@@ -217,7 +217,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
 
     try:
-        target = registry._target_named(arguments.device)
+        target = registry.target_named(arguments.device)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"cache import: {error}") from None
     try:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         op = registry.get_op(arguments.op)
-        target = registry._target_named(arguments.device)
+        target = registry.target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
         found = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
     except (ValueError, RuntimeError) as error:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import env, registry
 
     try:
-        target = registry._target_named(arguments.device)
+        target = registry.target_named(arguments.device)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"lock: {error}") from None
     if arguments.check:
@@ -134,7 +134,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
             illegal.append(f"{op}.{variant} {key}: this version has no such kernel")
         elif reason := tunable.illegal(target, key, entry.config):
             illegal.append(f"{op}.{variant} {key}: {reason}")
-        elif registry._choose(tunable, target, key).config != entry.config:
+        elif registry.choose(tunable, target, key).config != entry.config:
             other += 1
     if arguments.json:
         print(

@@ -57,15 +57,20 @@ def define(
     *,
     launcher: Callable[..., Any],
     reference: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | tuple[str, ...] | None = None,
     recorded: bool = True,
 ) -> Any:
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
 
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
-    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`_recorded`); reference: the same
-    results in plain torch; fake: empty results of the same shapes. All three take the schema's arguments by position. None
-    may return one of its inputs. recorded: False for a launcher that never only allocates and launches (`_recorded.repeated`).
+    launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
+    reference: the same results in plain torch
+    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape and
+    dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by calling
+    the reference on fake tensors, which suits a reference that takes no gradient itself.
+    recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
+
+    All three functions take the schema's arguments by position. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
     on_gpu = _with_fallback(launcher)
@@ -75,6 +80,10 @@ def define(
     for key in ("CUDA", "XPU"):
         _library.impl(name, on_gpu, key)
     _library.impl(name, on_gpu if INTERPRET else reference, "CPU")
+    if fake is None:
+        fake = _fake_of(reference)
+    elif isinstance(fake, tuple):
+        fake = _fake_like(fake, getattr(torch.ops.liger_hw, name).default._schema)
     torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
     overload = getattr(torch.ops.liger_hw, name).default
 
@@ -106,6 +115,30 @@ def define(
     call.__name__ = name
     call.overload = overload
     return call
+
+
+def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Empty results of the shapes and dtypes that the reference gives."""
+
+    def fake(*args: Any) -> Any:
+        results = reference(*args)
+        if isinstance(results, torch.Tensor):
+            return results.new_empty(results.shape)
+        return None if results is None else tuple(t.new_empty(t.shape) for t in results)
+
+    return fake
+
+
+def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
+    """Empty results like the arguments of these names."""
+    places = [[argument.name for argument in schema.arguments].index(name) for name in names]
+
+    def fake(*args: Any) -> Any:
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        results = [first.new_empty(0) if args[i] is None else args[i].new_empty(args[i].shape) for i in places]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
+
+    return fake
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:

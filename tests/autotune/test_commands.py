@@ -136,12 +136,12 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path)
     run(capsys, "cache", "clear")
     registry.reload()
-    assert registry._choose(tunable(), H200, KEY).layer == "shipped-arch"
+    assert registry.choose(tunable(), H200, KEY).layer == "shipped-arch"
     # imported, it answers from the user cache
     monkeypatch.setattr(registry, "_target_named", lambda name: H200)
     assert "1 of 1" in run(capsys, "cache", "import", str(path))
     registry.reload()
-    chosen = registry._choose(tunable(), H200, KEY)
+    chosen = registry.choose(tunable(), H200, KEY)
     assert chosen.layer == "user" and chosen.config == entries[NAME].config and chosen.provenance["gain"] == 0.2
 
 

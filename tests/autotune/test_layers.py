@@ -342,7 +342,7 @@ class TestLock:
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "l"))
         registry.reload()
         for arch in ("sm80", "sm120"):
-            assert registry._choose(fwd, known_target(arch), KEY).config == config
+            assert registry.choose(fwd, known_target(arch), KEY).config == config
 
     @pytest.mark.parametrize("damage", ["missing", "torn", "edited", "a table"])
     def test_a_bad_one_stops_the_first_launch(self, h200, damage, monkeypatch, tmp_path, capsys):

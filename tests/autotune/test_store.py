@@ -39,7 +39,7 @@ def stored(clean_registry, caplog):
 
 
 def taken(target=H200, key=KEY, name="rms_norm.fwd"):
-    return registry._choose(tunable(name), target, key)
+    return registry.choose(tunable(name), target, key)
 
 
 def warnings(caplog) -> list[str]:

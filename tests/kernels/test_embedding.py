@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import verify
-from liger_hw.kernels.embedding.embedding import LigerEmbedding, embedding_bwd, liger_embedding
-from liger_hw.kernels.embedding.embedding.row_sums import FEW
-from liger_hw.kernels.embedding.embedding.stable_sort import CHUNK, LONE_CHUNK, sort_indices
 
+from liger_hw.kernels.embedding.embedding import LigerEmbedding, embedding_bwd, liger_embedding
+from liger_hw.kernels.embedding.row_sums import FEW
+from liger_hw.kernels.embedding.stable_sort import CHUNK, LONE_CHUNK, sort_indices
 from liger_hw.registry import Sample, get_op
 
 
