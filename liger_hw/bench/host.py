@@ -285,8 +285,7 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
 
 
 def _kernel_modules() -> list[Any]:
-    package = _launch.__name__.rsplit(".", 1)[0]
-    return [module for name, module in list(sys.modules.items()) if name.startswith(package + ".") and module]
+    return [module for name, module in list(sys.modules.items()) if name.startswith("liger_hw.kernels.") and module]
 
 
 def _us(meter: Meter, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
