@@ -16,7 +16,8 @@ from ...registry import Key, LaunchConfig, Op, Sample, Target
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
-from ..rows.tiles import _after, heuristic, row_operators, row_tunables
+from ..rows.blocks import keep_narrow
+from ..rows.maps import heuristic, row_operators, row_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ def _softmax_fwd_kernel(
             ):  # narrow across both sums; the exponentials are computed twice
                 x, top = _below_2_30(x, top)
                 scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
-                y = _exp_folded(_after(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
+                y = _exp_folded(keep_narrow(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
             else:
                 e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
                 y = e * (1.0 / tl.sum(e, axis=1))[:, None]
@@ -158,7 +159,7 @@ def _softmax_bwd_kernel(
             dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
             if WHOLE_ROW == 1 or BLOCK_SIZE > 16384:  # of few rows every program has registers enough
-                y, dy = _after(y, shift), _after(dy, shift)
+                y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
             dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
@@ -209,8 +210,8 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
 
 FWD, BWD = row_tunables(
     "softmax",
-    (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _below_2_30, _after),
-    (_softmax_bwd_kernel, _after),
+    (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _below_2_30, keep_narrow),
+    (_softmax_bwd_kernel, keep_narrow),
     _heuristic,
 )
 softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
