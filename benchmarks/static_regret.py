@@ -79,7 +79,7 @@ def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[
                 print(f"{op.name} {sizes}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             for name, key in launched:
-                tunable, (owner, variant) = registry._tunables[name], name.split(".")
+                tunable, (owner, variant) = registry.get_tunable(name), name.split(".")
                 if owner != op.name or (name, key) in jobs:
                     continue  # another op's kernel is timed with that op
                 configs = candidates_of(tunable, target, key, shipped.get((owner, variant, key)), most)

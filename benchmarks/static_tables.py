@@ -80,7 +80,7 @@ def label(job: Job) -> str:
 
 def stamp(target: Target, job: Job) -> dict[str, str]:
     """What a judgement of the job rests on, beside the model: another stamp makes it out of date."""
-    tunable = registry._tunables[job.name]
+    tunable = registry.get_tunable(job.name)
     heuristic = tunable.heuristic(target, job.key)
     return {"kernels": tunable.kernel_hash(), "heuristic": store.digest(heuristic.to_json())[:12]}
 
@@ -98,7 +98,7 @@ def of_entry(target: Target, name: tables.Name, entry: Entry) -> Job | None:
     """The job of a stored entry; None when nothing launches this key at its sizes any more."""
     sizes, dtype = tuple(entry.provenance["sizes"]), entry.provenance["dtype"]
     op, variant, key = name
-    if f"{op}.{variant}" not in registry._tunables:
+    if f"{op}.{variant}" not in registry.tunables():
         return None
     launched = plan.traced(target)(op, sizes, dtype)
     return Job(op, variant, key, sizes, dtype) if (f"{op}.{variant}", key) in launched else None
@@ -115,7 +115,7 @@ def is_guess(entry: Entry) -> bool:
 
 
 def is_stale(name: tables.Name, entry: Entry) -> bool:
-    tunable = registry._tunables.get(f"{name[0]}.{name[1]}")
+    tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
     return tunable is None or entry.kernel_hash != tunable.kernel_hash()
 
 

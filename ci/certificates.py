@@ -42,7 +42,7 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
     for op in ops:
         for case, launch in matrix.launches(registry.get_op(op), known_target(arch), depth):
             job = aot._job(launch)
-            source = registry._tunables[launch.tunable].kernel_hash()
+            source = registry.get_tunable(launch.tunable).kernel_hash()
             what = arch, source, launch.kernel, job["args"], sorted(job["options"].items())
             about = {
                 "op": launch.tunable.split(".")[0],

@@ -89,6 +89,12 @@ def register(op: Op) -> Op:
     return op
 
 
+def unregister(name: str) -> None:
+    """Take an op out of the table again, as a test does with an op of its own."""
+    for tunable in _ops.pop(name).tunables:
+        del _tunables[tunable.name]
+
+
 def ops() -> Mapping[str, Op]:
     """Every op, by name; imports the kernel files on first use."""
     for module in EXPORTS:
@@ -112,6 +118,11 @@ def get_op(name: str) -> Op:
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
         raise ValueError(f"unknown op {name!r}; {hint}")
     return _ops[name]
+
+
+def tunables() -> dict[str, Tunable]:
+    """Every tunable of every op, by its full name (`rms_norm.bwd`); imports the kernel files on first use."""
+    return {tunable.name: tunable for op in ops().values() for tunable in op.tunables}
 
 
 def get_tunable(name: str) -> Tunable:

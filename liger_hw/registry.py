@@ -26,7 +26,7 @@ import logging
 import sys
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from . import env
 from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
@@ -35,7 +35,6 @@ from .ops import (  # noqa: F401
     Key,
     Op,
     Sample,
-    _ops,
     _tunables,
     expect,
     get_op,
@@ -44,6 +43,8 @@ from .ops import (  # noqa: F401
     ops,
     register,
     row_key,
+    tunables,
+    unregister,
 )
 
 if TYPE_CHECKING:
@@ -127,12 +128,12 @@ class Tunable:
         self.kernels, self.key, self.dims = kernels, key, dims
         self.heuristic, self.safe, self.space = heuristic, safe, space
         self.neutral, self.valid, self.ahead = neutral, valid, ahead
-        self._plans: dict[tuple[Any, Key], Plan] = {}
+        self.plans: dict[tuple[Any, Key], Plan] = {}
         self._hash: str | None = None
 
     def plan(self, device: "torch.device", key: Key) -> Plan:
         """The resolved launch for a tensor's device and a tuning key."""
-        plan = self._plans.get((device, key))
+        plan = self.plans.get((device, key))
         return plan if plan is not None else _resolve(self, device, key)
 
     def kernel_hash(self) -> str:
@@ -151,13 +152,18 @@ class Tunable:
         return reason
 
 
+Layers = Sequence[tuple[str, Mapping[tuple[str, str, Key], Entry]]]
+"""(name of a layer, its entries), best first."""
+Mark = tuple[str, str, Key, str]
+"""A configuration that failed to launch: (arch, tunable, key, text of the configuration)."""
+
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
 _pretended: list[list[Target]] = []
-_quarantined: dict[tuple[str, str, Key, str], str] = {}
-_quarantined_before: dict[tuple[str, str, Key, str], dict[str, str]] = {}
+_quarantined: dict[Mark, str] = {}
+_quarantined_before: dict[Mark, dict[str, str]] = {}
 """(arch, tunable, key, configuration) that failed in an earlier process -> {kernel hash it failed with: reason}"""
-_tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
+_tables: dict[Target, Layers] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 recordings: dict[tuple, Any] = {}
@@ -195,16 +201,18 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
                 chosen = choose(tunable, target, key)
         plan = Plan(tunable, target, device, key, chosen)
         if not quiet or target in _tables:  # else the tables are still unread: ask again when files may be opened
-            tunable._plans[device, key] = plan
+            tunable.plans[device, key] = plan
         return plan
 
 
 def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
-    for candidate in _candidates(tunable, target, key):
-        if not candidate.rejected:
-            return candidate
-        if candidate.layer == "explicit":
-            log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
+    """The first legal answer of the layers for one key. Resolves nothing and notes no miss."""
+    with _lock:
+        for candidate in _candidates(tunable, target, key):
+            if not candidate.rejected:
+                return candidate
+            if candidate.layer == "explicit":
+                log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
     raise RuntimeError(
         f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
     )
@@ -230,7 +238,7 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
     tables(target)  # also reads what failed before, which may be an explicit configuration
     heuristic = tunable.heuristic(target, key)
     for layer, config, provenance, source, stale in _offers(tunable, target, key, heuristic):
-        if _deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
+        if is_deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
             config = _keep_numerics(tunable, heuristic, config)
         reason = stale or tunable.illegal(target, key, config)
         if not reason and layer != "safe":  # the last resort is never set aside: what fails there is raised
@@ -245,7 +253,7 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield "explicit", config, {"kind": "explicit"}, "override()", ""
-    forced = _forced(tunable)
+    forced = forced_config(tunable)
     if forced is not None:
         name, text = forced
         try:
@@ -264,8 +272,8 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
 
 
-def _forced(tunable: Tunable) -> tuple[str, str] | None:
-    """The environment's configuration, read once."""
+def forced_config(tunable: Tunable) -> tuple[str, str] | None:
+    """(variable, JSON text) of the configuration that `LIGER_HW_CONFIG_<OP>` forces, or None; read once."""
     if tunable.name not in _explicit:
         _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
         variants = [one.variant for one in _tunables.values() if one.op == tunable.op]
@@ -283,12 +291,13 @@ def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConf
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
 
 
-def _deterministic() -> bool:
+def is_deterministic() -> bool:
+    """Whether numerics-affecting knobs are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
     chosen = _state["deterministic"]
     return env.get("LIGER_HW_DETERMINISTIC") if chosen is None else chosen
 
 
-def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]:
+def tables(target: Target) -> Layers:
     """(layer, entries) of everything stored for a target, best layer first; read once, then kept.
 
     Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
@@ -305,11 +314,38 @@ def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entr
     return found
 
 
-def set_tables(target: Target, layers: list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]) -> None:
-    """Answer for `target` from these tables only (until `reload()`); what `distributed.sync` does on every rank."""
+def set_tables(target: Target, layers: Layers, quarantined: Mapping[Mark, str] | None = None) -> None:
+    """Answer for `target` from these tables only, until `reload()`. `distributed.sync` does this on every rank.
+
+    quarantined: where it is given, what earlier processes quarantined on this architecture no longer counts, and this does
+    """
     with _lock:
         _tables[target] = layers
+        if quarantined is not None:
+            for mark in [mark for mark in _quarantined_before if mark[0] == target.arch]:
+                del _quarantined_before[mark]
+            for mark, reason in quarantined.items():
+                _quarantined.setdefault(mark, reason)
         invalidate()
+
+
+@contextlib.contextmanager
+def only_tables(target: Target, layers: Layers) -> Iterator[None]:
+    """Answer for `target` from these tables only inside a `with` block; then everything is as before, misses included."""
+    with _lock:
+        before, missed = _tables.get(target), dict(_misses)
+        set_tables(target, layers)
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is None:
+                _tables.pop(target, None)
+            else:
+                _tables[target] = before
+            _misses.clear()
+            _misses.update(missed)
+            invalidate()
 
 
 # -- what callers may change -----------------------------------------------------------------------------------------
@@ -321,7 +357,7 @@ def invalidate() -> None:
     with _lock:
         recordings = {}  # a new one: what another thread records meanwhile goes with the old
         for tunable in _tunables.values():
-            tunable._plans.clear()
+            tunable.plans.clear()
 
 
 def reload() -> None:
@@ -384,6 +420,16 @@ def pretend(target: Target) -> Iterator[None]:
             invalidate()
 
 
+def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
+    """(scope, configuration) of every `override` that is open, the innermost last."""
+    return tuple(_overrides)
+
+
+def pretended() -> Target | None:
+    """The target of the innermost `pretend` that is open."""
+    return _state["pretend"]
+
+
 def set_deterministic(on: bool | None) -> None:
     """Fix every numerics-affecting knob to the heuristic's value, so re-tuning cannot move a loss curve.
 
@@ -393,6 +439,20 @@ def set_deterministic(on: bool | None) -> None:
     with _lock:
         _state["deterministic"] = on
         invalidate()
+
+
+def reset() -> None:
+    """Make the registry as it is in a new process: `reload()`, and nothing overridden, pretended, quarantined or missed."""
+    from .autotune import persist
+
+    with _lock:
+        _overrides.clear()
+        _pretended.clear()
+        _state.update(pretend=None, deterministic=None)
+        _quarantined.clear()
+        _misses.clear()
+        persist.forget()
+        reload()
 
 
 def quarantine(plan: Plan, error: BaseException) -> bool:
@@ -405,7 +465,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     with _lock:
         recordings = {}
-        plans = plan.tunable._plans
+        plans = plan.tunable.plans
         for name, other in list(plans.items()):  # every device's: what is set aside is, for all of an architecture
             if (other.key, other.config) == (plan.key, plan.config):
                 del plans[name]
@@ -424,6 +484,29 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     return True
 
 
+def quarantined(target: Target | None = None) -> dict[Mark, str]:
+    """What failed to launch in this process -> why; with a target, also what failed there in earlier ones, by the same kernels."""
+    with _lock:
+        if target is None:
+            return dict(_quarantined)
+        tables(target)  # also reads what failed in earlier processes
+        known = {name: tunable.kernel_hash() for name, tunable in tunables().items()}
+        before = {
+            mark: reasons[known[mark[1]]]
+            for mark, reasons in _quarantined_before.items()
+            if mark[0] == target.arch and known.get(mark[1]) in reasons
+        }
+        return {**before, **_quarantined}
+
+
+def release(marks: Iterable[Mark]) -> None:
+    """Give configurations that failed in this process another chance."""
+    with _lock:
+        for mark in marks:
+            _quarantined.pop(mark, None)
+        invalidate()
+
+
 def misses() -> dict[tuple[str, str, Key], Target]:
     """(op, variant, key) -> Target of every resolution on a real device that found no table entry in this process."""
     return dict(_misses)
@@ -432,11 +515,7 @@ def misses() -> dict[tuple[str, str, Key], Target]:
 def plans() -> list[Plan]:
     """Every launch this process resolved so far."""
     with _lock:
-        return [plan for tunable in _tunables.values() for plan in tunable._plans.values()]
-
-
-def _all_tunables() -> list[Tunable]:
-    return [tunable for op in ops().values() for tunable in op.tunables]
+        return [plan for tunable in _tunables.values() for plan in tunable.plans.values()]
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------
@@ -474,6 +553,7 @@ def explain_tunable(tunable: Tunable, target: Target, key: Key) -> Explanation:
 
 
 def target_named(device: Any) -> Target:
+    """The Target of a torch device, or of a device's or an architecture's name; None is the current accelerator."""
     import torch
 
     if device is None:

@@ -218,20 +218,9 @@ def generator(seed: int):
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
     from liger_hw import registry
-    from liger_hw.autotune import persist
 
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
-    state = dict(registry._state)
-
-    def wipe() -> None:
-        registry._quarantined.clear()
-        registry._misses.clear()
-        persist._missed.clear()
-        registry._overrides.clear()
-        registry.reload()
-
-    wipe()
+    registry.reset()
     yield registry
     monkeypatch.undo()
-    registry._state.update(state)
-    wipe()
+    registry.reset()

@@ -55,9 +55,7 @@ def made_up(clean_registry, monkeypatch):
         valid=_valid,
     )
     op = Op("made_up", print, print, (tunable,), {"only": (8, 1024)}, lambda *a, **k: Sample(()))
-    registry.ops()
-    monkeypatch.setitem(registry._ops, op.name, op)
-    monkeypatch.setitem(registry._tunables, tunable.name, tunable)
+    registry.register(op)
     stored: dict[str, LaunchConfig | Entry] = {}
 
     def tables(target):
@@ -65,7 +63,8 @@ def made_up(clean_registry, monkeypatch):
         return [(name, {("made_up", "fwd", KEY): entries[name]}) for name in STORED if name in entries]
 
     monkeypatch.setattr("liger_hw.autotune.store.layers", tables)
-    return registry, tunable, stored
+    yield registry, tunable, stored
+    registry.unregister(op.name)
 
 
 def _layer(made_up, target=SM90):

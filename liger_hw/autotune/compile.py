@@ -194,22 +194,14 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
 
 
-@contextlib.contextmanager
-def _tables_of(target: Target, shipped: bool, own: bool) -> Iterator[None]:
+def _tables_of(target: Target, shipped: bool, own: bool) -> contextlib.AbstractContextManager[None]:
     """The registry with no tables of `target` but the shipped ones, the user's own, or both."""
     from . import store
 
     layers = []
     if shipped or own:
         layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
-    misses = registry.misses()
-    registry.set_tables(target, layers)
-    try:
-        yield
-    finally:
-        registry._tables.pop(target, None)
-        registry._misses.clear()
-        registry._misses.update(misses)
+    return registry.only_tables(target, layers)
 
 
 def _launcher_mode() -> Any:

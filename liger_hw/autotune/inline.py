@@ -28,7 +28,7 @@ _tuners: dict[Target, Tuner] = {}
 
 def tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     """Tune one tunable at one key; whether a configuration beat the heuristic and is now in the tables."""
-    guess = space.sizes_for(registry._ops[tunable.op], tunable, key)
+    guess = space.sizes_for(registry.get_op(tunable.op), tunable, key)
     if guess is None:
         return False
     found: list[tuple[tuple, Entry]] = []

@@ -36,8 +36,7 @@ def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry
     """What the registry answers on `target` for each tunable and key, as lock entries."""
     table: dict[Name, Entry] = {}
     for tunable, key in keys:
-        with registry._lock:
-            chosen = registry.choose(tunable, target, key)
+        chosen = registry.choose(tunable, target, key)
         table[tunable.op, tunable.variant, key] = Entry(chosen.config, _provenance(chosen.layer, chosen.provenance))
     return table
 

@@ -26,7 +26,7 @@ def mute() -> None:
 
 def note_miss(name: tuple[str, str, Key], target: Target, device: Any) -> None:
     """Called for each miss; those of a real device are written once, at exit."""
-    if device.type != "cpu" and not registry._state["pretend"]:
+    if device.type != "cpu" and not registry.pretended():
         _missed[name] = target
         _at_exit()
 
@@ -38,7 +38,7 @@ def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
     which the next need not have), nor on CPU tensors or a pretended target: there the interpreter or a test failed.
     """
     machine = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
-    pretended = plan.device.type == "cpu" or registry._state["pretend"]
+    pretended = plan.device.type == "cpu" or registry.pretended()
     if _state["muted"] or machine or pretended or plan.layer == "safe":
         return
     kernel_hash = plan.tunable.kernel_hash()
@@ -51,6 +51,11 @@ def note_failure(plan: Plan, reason: str, error: BaseException) -> None:
         _at_exit()
     else:
         write()
+
+
+def forget() -> None:
+    """Drop the misses that are not written yet."""
+    _missed.clear()
 
 
 def flush() -> None:
@@ -87,7 +92,7 @@ def tune_now(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     Measured in a separate process, so that a candidate that crashes the device does not end the training. Not under
     several ranks: they would wait for each other and disagree; tune before, then `liger_hw.distributed.sync()`.
     """
-    if (target.vendor == "cpu" and not registry.interpreting()) or registry._state["pretend"]:
+    if (target.vendor == "cpu" and not registry.interpreting()) or registry.pretended():
         return False
     if _state["inline"] == "off":
         return False

@@ -69,7 +69,7 @@ def jobs(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[
             if best[op, variant, key] == sizes:
                 found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
     for op, variant, key in (place for place in shared if place not in best):
-        guess = space.sizes_for(registry.get_op(op), registry._tunables[f"{op}.{variant}"], key)
+        guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
         if guess is None:
             problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
         else:
@@ -93,12 +93,12 @@ def _weight(sizes: Sizes) -> tuple:
 
 def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
     """Jobs for recorded misses. A miss holds a key only; sizes that have it are found by trial (`space.sizes_for`)."""
-    wanted = set(ops)
+    wanted, known = set(ops), registry.tunables()
     found, problems = [], []
     for op, variant, key in misses:
         if op not in wanted:
             continue
-        tunable = registry._tunables.get(f"{op}.{variant}")
+        tunable = known.get(f"{op}.{variant}")
         if tunable is None:
             problems.append(f"{op}.{variant}: this version has no such tunable")
             continue

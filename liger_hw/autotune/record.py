@@ -205,7 +205,7 @@ def plan_for(tunable: Tunable, target: Target, device: Any, key: Key, config: La
 @contextlib.contextmanager
 def installed(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` for its (device, key); nothing else is invalidated."""
-    plans, place = plan.tunable._plans, (plan.device, plan.key)
+    plans, place = plan.tunable.plans, (plan.device, plan.key)
     before = plans.get(place)
     plans[place] = plan
     try:

@@ -68,7 +68,7 @@ class StaticTuner:
 
         among: only these and the heuristic are compiled, as when an entry's kernel has changed since
         """
-        tunable = registry._tunables[job.name]
+        tunable = registry.get_tunable(job.name)
         result = Result(job, note="the heuristic stays")
         legal, refused = space.legal(tunable, self.target, job.key)
         heuristic = tunable.heuristic(self.target, job.key)

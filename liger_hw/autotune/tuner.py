@@ -72,7 +72,7 @@ class Tuner:
         return results
 
     def _tune(self, job: Job, until: float) -> Result:
-        tunable = registry._tunables[job.name]
+        tunable = registry.get_tunable(job.name)
         finished = self.past.finished.get((job.op, job.variant, job.key, tunable.kernel_hash()))
         if finished is not None:
             return self._resumed(job, finished)
@@ -94,7 +94,7 @@ class Tuner:
             config = LaunchConfig.from_json(result.config)
             self.winners[job.op, job.variant, job.key] = config
             if result.provenance and self.save is not None:  # the journal may have outlived the cache
-                entry = Entry(config, result.provenance, registry._tunables[job.name].kernel_hash())
+                entry = Entry(config, result.provenance, registry.get_tunable(job.name).kernel_hash())
                 result.stored = bool(self.save((job.op, job.variant, job.key), entry))
         return result
 
@@ -128,7 +128,7 @@ class Tuner:
     def _submit_all(self, job: Job) -> None:
         if self.pool is None:
             return
-        tunable = registry._tunables[job.name]
+        tunable = registry.get_tunable(job.name)
         if (job.op, job.variant, job.key, tunable.kernel_hash()) in self.past.finished:
             return
         for config in self.shortlist(job, tunable)[1]:

@@ -228,7 +228,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     jobs, problems = _jobs(arguments, target, measurer)
     rows = []
     for job in jobs:
-        legal, refused = space.legal(registry._tunables[job.name], target, job.key)
+        legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
         rows.append({**_head(job), "legal": len(legal), "refused": dict(refused)})
     if arguments.json:
         print(json.dumps({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))

@@ -102,7 +102,7 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
     ops = registry.ops()
     names = {name for name, _ in store.read_user(target, [])} | set(notes.read_misses(target))
     wanted = set(arguments.ops or ops)
-    tunables = registry._tunables
+    tunables = registry.tunables()
     found = []
     for op, variant, key in sorted(names):
         if op not in wanted or (tunable := tunables.get(f"{op}.{variant}")) is None:
@@ -126,10 +126,10 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     except ValueError as error:
         print(f"{arguments.check}: {error}")
         return 1
-    registry.ops()
+    tunables = registry.tunables()
     illegal, other = [], 0
     for (op, variant, key), entry in sorted(table.items()):
-        tunable = registry._tunables.get(f"{op}.{variant}")
+        tunable = tunables.get(f"{op}.{variant}")
         if tunable is None:
             illegal.append(f"{op}.{variant} {key}: this version has no such kernel")
         elif reason := tunable.illegal(target, key, entry.config):

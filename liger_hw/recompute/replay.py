@@ -60,7 +60,7 @@ def overrides() -> tuple:
     """The launch configurations that `registry.override` forces now."""
     from .. import registry
 
-    return tuple(registry._overrides)
+    return registry.overrides()
 
 
 def overridden(forced: tuple) -> Any:

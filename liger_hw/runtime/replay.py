@@ -142,7 +142,7 @@ def _record(recordings: dict, key: tuple, launcher: Callable[..., Any], args: tu
     recorder = _Recorder(given)
     with recorder:
         result = launcher(*given)
-    if all(plan.tunable._plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
+    if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
         recordings[key] = recorder.recording(given, result) or _REFUSED
     return result
 

@@ -138,7 +138,7 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     registry.reload()
     assert registry.choose(tunable(), H200, KEY).layer == "shipped-arch"
     # imported, it answers from the user cache
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     assert "1 of 1" in run(capsys, "cache", "import", str(path))
     registry.reload()
     chosen = registry.choose(tunable(), H200, KEY)
@@ -236,7 +236,7 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
 
 def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
     notes.save_misses(H200, [("rms_norm", "bwd", KEY)])
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     run(capsys, "lock", "--from-used", "-o", str(tmp_path / "l"))
     table = lock.read(tmp_path / "l")[1]
     assert {name: e.provenance["layer"] for name, e in table.items()} == {
@@ -247,7 +247,7 @@ def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkey
 
 def test_lock_from_used_leaves_out_keys_of_another_version(cache, capsys, tmp_path, monkeypatch):
     notes.save_misses(H200, [("rms_norm", "bwd", KEY[:1])])
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     assert main(["lock", "--from-used", "-o", str(tmp_path / "l")]) == 0
     assert "left out rms_norm.bwd (4096,)" in capsys.readouterr().err and set(lock.read(tmp_path / "l")[1]) == {NAME}
 

@@ -78,7 +78,7 @@ def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, 
     said = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
     assert len(said) == 1 and config.to_text() in said[0] and "rms_norm.fwd" in said[0] and "shared memory" in said[0]
     # another process: nothing in memory, the file says it
-    registry._quarantined.clear()
+    registry.release(registry.quarantined())
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     shown = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, H200)[0]
@@ -107,7 +107,7 @@ def test_the_machine_is_not_held_against_a_config(h200, error):
 def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     fwd = tunable()
     registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("x"))
-    registry._quarantined.clear()
+    registry.release(registry.quarantined())
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "safe"
     monkeypatch.setattr(store, "triton_version", lambda: "99.0.0")
@@ -115,7 +115,7 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     monkeypatch.undo()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(store.root()))
-    monkeypatch.setattr(fwd, "_hash", "another source")
+    monkeypatch.setattr(fwd, "kernel_hash", lambda: "another source")
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
 
@@ -143,7 +143,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     store.save(H200, NAME, entry(config, fwd))
     monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
     registry.reload()
-    registry._forced(fwd)  # what the first ordinary launch reads
+    registry.forced_config(fwd)  # what the first ordinary launch reads
     registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
     fwd.kernel_hash()
     opened: list[str] = []

@@ -87,7 +87,7 @@ def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
 
     monkeypatch.setattr(_launch, "_launch_ordinary", fails)
     assert "out of resource" in measurer.prepare({**baseline, "hint": "stream"})["rejected"]
-    assert not registry._quarantined
+    assert not registry.quarantined()
     assert "id" in measurer.prepare(baseline)
 
 

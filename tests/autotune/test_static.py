@@ -351,7 +351,7 @@ def test_what_is_measured_for_the_regret(monkeypatch):
         ("cross_entropy", "stats"),
     }
     for job in jobs:
-        tunable = registry._tunables[f"{job['op']}.{job['variant']}"]
+        tunable = registry.get_tunable(f"{job['op']}.{job['variant']}")
         assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(
             job["configs"]
         )

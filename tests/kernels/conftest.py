@@ -52,12 +52,10 @@ def no_failed_configuration():
     """In production a configuration that fails is set aside and the next layer answers; a test must see it."""
     from liger_hw import registry
 
-    before = dict(registry._quarantined)
+    before = registry.quarantined()
     yield
-    failed = {mark: why for mark, why in registry._quarantined.items() if mark not in before}
-    for mark in failed:
-        del registry._quarantined[mark]
-    registry.invalidate()
+    failed = {mark: why for mark, why in registry.quarantined().items() if mark not in before}
+    registry.release(failed)
     assert not failed, "\n".join(
         f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items()
     )

@@ -226,9 +226,9 @@ def test_a_refused_team_is_set_aside(lane, real, clean_registry):
     config = _config(4096, 1, 8, 1, 32)
     with registry.override("group_norm.fwd", config):
         y = registry.get_op("group_norm").function(*sample.args)
-        (why,) = clean_registry._quarantined.values()
+        (why,) = clean_registry.quarantined().values()
         assert "cooperative launch" in why
         plan = group_norm.FWD.plan(sample.args[0].device, group_norm._key(*REAL, 2))
         assert plan.layer == "heuristic"
     torch.testing.assert_close(y, expected[0])
-    clean_registry._quarantined.clear()
+    clean_registry.release(clean_registry.quarantined())

@@ -258,11 +258,10 @@ def test_recordings_go_with_the_plans(driver, asked):
         assert [configured() for _ in range(3)] == [config] * 3 and last(driver)[0][0] == 2
         assert len(asked) == 2
         plan = registry.plans()[0]
-        known = dict(registry._quarantined)
+        known = registry.quarantined()
         assert registry.quarantine(plan, RuntimeError("out of resource"))
         assert configured() == before and last(driver)[0][0] != 2 and len(asked) == 3
-        for mark in set(registry._quarantined) - set(known):
-            del registry._quarantined[mark]
+        registry.release(set(registry.quarantined()) - set(known))
     assert configured() == before and len(asked) == 4
     configured()
     registry.invalidate()
@@ -275,7 +274,7 @@ def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypa
     """The configuration compiles no more at the second call: the next layer answers, and nothing stays in the way."""
     x, w = inputs()
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
-    known = dict(registry._quarantined)
+    known = registry.quarantined()
     with registry.override("rms_norm.fwd", config):
         norm(x, w)
         plan = registry.plans()[0]
@@ -290,8 +289,7 @@ def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypa
         y, _ = norm(x, w)
         assert last(driver)[1][2] == y.data_ptr() and registry.plans()[0].layer != "explicit"
         assert not _launch.noted and not torch._C._len_torch_dispatch_stack()
-    for mark in set(registry._quarantined) - set(known):
-        del registry._quarantined[mark]
+    registry.release(set(registry.quarantined()) - set(known))
 
 
 @cpu
@@ -464,7 +462,7 @@ def test_a_launch_refused_later_is_set_aside(driver, asked, calls, clean_registr
         for _ in range(4):
             y, _ = norm(x, w)
             assert last(driver)[1][2] == y.data_ptr() and last(driver)[0][0] == 3
-        (why,) = registry._quarantined.values()
+        (why,) = registry.quarantined().values()
         assert "cooperative launch" in why
         asked.clear()
         norm(x, w)
@@ -485,7 +483,7 @@ def test_a_broken_device_is_nobodys_configuration(driver, calls, clean_registry)
         driver.kernel = broken
         with pytest.raises(RuntimeError, match="illegal memory access"):
             norm(x, w)
-        assert not registry._quarantined
+        assert not registry.quarantined()
 
 
 @cpu
@@ -562,8 +560,8 @@ def test_recording_does_not_import_the_compiler():
     """It takes a second or more, in the middle of a training step."""
     code = """
 import sys, torch
-from liger_hw.kernels import _recorded
-with _recorded._Recorder((torch.ones(2),)) as seen:
+from liger_hw.runtime import replay
+with replay._Recorder((torch.ones(2),)) as seen:
     torch.empty(2)
 assert len(seen.allocated) == 1 and "torch._dynamo" not in sys.modules
 """

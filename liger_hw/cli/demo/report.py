@@ -95,7 +95,7 @@ def origins(patch: Any) -> dict[str, str]:
     for op in registry.ops().values():
         for tunable in op.tunables:
             sources = set()
-            for plan in list(tunable._plans.values()):
+            for plan in list(tunable.plans.values()):
                 kind = plan.provenance["kind"]
                 where = f" from {plan.source}" if plan.source else ""
                 sources.add(plan.layer + (f" ({kind})" if kind != plan.layer else "") + where)
