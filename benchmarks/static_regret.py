@@ -95,7 +95,7 @@ def certify(job: tuple) -> list[dict[str, Any]]:
     from liger_hw.backends import LaunchConfig, Target
 
     op, variant, key, sizes, dtype, configs, target = job
-    target = Target(**{**target, "warp_sizes": tuple(target["warp_sizes"])})
+    target = Target.from_json(target)
     one = Job(op, variant, tuple(key), tuple(sizes), dtype)
     traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
     return [
@@ -223,7 +223,7 @@ class Data:
 
         with opened(path) as file:
             self.raw = json.load(file)
-        self.target = Target(**{**self.raw["target"], "warp_sizes": tuple(self.raw["target"]["warp_sizes"])})
+        self.target = Target.from_json(self.raw["target"])
         self.pace = backend(self.target.vendor).pace(self.target)
         self.launches, self.left_out = [], 0
         for launch in self.raw["launches"]:

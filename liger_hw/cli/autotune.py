@@ -168,7 +168,7 @@ def _device(name: str | None) -> str:
 def _target(data: dict[str, Any]) -> "Target":
     from ..backends import Target
 
-    return Target(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
+    return Target.from_json(data)
 
 
 def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tuple[list["Job"], list[str]]:

@@ -16,7 +16,7 @@ from liger_hw.autotune.accesses import Access, accesses
 from liger_hw.autotune.compile import Certificate, Launch
 from liger_hw.autotune.jobs import Job, Result
 from liger_hw.backends import LaunchConfig, backend, known_target
-from liger_hw.backends._text import instructions
+from liger_hw.backends.assembly import Assembly
 from liger_hw.backends.base import Resources
 from tests.autotune.fakes import H200, other_config, tunable
 
@@ -68,8 +68,9 @@ def test_an_access_that_cannot_be_told_is_said():
 
 def test_instructions_in_loops():
     text = "L0:\n add 1\nL1:\n mul 2\nL2:\n mul 3\n bra L2\n sub 4\n bra L1\n end 5\n bra L3\nL3:\n last 6"
-    line = re.compile(r"^ (add|mul|sub|end|last)"), re.compile(r"^(L\d):"), re.compile(r"bra (L\d)")
-    found = [(match[1], looped) for match, looped in instructions(text, *line)]
+    line = re.compile(r"^ (add|mul|sub|end|last)(.*)"), re.compile(r"^(L\d):"), re.compile(r"bra (L\d)")
+    assembly = Assembly(*line, classify=lambda name, rest: None, kinds=())
+    found = [(name, looped) for name, _, looped in assembly.instructions(text)]
     assert found == [("add", False), ("mul", True), ("mul", True), ("sub", True), ("end", False), ("last", False)]
 
 
