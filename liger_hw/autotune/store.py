@@ -30,8 +30,8 @@ from typing import Any, Iterator
 
 from .. import env
 from ..backends import Target, known_target
-from ..registry import Entry
-from . import tables
+from ..answers import Entry
+from . import lock_file, tables
 from .tables import SCHEMA, Name
 
 log = logging.getLogger("liger_hw")
@@ -247,9 +247,7 @@ def layers(target: Target) -> list[tuple[str, Table]]:
     pinned: list[tuple[str, Table]] = []
     path = env.get("LIGER_HW_LOCK_FILE")
     if path:
-        from . import lock
-
-        pinned.append(("lock", lock.entries(Path(path))))
+        pinned.append(("lock", lock_file.entries(Path(path))))
     offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):

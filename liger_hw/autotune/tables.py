@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping
 
 from ..backends import LaunchConfig
-from ..registry import Entry, Key
+from ..answers import Entry, Key
 
 SCHEMA = 1
 Name = tuple[str, str, Key]
