@@ -419,7 +419,7 @@ def modelled(arguments: argparse.Namespace) -> None:
                 for one in launches:
                     if one.same() not in compiled:
                         compiled[one.same()] = compile_here(one)
-                predicted.append(model.time_of(replace(compiled[one.same()], launch=one) for one in launches))
+                predicted.append(static.time_of(replace(compiled[one.same()], launch=one) for one in launches))
         except Exception as error:  # the kernel has changed since it was measured
             print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
             continue

@@ -16,8 +16,8 @@ from ..backends import Target
 from ..registry import Entry, Key, Tunable
 from . import space, store
 from .jobs import Job
-from .workers import CompilePool, RemoteMeasurer
 from .tuner import Effort, Tuner
+from .workers import CompilePool, RemoteMeasurer
 
 log = logging.getLogger("liger_hw")
 EFFORT = Effort(first=32, later=16, refine=4, finalists=3, confirm_rounds=20, job_seconds=5.0)
