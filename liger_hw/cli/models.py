@@ -145,7 +145,7 @@ def _start() -> subprocess.Popen:
 def _work() -> int:
     """Jobs from stdin, rows to stdout, one JSON line each; what models print goes nowhere."""
     from .. import transformers as public
-    from ..transformers import converge, verify
+    from ..transformers import verify
     from ..transformers.models import specs
 
     answers = sys.stdout
@@ -158,9 +158,9 @@ def _work() -> int:
             continue
         function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
         if job["converge"]:
-            row = converge.check(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
+            row = verify.check_training(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
         else:
-            row = verify.check(
+            row = verify.check_step(
                 job["family"], job["class"], function, classes=job["named"], device=job["device"]
             ).as_dict()
         answers.write(json.dumps({**row, "named": job["named"], "converge": job["converge"]}) + "\n")
