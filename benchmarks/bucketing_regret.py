@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 
 import torch
+from share import rows_in, untaken
 
 from liger_hw import registry
 from liger_hw.autotune import measure, space, store
 from liger_hw.autotune.workers import CompilePool
 from liger_hw.backends import target_of
 from liger_hw.bench.report import save
-from liger_hw.bench.share import rows_in, untaken
 
 SHAPES = [
     *(("rms_norm", s) for s in ((700, 3072), (1500, 3584), (3000, 5120), (6000, 3072), (12000, 2560), (50000, 3072))),

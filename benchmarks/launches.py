@@ -4,7 +4,7 @@
     python benchmarks/launches.py write after.json             in the newer one
     python benchmarks/launches.py compare before.json after.json
 
-`write` traces the forward and backward of each case of `liger-hw bench --sizes table` and `--sizes many` on a described
+`write` traces the forward and backward of each case of `benchmarks/sweep.py table` and `many` on a described
 device (nothing runs, no GPU is needed) and keeps, for each launch, the grid, the compiler's options and a hash of the
 kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be timed
 again, all others launch the same code. The options of an op that its shared tests run are traced too, at its first small size.
@@ -17,13 +17,17 @@ import hashlib
 import json
 import re
 import sys
+from pathlib import Path
 
 import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import sweep
 
 from liger_hw import registry
 from liger_hw.autotune import compile as ahead
 from liger_hw.backends import known_target
-from liger_hw.bench.cases import cases
 
 _LOCATION = re.compile(r"\s*loc\(.*\)$|^#loc.*$|^\s*loc\(.*$")
 _NAMED = re.compile(r'@"?[\w.$]+"?')
@@ -46,12 +50,9 @@ def write(path: str, device: str, only: list[str]) -> None:
     known: dict = {}
     found: dict[str, list] = {}
     names = only or list(registry.ops())
-    wanted = [(case.op.name, case.sizes, case.dtype, {}) for case in cases(names, ["table"])]
+    wanted = [(case.op.name, case.sizes, case.dtype, {}) for case in sweep.cases_of("table", names)]
     for name in names:
-        try:
-            wanted += [(case.op.name, case.sizes, case.dtype, {}) for case in cases([name], ["many"])]
-        except ValueError:
-            pass  # not one of the ops that are measured at many shapes
+        wanted += [(case.op.name, case.sizes, case.dtype, {}) for case in sweep.cases_of("many", [name])]
         op = registry.get_op(name)
         small = (op.small or tuple(op.workloads.values()))[0]
         wanted += [(name, small, dtype, options) for options in op.options for dtype in (torch.float32, torch.bfloat16)]

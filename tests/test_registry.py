@@ -459,9 +459,10 @@ def test_every_op_explains_itself_everywhere():
 
 def test_heuristics_are_legal_at_many_shapes():
     """Odd widths, one row, heads of 96: where a heuristic is not, the safe configuration answers, several times slower."""
+    from sweep import MANY
+
     from liger_hw import registry
     from liger_hw.backends import VENDORS, backend
-    from liger_hw.bench.cases import MANY
 
     registry.ops()
     for target in (known_target(arch) for vendor in VENDORS for arch in backend(vendor).known_archs()):

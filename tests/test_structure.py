@@ -39,8 +39,9 @@ IN_A_STEP = sorted(
     [
         *(PACKAGE / "chunked_loss").glob("*.py"),
         *(PACKAGE / "recompute").glob("*.py"),
+        *(PACKAGE / "transformers" / "probing").glob("*.py"),
     ]
-    + [PACKAGE / "transformers" / f"{name}.py" for name in ("deferred", "grpo_loss", "loss", "parts", "rotations")]
+    + [PACKAGE / "transformers" / f"{name}.py" for name in ("deferred", "grpo_loss", "loss", "engine")]
 )
 WAITS = ["self._arrived.synchronize()"]  # kernels/heads/counted_rows.py: for a number on its way since the step began
 

@@ -181,8 +181,11 @@ def trace(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ..runtime import launch as _launch
     from ..runtime import triton_import as _triton
+    from ..runtime.launch import tuned_values
+    from ..runtime.observe import Observer, observing
+    from ..runtime.operator import LauncherMode
+    from .record import tensors_in
 
     _triton.require()
     if _triton.INTERPRET:
@@ -190,27 +193,30 @@ def trace(
     entry = registry.get_op(op)
     found: list[Launch] = []
 
-    def record(plan: registry.Plan, kernel: Any, grid: tuple, values: tuple) -> None:
-        args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
-        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-        choices = tuple(sorted(plan.options.items()))
-        chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
-        sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
-        found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
+    class Record(Observer):
+        def launch(
+            self, proceed: Any, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
+        ) -> None:
+            values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
+            args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
+            name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+            choices = tuple(sorted(plan.options.items()))
+            chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
+            sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
+            found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target))
         stack.enter_context(_tables_of(target, shipped, own))
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        before, _launch.redirect = _launch.redirect, record
-        stack.callback(setattr, _launch, "redirect", before)
+        stack.enter_context(observing(Record()))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(_launcher_mode())
+        stack.enter_context(LauncherMode())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = entry.function(*sample.args, **sample.kwargs)
-        outputs = [o for o in _tensors(outputs) if o.requires_grad]
-        inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+        outputs = [o for o in tensors_in(outputs) if o.requires_grad]
+        inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
         if outputs:
             torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
     return found
@@ -240,37 +246,6 @@ def _tables_of(target: Target, shipped: bool, own: bool) -> contextlib.AbstractC
     if shipped or own:
         layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
     return registry.only_tables(target, layers)
-
-
-def _launcher_mode() -> Any:
-    """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from ..runtime.operator import launchers
-
-    class Launching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            launcher = launchers.get(func._schema.name.removeprefix("liger_hw::"))
-            if launcher is None or func.namespace != "liger_hw":
-                return func(*args, **(kwargs or {}))
-            with self:  # an operator may call another
-                return launcher(*args, **(kwargs or {}))
-
-    return Launching()
-
-
-def _tensors(tree: Any) -> list["torch.Tensor"]:
-    import dataclasses
-
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    elif dataclasses.is_dataclass(tree):
-        tree = tuple(getattr(tree, f.name) for f in dataclasses.fields(tree))
-    return [t for part in tree for t in _tensors(part)] if isinstance(tree, (tuple, list)) else []
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ class Stage:
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
         """Results of the operator under `config`, and the launches of it that are timed."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), strictly(), self._installed(plan), Recorder(keep) as seen, poisoned():
+        with torch.no_grad(), self._installed(plan), Recorder(keep) as seen, strictly(), poisoned():
             try:
                 outputs = self.call.again()
             except LaunchRefused as failure:

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from .. import env
+from ..answers import Entry
 from ..backends import LaunchConfig, Target, known_target
-from ..registry import Entry
-from . import tables
+from . import lock_file, tables
 from .tables import SCHEMA, Name
 
 log = logging.getLogger("liger_hw")
@@ -256,9 +256,7 @@ def layers(target: Target) -> list[tuple[str, Table]]:
     pinned: list[tuple[str, Table]] = []
     path = env.get("LIGER_HW_LOCK_FILE")
     if path:
-        from . import lock
-
-        pinned.append(("lock", lock.entries(Path(path))))
+        pinned.append(("lock", lock_file.entries(Path(path))))
     offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):

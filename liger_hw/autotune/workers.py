@@ -246,9 +246,9 @@ def main() -> None:
     os.dup2(2, 1)  # a library's print must not end up between the answers
     sys.stdout = sys.stderr
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    from . import persist
+    from . import notes
 
-    persist.mute()
+    notes.mute()
     handler = _measuring(device) if kind == "measure" else _compiling()
     answers.write('{"value": "ready"}\n')
     for line in sys.stdin:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.losses.distill_reference import COSINE
+from ..kernels.losses.distill_rows import COSINE
 from ..runtime.operator import check_floats
 from .distillation import DistillationLoss, distillation_loss
 

@@ -17,8 +17,7 @@ import torch
 from ..kernels.heads.fused_linear_jsd import FWD
 from ..kernels.heads.linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
 from ..kernels.losses.cross_entropy_reference import absent
-from ..kernels.losses.distill_reference import Distillation, distill_reference, distill_slopes
-from ..kernels.losses.distill_rows import DistillRows, distill_rows
+from ..kernels.losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..kernels.losses.log_prob_rows import vocab_key
 from ..runtime.operator import (
     Function,

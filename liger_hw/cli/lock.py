@@ -118,11 +118,11 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:
     from .. import env, registry
-    from ..autotune import lock
+    from ..autotune import lock_file
 
     env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with what this machine chooses by itself
     try:
-        header, table = lock.read(Path(arguments.check))
+        header, table = lock_file.read(Path(arguments.check))
     except ValueError as error:
         print(f"{arguments.check}: {error}")
         return 1

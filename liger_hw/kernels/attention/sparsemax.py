@@ -23,7 +23,8 @@ from ...registry import Op, Sample
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
-from ..rows.tiles import _after, row_operators, row_tunables
+from ..rows.blocks import keep_narrow
+from ..rows.maps import row_operators, row_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ def _sparsemax_bwd_kernel(
             inside = y > 0.0
             total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
             mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
-            dx = tl.where(inside, _after(dy, mean).to(tl.float32) - mean, 0.0)
+            dx = tl.where(inside, keep_narrow(dy, mean).to(tl.float32) - mean, 0.0)
             tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
     else:
         col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -200,7 +201,7 @@ def _bwd_reference(dy, y):
 
 
 FWD, BWD = row_tunables(
-    "sparsemax", (_sparsemax_fwd_kernel, _larger, _row_max, _above), (_sparsemax_bwd_kernel, _after)
+    "sparsemax", (_sparsemax_fwd_kernel, _larger, _row_max, _above), (_sparsemax_bwd_kernel, keep_narrow)
 )
 sparsemax_fwd, sparsemax_bwd = row_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
 

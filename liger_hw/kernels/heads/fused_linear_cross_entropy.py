@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Op, Sample, Tunable, next_power_of_2
+from ...registry import Op, Sample, next_power_of_2
 from ...runtime.operator import Function, autocast_dtype, check, check_tensors, define, first_order
 from ..losses.cross_entropy import check_arguments, check_settings, sample_targets
 from ..losses.cross_entropy_reference import (
@@ -37,18 +37,15 @@ from ..losses.cross_entropy_reference import (
     reference_outputs,
 )
 from ..losses.cross_entropy_rows import (
-    ROW_KERNELS,
     RowResults,
     divides_late,
-    has_block_size,
     launch_rows,
+    launch_stats,
+    launch_sum,
     row_buffers,
-    rows_heuristic,
-    rows_safe,
-    rows_space,
+    rows_tunable,
 )
 from ..losses.cross_entropy_scale import scale_gradients
-from ..losses.cross_entropy_stats import launch_stats, launch_sum
 from .compaction import remaining_rows, spread
 from .counted_rows import CountedRows
 from .head_targets import TAKE
@@ -102,17 +99,7 @@ def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
     return next_power_of_2(vocab), itemsize
 
 
-FWD = Tunable(
-    "fused_linear_cross_entropy",
-    "fwd",
-    kernels=ROW_KERNELS,
-    key=_key,
-    dims=_DIMS,
-    heuristic=rows_heuristic,
-    safe=rows_safe,
-    space=rows_space,
-    valid=has_block_size,
-)
+FWD = rows_tunable("fused_linear_cross_entropy", _key, _DIMS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

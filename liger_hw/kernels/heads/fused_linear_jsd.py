@@ -19,8 +19,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ..losses.distill_reference import Distillation
-from ..losses.distill_rows import distill_tunable
+from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.jsd import jsd_options
 from .linear_distillation import (
     linear_distillation,

@@ -21,8 +21,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import check, check_floats, check_tensors
-from ..losses.distill_reference import Distillation
-from ..losses.distill_rows import distill_tunable
+from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
 from .linear_distillation import (
     linear_distillation,

@@ -38,7 +38,7 @@ from ...runtime.operator import (
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy import check_arguments, sample_targets
 from ..losses.cross_entropy_reference import NONE, Options, absent, check_targets
-from ..losses.cross_entropy_stats import launch_stats
+from ..losses.cross_entropy_rows import launch_stats
 from ..losses.log_prob_rows import (
     LOGP,
     LOGP_GRAD,

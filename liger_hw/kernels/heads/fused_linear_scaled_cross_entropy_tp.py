@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
-from ..losses.vocab_parallel_cross_entropy import _combined, _place, check_group
+from ..losses.vocab_parallel_cross_entropy import check_group, combine_log_sum_exp, group_rank
 from .fused_linear_scaled_cross_entropy import (
     _checked,
     _pack,
@@ -28,14 +28,14 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, target, tp_group, temperature, ignore_index, return_entropy):
-        (world, rank), y, vocab = _place(tp_group), target.long(), weight.shape[0]
+        (world, rank), y, vocab = group_rank(tp_group), target.long(), weight.shape[0]
         start, ignored = rank * vocab, y == ignore_index
         here = (y >= start) & (y < start + vocab) & ~ignored
         mine = torch.where(here, y - start, 0).masked_fill(ignored, _IGNORED)
         nll, entropy, selected, own = scaled_cross_entropy_fwd(
             x, weight, mine, None, temperature, _IGNORED, return_entropy
         )
-        lse, (s_y,) = _combined(own, [torch.where(here, own - nll, 0.0)], tp_group, world)
+        lse, (s_y,) = combine_log_sum_exp(own, [torch.where(here, own - nll, 0.0)], tp_group, world)
         nll = torch.where((y >= 0) & (y < vocab * world), lse - s_y, float("nan")).masked_fill(ignored, 0.0)
         if return_entropy and world > 1:
             share = torch.exp(own - lse)  # of all probability; own - entropy is the mean score over this rank's part

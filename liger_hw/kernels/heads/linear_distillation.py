@@ -23,11 +23,9 @@ from ...runtime.operator import (
     first_order,
 )
 from ..losses.cross_entropy_reference import SUM, Options, absent
-from ..losses.cross_entropy_rows import RowResults
+from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.cross_entropy_scale import scale_gradients
-from ..losses.cross_entropy_stats import launch_sum
-from ..losses.distill_reference import Distillation, distill_reference, distill_slopes
-from ..losses.distill_rows import DistillRows, distill_rows
+from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share
 from ..losses.log_prob_rows import vocab_key
 from .linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep

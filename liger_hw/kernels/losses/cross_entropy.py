@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -53,18 +53,16 @@ from .cross_entropy_reference import (
     reference_outputs,
 )
 from .cross_entropy_rows import (
-    DIMS,
-    ROW_KERNELS,
+    STATS,
     divides_late,
-    has_block_size,
     launch_rows,
+    launch_stats,
+    launch_sum,
     row_buffers,
     rows_heuristic,
-    rows_safe,
-    rows_space,
+    rows_tunable,
 )
 from .cross_entropy_scale import BWD, scale_gradients
-from .cross_entropy_stats import STATS, launch_stats, launch_sum
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -120,17 +118,8 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": 2048}, warps, 3, hint="keep")
 
 
-FWD = Tunable(
-    "cross_entropy",
-    "fwd",
-    kernels=ROW_KERNELS,
-    key=_key,
-    dims=DIMS,
-    heuristic=_heuristic,
-    safe=rows_safe,
-    space=rows_space,
-    valid=has_block_size,
-)
+FWD = rows_tunable("cross_entropy", _key, heuristic=_heuristic)
+
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 

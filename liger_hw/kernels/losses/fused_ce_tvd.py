@@ -22,9 +22,16 @@ from ...registry import Op, Sample, next_power_of_2
 from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major
 from .cross_entropy import check_arguments, sample_targets
 from .cross_entropy_reference import NONE, Options, check_targets
-from .cross_entropy_stats import launch_stats
-from .distill_reference import Distillation, distill_reference, distill_slopes
-from .distill_rows import SAVED, DistillRows, distill_rows, distill_tunable
+from .cross_entropy_rows import launch_stats
+from .distill_rows import (
+    SAVED,
+    Distillation,
+    DistillRows,
+    distill_reference,
+    distill_rows,
+    distill_slopes,
+    distill_tunable,
+)
 from .divergence_rows import TVD, label_share
 
 _NAME = "liger_fused_ce_tvd"

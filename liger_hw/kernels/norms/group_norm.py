@@ -26,7 +26,7 @@ import torch
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ...runtime.cooperative import COOPERATIVE, TEAMS, launch_teams, no_team, team_options
+from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -39,7 +39,6 @@ from ...runtime.operator import (
     launch,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
-from ..rows.tiles import _after
 from .group_norm_kernels import (
     _channel_sums,
     _dx,
@@ -125,7 +124,7 @@ def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
         return None
     blocks = _blocks(key, tile)
     ctas = max(1, 9 - tensors - blocks["CHANNELS"] // 3) if tile < _TILE else 8 - 2 * tensors
-    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=team_options(target, 4, ctas))
+    return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=resident_options(target, 4, ctas))
 
 
 def _twice(target: Target, key: Key, tensors: int) -> LaunchConfig:
@@ -172,7 +171,7 @@ def _valid(config: LaunchConfig, key: Key) -> str | None:
     if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
         return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
     team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
-    if reason := no_team(config, team):
+    if reason := cooperative_misfit(config, team):
         return reason
     return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
@@ -194,7 +193,7 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
 
 _FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
 _BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
-_SHARED = (_tile_of_group, _lanes, _share_of, *TEAMS, _after)
+_SHARED = (_tile_of_group, _lanes, _share_of)
 FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
 BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
@@ -249,7 +248,7 @@ def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Share
     programs, splits, share, parts, (even, whole), teams = shares
     kernel, team_kernel = kernels
     if teams:
-        launch_teams(plan, team_kernel, programs, splits, numbers[0], tensors, numbers, (*flags, even), *last)
+        launch_cooperative(plan, team_kernel, programs, splits, numbers[0], tensors, numbers, (*flags, even), *last)
         return
     args = (*numbers, splits, share, parts, *last)
     if splits == 1:

@@ -7,9 +7,9 @@ How they wait is in `cooperative.py`.
 
 from __future__ import annotations
 
-from ...runtime.cooperative import _hear, _tell
+from ...runtime.cooperative import collect, publish
 from ...runtime.triton_import import tl, triton
-from ..rows.tiles import _after
+from ..rows.blocks import keep_narrow
 from .group_norm_kernels import (
     _channel_sums,
     _dx,
@@ -68,20 +68,20 @@ def _group_norm_team_fwd_kernel(
         if STAGES == 1:
             x = tl.load(X_ptr + row * size + lanes, mask=mask, other=0.0)
         mean = _total(x.to(tl.float32)) / count
-        x = _after(x, mean)
+        x = keep_narrow(x, mean)
         apart = x.to(tl.float32) - mean
         if not EVEN:
             apart = tl.where(mask, apart, 0.0)
         words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
-        _tell(words_ptr + split, mean, _total(apart * apart))
+        publish(words_ptr + split, mean, _total(apart * apart))
         if STAGES > 1:
             following = X_ptr + (row + teams) * size + lanes
             x_next = tl.load(following, mask=mask & (row + teams < n_rows), other=0.0)
-        means, m2 = _hear(words_ptr, splits, LANES)
+        means, m2 = collect(words_ptr, splits, LANES)
         mean = tl.sum(counts * means, axis=0) / size.to(tl.float32)
         m2 = tl.sum(m2 + counts * (means - mean) * (means - mean), axis=0)
         rstd = tl.rsqrt(m2 / size.to(tl.float32) + eps)
-        apart = _after(x, rstd).to(tl.float32) - mean
+        apart = keep_narrow(x, rstd).to(tl.float32) - mean
         channel = (row % n_groups) * channels + own
         _shift_and_store(apart, rstd, W_ptr, B_ptr, Y_ptr + row * size + lanes, channel, own_mask, mask)
         tl.store(STATS_ptr + row, mean, mask=split == 0)
@@ -138,15 +138,15 @@ def _group_norm_team_bwd_kernel(
         dots = totals * (x.to(tl.float32) - mean)
         total, dot = _channel_sums(totals, dots, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS)
         words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
-        _tell(words_ptr + split, tl.sum(total, axis=0), tl.sum(dot, axis=0))
+        publish(words_ptr + split, tl.sum(total, axis=0), tl.sum(dot, axis=0))
         if STAGES > 1:
             following, more = (row + teams) * size + lanes, mask & (row + teams < n_rows)
             x_next = tl.load(X_ptr + following, mask=more, other=0.0)
             dy_next = tl.load(DY_ptr + following, mask=more, other=0.0)
-        totals, dots = _hear(words_ptr, splits, LANES)
+        totals, dots = collect(words_ptr, splits, LANES)
         total, dot = tl.sum(totals, axis=0), tl.sum(dots, axis=0)
-        apart = _after(x, dot).to(tl.float32) - mean
-        dy = _after(dy, dot).to(tl.float32)
+        apart = keep_narrow(x, dot).to(tl.float32) - mean
+        dy = keep_narrow(dy, dot).to(tl.float32)
         dx = _dx(dy, apart, rstd, total, dot, size.to(tl.float32), W_ptr, channel, own_mask)
         dx_ptrs = DX_ptr + row * size + lanes
         tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")

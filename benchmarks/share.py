@@ -1,6 +1,6 @@
 """One list of cases, measured by several processes: each takes the next that nobody has, and leaves its rows in a folder.
 
-    for i in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$i liger-hw bench --sizes many --share out --json many.json & done; wait
+    for i in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$i python benchmarks/sweep.py many --share out --json many.json & done; wait
 
 A process that dies leaves its case taken and without rows; starting it again goes on with the rest. Works on any file
 system that creates a file only once.
@@ -14,9 +14,9 @@ import os
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-from .cases import Case
-from .report import save
-from .timing import Budget
+from liger_hw.bench.cases import Case
+from liger_hw.bench.report import save
+from liger_hw.bench.timing import Budget
 
 
 def untaken(folder: Path, count: int, what: str = "timed") -> Iterator[int]:

@@ -20,8 +20,8 @@ def _qk_norm_rope(
     rotary_dim=None,
     shared_halves=False,
 ):
-    from ...kernels.norms.rms_norm import liger_rms_norm
-    from ...kernels.rotary.rope import liger_rope
+    from liger_hw.kernels.norms.rms_norm import liger_rms_norm
+    from liger_hw.kernels.rotary.rope import liger_rope
 
     def normed(x, w):
         """Rows as they lie in memory: a model norms before it transposes."""
@@ -33,4 +33,4 @@ def _qk_norm_rope(
     return liger_rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
 
 
-APART: dict[str, Callable[..., Any]] = {"qk_norm_rope": _qk_norm_rope}
+SEPARATE: dict[str, Callable[..., Any]] = {"qk_norm_rope": _qk_norm_rope}

@@ -1,4 +1,4 @@
-"""The chunked losses as cases, beside the registered ops: `liger-hw bench orpo dpo grpo --sizes 8x1024x4096x131072`.
+"""The chunked losses as cases of `benchmarks/sweep.py losses`, beside the registered ops.
 
 They register no op: their kernels are those of the linear head's ops. Here each has what the bench asks of an op: its
 call, the same loss in plain torch, samples and real sizes, batch x length x hidden x vocabulary. liger-kernel's are its
@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
-from ..registry import Op, Sample
+from liger_hw.registry import Op, Sample
 
 WORKLOADS = {"llama3_8b": (8, 1024, 4096, 128256), "mistral_7b": (8, 1024, 4096, 32768)}
 """(batch, length, hidden, vocab) of real models"""

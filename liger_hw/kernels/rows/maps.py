@@ -18,22 +18,7 @@ import torch
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import begin, few_elements
 from ...runtime.operator import define, empty_like, launch, row_major, rows_of
-from ...runtime.triton_import import tl, triton
-from ..norms.rms_backward import DIMS, few_rows, row_warps, safe, tiles_rows
-
-
-@triton.jit
-def _after(x, value):
-    """x itself, but only once `value` [rows, 1] is known: it is multiplied by a one that hangs on it.
-
-    This keeps a row alive across a reduction in its own narrow dtype. The fp32 copy, which the compiler would keep
-    instead, costs registers that other programs could use, and does not fit at all at 32768 columns. (A NaN `value` makes
-    the row NaN in any case.)
-    """
-    if x.dtype != tl.float32:
-        x = x * tl.where(value == value, 1.0, 0.0).to(x.dtype)
-    return x
-
+from .tuning import DIMS, blocks_misfit, row_warps, rows_per_program, safe
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
@@ -51,7 +36,7 @@ def heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
         few = 1 << rows_bucket <= 4 * target.multiprocessors
-        rows = 1 if few else few_rows(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
+        rows = 1 if few else rows_per_program(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, row_warps(target, few, n_cols * rows))
     row_bytes = tensors * n_cols * itemsize
     if n_cols <= _WIDEST_TILE and (itemsize <= 2 or tensors == 1):
@@ -98,7 +83,7 @@ def row_tunables(
             heuristic=lambda target, key: heuristic(target, key, tensors),
             safe=safe,
             space=lambda target, key: _space(target, key, tensors),
-            valid=tiles_rows,
+            valid=blocks_misfit,
             ahead=few_elements,
         )
 
