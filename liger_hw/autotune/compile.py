@@ -2,8 +2,8 @@
 
 `trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
-alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
-Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
+alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
+stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
 instruction mix from the binary. An abort or a hang of the compiler is a finding. Where the Triton at hand has no
 compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
 
@@ -40,7 +40,8 @@ class Launch:
     """One recorded launch.
 
     kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
-    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile alike
+    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile
+    alike
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
