@@ -6,13 +6,15 @@
 
 `write` traces the forward and backward of each case of `benchmarks/sweep.py table` and `many` on a described
 device (nothing runs, no GPU is needed) and keeps, for each launch, the grid, the compiler's options and a hash of the
-kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be timed
-again, all others launch the same code. The options of an op that its shared tests run are traced too, at its first small size.
+kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be
+timed again (`compare_commits.py`), all others launch the same code. The options of an op that its shared tests run are
+traced too, at its first small size.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import re
@@ -73,7 +75,7 @@ def write(path: str, device: str, only: list[str]) -> None:
     print(f"{len(found)} cases, {len(known)} kernels -> {path}")
 
 
-def compare(before: str, after: str) -> int:
+def compare(before: str, after: str, cases: str | None = None) -> int:
     with open(before) as one, open(after) as other:
         old, new = json.load(one), json.load(other)
     changed = [label for label in new if label in old and new[label] != old[label]]
@@ -92,11 +94,21 @@ def compare(before: str, after: str) -> int:
             elif a != b:
                 what.append(f"{a} -> {b}")
         print(f"{label}: {'; '.join(what)[:300]}")
+    if cases:
+        with open(cases, "w") as file:
+            json.dump([_case(label) for label in changed], file)
     gone, fresh = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
     print(
-        f"{len(changed)} of {len(new)} cases launch something else; {len(gone)} are gone {gone[:5]}, {len(fresh)} are new {fresh[:5]}"
+        f"{len(changed)} of {len(new)} cases launch something else; "
+        f"{len(gone)} are gone {gone[:5]}, {len(fresh)} are new {fresh[:5]}"
     )
     return bool(changed or gone)
+
+
+def _case(label: str) -> list:
+    """[op, sizes, dtype, options] of a label, as `benchmarks/compare_commits.py` takes them."""
+    op, sizes, dtype, *options = label.split(" ", 3)
+    return [op, [int(size) for size in sizes.split("x")], dtype, ast.literal_eval(options[0]) if options else {}]
 
 
 def main() -> int:
@@ -109,9 +121,10 @@ def main() -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before")
     comparing.add_argument("after")
+    comparing.add_argument("--json", metavar="FILE", help="write the cases that changed")
     told = parser.parse_args()
     if told.command == "compare":
-        return compare(told.before, told.after)
+        return compare(told.before, told.after, told.json)
     write(told.path, told.device, told.ops)
     return 0
 

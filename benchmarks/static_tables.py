@@ -25,14 +25,14 @@ from typing import Any, Iterable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from liger_hw import registry  # noqa: E402
-from liger_hw.autotune import jobs as planning  # noqa: E402
-from liger_hw.autotune import store, tables  # noqa: E402
-from liger_hw.autotune.jobs import Job  # noqa: E402
-from liger_hw.autotune.static import StaticTuner  # noqa: E402
-from liger_hw.autotune.workers import CompilePool  # noqa: E402
-from liger_hw.backends import Target, backend, known_target  # noqa: E402
-from liger_hw.registry import Entry  # noqa: E402
+from liger_hw import registry
+from liger_hw.autotune import jobs as planning
+from liger_hw.autotune import store, tables
+from liger_hw.autotune.jobs import Job
+from liger_hw.autotune.static import StaticTuner
+from liger_hw.autotune.workers import CompilePool
+from liger_hw.backends import Target, backend, known_target
+from liger_hw.registry import Entry
 
 JUDGED = ROOT / "benchmarks" / "results" / "static-tables.json"
 DTYPE = "bfloat16"

@@ -317,7 +317,7 @@ def probe(driver, monkeypatch):
 
 
 def _launched(x, y, out, z=0.0):
-    plan = rms_norm.FWD.plan(x.device, rms_norm.grouped_key(3, 64, 4))
+    plan = rms_norm.FWD.plan(x.device, rms_norm.FWD.key(3, 64, 4))
     _launch.launch(plan, rms_norm._rms_norm_fwd_kernel, (3,), (x, y, out, None, 1, 2, 3, z, 0.0), (0, True, 0, 1))
     return out
 
