@@ -84,7 +84,9 @@ class Recorder(Observer):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
-        del self._stack  # the mode refers back: the cycle would keep every recorded tensor until Python's collector runs
+        del (
+            self._stack
+        )  # the mode refers back: the cycle would keep every recorded tensor until Python's collector runs
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other observers."""
@@ -228,9 +230,7 @@ class LaunchRefused(Exception):
 
 
 class _Strict(Observer):
-    def launch(
-        self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
-    ) -> tuple | None:
+    def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
         try:
             return proceed(plan, kernel, grid, args, flags)
         except _launch.LaunchFailed as failure:
