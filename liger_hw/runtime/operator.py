@@ -69,7 +69,7 @@ def define(
     a float, a bool for an int, or 0, 1 or None for a bool, they see the float, int or bool. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
-    on_gpu = _with_fallback(launcher)
+    on_gpu = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling
     launchers[name] = on_gpu
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -203,7 +203,7 @@ def _refuse_transforms(what: str) -> NoReturn:
     )
 
 
-def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
+def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """When a configuration fails to compile or launch, quarantine it and let the next layer answer."""
 
     def run(*args: Any) -> Any:
