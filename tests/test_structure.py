@@ -187,7 +187,9 @@ UNDERSCORES_LEFT = {
 
 @functools.cache
 def _imports() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
-    """(file -> files of the package it imports, file -> underscore names it takes from them), wherever the import stands."""
+    """(file -> files of the package it imports, file -> underscore names it takes from them); function-level ones
+    too.
+    """
     files = {p.relative_to(PACKAGE.parent).as_posix(): p for p in SOURCES}
     modules = {name[:-3].replace("/", ".").removesuffix(".__init__"): name for name in files}
     imported, taken = collections.defaultdict(set), collections.defaultdict(list)
