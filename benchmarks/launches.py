@@ -20,7 +20,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -30,44 +29,17 @@ import sweep
 
 from liger_hw import registry
 from liger_hw.autotune import compile as ahead
-from liger_hw.autotune import ttir
 from liger_hw.backends import known_target
 
 _LOCATION = re.compile(r"\s*loc\(.*\)$|^#loc.*$|^\s*loc\(.*$")
 _NAMED = re.compile(r'@"?[\w.$]+"?')
 
 
-class _Pointer:
-    """Looks to Triton's binder like a tensor."""
-
-    def __init__(self, dtype: str, aligned: bool, small: bool) -> None:
-        self.dtype = getattr(torch, dtype)
-        self._address, self._range = 0 if aligned else 4, 1 << 20 if small else 1 << 40
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def ptr_range(self) -> int:
-        return self._range
-
-
 def ir_hash(launch: ahead.Launch, known: dict) -> str:
     """A hash of the launched kernel's TTIR, without the names of functions and the locations of lines."""
-    from importlib import import_module
-
-    from triton.backends.compiler import GPUTarget
-
     key = launch.kernel, launch.args, launch.options
     if key not in known:
-        module, name = launch.kernel.split(":")
-        kernel = getattr(import_module(module), name)
-        args = [_Pointer(*arg[1:]) if isinstance(arg, tuple) and arg[:1] == ("ptr",) else arg for arg in launch.args]
-        device = SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-        text = ttir.lower(kernel, args, dict(launch.options), device).asm["ttir"]
+        text = ahead.lower(launch.kernel, launch.args, dict(launch.options), capability=90).asm["ttir"]
         lines = [_LOCATION.sub("", line) for line in text.splitlines()]
         lines = [re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", line)).strip() for line in lines]
         lines = [re.sub(r"%[A-Za-z_]\w*", "%v", line) for line in lines]

@@ -17,9 +17,9 @@ from ..answers import Entry, Key
 from ..backends import Target
 from ..ops import Tunable
 from . import space, store
-from .jobs import Effort, Job
-from .remote import CompilePool, RemoteMeasurer
-from .tuner import Tuner
+from .jobs import Job
+from .tuner import Effort, Tuner
+from .workers import CompilePool, RemoteMeasurer
 
 log = logging.getLogger("liger_hw")
 EFFORT = Effort(first=32, later=16, refine=4, finalists=3, confirm_rounds=20, job_seconds=5.0)
@@ -84,7 +84,7 @@ def _tuner(target: Target, device: Any) -> Tuner:
         measurer = new_measurer(str(device))
         pool = None
         if target.vendor != "cpu":
-            pool = CompilePool(target.to_json(), max(1, min(4, (os.cpu_count() or 2) - 1)))
+            pool = CompilePool(max(1, min(4, (os.cpu_count() or 2) - 1)), seconds=60.0)
             atexit.register(pool.close)
         atexit.register(measurer.close)
         _tuners[target] = Tuner(target, measurer, facts=measurer.facts(), pool=pool, effort=EFFORT)

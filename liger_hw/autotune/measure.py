@@ -1,18 +1,22 @@
 """Measuring candidates on a device: check, then time only the kernel that the tunable launches.
 
 A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For a
-candidate it re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in every fresh
-output; compares the results with the heuristic's (which was compared with the op's reference); and captures the
+candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in every
+fresh output; compares the results with the heuristic's (which was compared with the op's reference); and captures the
 kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed the L2 cache
 several times. Arguments that a kernel overwrites in place are restored before each replay, outside the clock.
+
+`LocalMeasurer` is what the tuner talks to. All its data is plain JSON, so that its calls also cross a pipe (workers.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import platform
+import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -20,8 +24,7 @@ from .. import registry
 from ..backends import LaunchConfig, Target, target_of
 from ..registry import Key, Op, Plan, Sample, Tunable
 from ..runtime.launch import launch
-from . import check
-from .clock import Clock
+from . import check, store
 from .record import (
     Call,
     Launch,
@@ -45,6 +48,95 @@ REPLAY_US = 150.0
 """A replay repeats short kernels up to about this long, so that starting a graph does not show."""
 CHECK_BYTES = 2 << 30
 """The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
+
+
+class Clock:
+    """Times callables on one device. All work goes to one side stream, where graphs can be captured.
+
+    `with clock:` makes that stream current; everything measured must be created inside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_cpu = device.type == "cpu"
+        self._module = None if self.on_cpu else torch.get_device_module(device)
+        self._stream = None if self.on_cpu else self._module.Stream(device)
+        self._graph_type = getattr(self._module, "CUDAGraph", None) or getattr(self._module, "XPUGraph", None)
+        self._context: Any = None
+
+    def __enter__(self) -> "Clock":
+        if not self.on_cpu:
+            self._module.set_device(self.device)
+            self._context = self._module.stream(self._stream)
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+    def synchronize(self) -> None:
+        if not self.on_cpu:
+            self._module.synchronize(self.device)
+
+    def graph(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """`launch` captured into a graph, as a replay; `launch` itself where the device cannot capture.
+
+        torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
+        """
+        if self._graph_type is None:
+            return launch
+        graph = self._graph_type()
+        self.synchronize()
+        graph.capture_begin()
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def interleaved(
+        self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int
+    ) -> list[list[float]]:
+        """Microseconds of each (restore, replay) arm, `rounds` times in turn; `restore` is outside the clock."""
+        if self.on_cpu:
+            return self._on_cpu(arms, rounds)
+        events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
+        for turn in range(rounds):
+            for number in _turned(len(arms), turn):
+                restore, replay = arms[number]
+                start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+                restore()
+                start.record()
+                replay()
+                end.record()
+                events[number].append((start, end))
+        self.synchronize()
+        return [[start.elapsed_time(end) * 1000.0 for start, end in pairs] for pairs in events]
+
+    def _on_cpu(self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in arms]
+        for turn in range(rounds):
+            for number in _turned(len(arms), turn):
+                restore, replay = arms[number]
+                restore()
+                start = time.perf_counter()
+                replay()
+                times[number].append((time.perf_counter() - start) * 1e6)
+        return times
+
+    def copy_bandwidth(self, size: int = 1 << 30) -> float:
+        """GB/s of a device-to-device copy, reads plus writes: the floor kernels are compared with."""
+        size = 1 << 24 if self.on_cpu else size
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        times = self.interleaved([(lambda: None, lambda: target.copy_(source))], 8)[0]
+        return 2 * size / sorted(times)[len(times) // 2] / 1000.0
+
+
+def _turned(count: int, turn: int) -> list[int]:
+    """0..count-1, starting elsewhere each turn, so that no arm always follows the same one."""
+    return [(i + turn) % count for i in range(count)]
 
 
 class Rejected(Exception):
@@ -361,3 +453,122 @@ def _extremes(space: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchC
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+class LocalMeasurer:
+    """Measures candidates of one op, shape and tunable at a time on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cpu" and self.device.index is None:
+            self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
+        self.target = target_of(self.device)
+        registry.set_tables(self.target, [])  # the baseline is the heuristic, whatever is stored
+        self.clock = Clock(self.device)
+        self.clock.__enter__()
+        self._bench: Bench | None = None
+        self._shape: tuple | None = None
+        self._reference: dict[tuple, str] = {}
+        self._stage: Stage | None = None
+        self._arms: dict[int, Arm] = {}
+        self._next = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What provenance says about this machine, and the bandwidth of a copy in GB/s."""
+        return {
+            "target": self.target.to_json(),
+            "device": self.target.name,
+            "driver": _driver(self.device),
+            "torch": torch.__version__,
+            "triton": store.triton_version(),
+            "python": platform.python_version(),
+            "copy_gbs": round(self.clock.copy_bandwidth(), 1),
+        }
+
+    def scan(self, op: str, sizes: list[int], dtype: str) -> list[list[Any]]:
+        """[variant, key] of everything `op` launches at this shape, forward and backward."""
+        return [[variant, list(key)] for variant, key in self._open_bench(op, sizes, dtype).tunables()]
+
+    def open(
+        self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list
+    ) -> dict[str, Any]:
+        """Get ready for candidates of one tunable and key. `{baseline, bytes, copies}`, or `{error}`.
+
+        context: [variant, key, configuration] of other tunables that were chosen before.
+        """
+        bench = self._open_bench(op, sizes, dtype)
+        if self._shape not in self._reference:
+            self._reference[self._shape] = bench.against_reference()
+        if self._reference[self._shape]:
+            return {"error": f"the heuristic disagrees with the reference: {self._reference[self._shape]}"}
+        self._arms.clear()
+        self._stage = None
+        others = tuple((v, tuple(k), LaunchConfig.from_json(c)) for v, k, c in context)
+        try:
+            self._stage = bench.stage(variant, tuple(key), others)
+        except Rejected as reason:
+            return {"error": str(reason)}
+        return {"baseline": self._stage.baseline.to_json(), "bytes": self._stage.bytes, "copies": self._stage.copies}
+
+    def prepare(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Check and capture a candidate: `{id, resources}` or `{rejected}`."""
+        try:
+            arm = self._stage.prepare(LaunchConfig.from_json(config))
+        except Rejected as reason:
+            return {"rejected": str(reason)}
+        except torch.OutOfMemoryError as error:
+            self._free()
+            return {"rejected": f"out of memory: {str(error).splitlines()[0]}"}
+        self._next += 1
+        self._arms[self._next] = arm
+        return {"id": self._next, "resources": arm.resources}
+
+    def time(self, ids: list[int], rounds: int) -> list[list[float]]:
+        """Microseconds of one launch, `rounds` samples for each prepared candidate, interleaved."""
+        return self._stage.time([self._arms[i] for i in ids], rounds)
+
+    def drop(self, ids: list[int]) -> None:
+        """Forget prepared candidates."""
+        for i in ids:
+            self._arms.pop(i, None)
+
+    def verify(self, config: dict[str, Any]) -> str:
+        """Why the whole op under `config` disagrees with its reference, or `""`."""
+        return self._stage.verify(LaunchConfig.from_json(config))
+
+    def close(self) -> None:
+        self._arms.clear()
+        self._stage = self._bench = self._shape = None
+
+    def _open_bench(self, op: str, sizes: list[int], dtype: str) -> Bench:
+        place = (op, tuple(sizes), dtype)
+        if place != self._shape:
+            self.close()
+            self._free()
+            self._bench = Bench(registry.get_op(op), tuple(sizes), getattr(torch, dtype), self.clock)
+            self._shape = place
+        return self._bench
+
+    def _free(self) -> None:
+        """Give memory back only when it may run out: returning it costs more than a measurement."""
+        if self.device.type == "cpu":
+            return
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        if free < total // 2:
+            module.empty_cache()
+
+
+def _driver(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    if torch.version.hip:
+        return f"hip {torch.version.hip}"
+    if device.type == "xpu":
+        return str(getattr(torch.xpu.get_device_properties(device), "driver_version", ""))
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            words = file.readline().split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        return f"cuda {torch.version.cuda}"

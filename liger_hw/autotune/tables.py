@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from ..backends import LaunchConfig
 from ..answers import Entry, Key
+from ..backends import LaunchConfig
 
 SCHEMA = 1
 Name = tuple[str, str, Key]

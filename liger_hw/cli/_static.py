@@ -38,8 +38,8 @@ def run(
 ) -> int:
     """Choose for every job, store the choices, print them. `screen` shows what is done."""
     from ..autotune import store
-    from ..autotune.compile import Workers
     from ..autotune.static import MARGINS, StaticTuner
+    from ..autotune.workers import CompilePool
     from ..backends import backend
 
     folder = store.home(target)
@@ -72,8 +72,8 @@ def run(
 
     interrupted = False
     count = arguments.workers or os.cpu_count() or 1
-    with Workers(count, timeout=120.0) as workers:
-        tuner = StaticTuner(target, workers, candidates=arguments.candidates, save=save)
+    with CompilePool(count, seconds=120.0) as pool:
+        tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
         try:
             tuner.run(jobs, done, arguments.budget or math.inf)
         except KeyboardInterrupt:

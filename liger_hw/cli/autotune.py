@@ -102,21 +102,22 @@ def run(arguments: argparse.Namespace) -> int:
         jobs, problems = _jobs(arguments, target, None)
         screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
         return _static.run(arguments, target, jobs, problems, screen)
-    from ..autotune import remote
+    from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
+    from ..backends import Target
 
     device = _device(arguments.device)
-    measurer = remote.RemoteMeasurer(device)
+    measurer = RemoteMeasurer(device)
     pool = None
     try:
         try:
             facts = measurer.facts()
-        except (remote.WorkerDied, remote.WorkerError) as error:
+        except (WorkerDied, WorkerError) as error:
             raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
-        target = _target(facts["target"])
+        target = Target.from_json(facts["target"])
         jobs, problems = _jobs(arguments, target, measurer)
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
-            pool = remote.CompilePool(facts["target"], workers)
+            pool = CompilePool(workers, seconds=60.0)
         return _tune(arguments, target, facts, measurer, pool, jobs, problems)
     finally:
         measurer.close()
@@ -165,15 +166,9 @@ def _device(name: str | None) -> str:
     )
 
 
-def _target(data: dict[str, Any]) -> "Target":
-    from ..backends import Target
-
-    return Target.from_json(data)
-
-
 def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tuple[list["Job"], list[str]]:
     from .. import registry
-    from ..autotune import models, notes, plan
+    from ..autotune import jobs, models, notes
 
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("autotune: --batch and --seq go with --model")
@@ -187,11 +182,11 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
     if arguments.from_misses:
         known = {name for _, entries in registry.tables(target) for name in entries}
         misses = [name for name in notes.read_misses(target) if name not in known]
-        found, problems = plan.from_misses(misses, ops)
+        found, problems = jobs.from_misses(misses, ops)
         if not found and not problems:
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
         return found, problems
-    wanted = plan.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
+    wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
     if arguments.first:
         wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
     if not wanted:
@@ -199,12 +194,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         raise UsageError(
             f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
         )
-    scan = plan.traced(target)
-    if target.vendor == "cpu":
-        scan = plan.measured(measurer)
-    elif measurer is not None:
-        scan = plan.either(scan, plan.measured(measurer))
-    return plan.jobs(wanted, arguments.dtype, scan)
+    return jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target, measurer))
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
@@ -222,14 +212,14 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         target = target_of(torch.device(_device(arguments.device)))
     measurer = None
     if target.vendor == "cpu":
-        from ..autotune.local import LocalMeasurer
+        from ..autotune.measure import LocalMeasurer
 
         measurer = LocalMeasurer(_device("cpu"))  # says that there is nothing to tune, unless kernels are interpreted
     jobs, problems = _jobs(arguments, target, measurer)
     rows = []
     for job in jobs:
         legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
-        rows.append({**_head(job), "legal": len(legal), "refused": dict(refused)})
+        rows.append({**job.to_json(), "legal": len(legal), "refused": dict(refused)})
     if arguments.json:
         print(json.dumps({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))
         return 0
@@ -251,10 +241,6 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _head(job: "Job") -> dict[str, Any]:
-    return {"op": job.op, "variant": job.variant, "key": list(job.key), "sizes": list(job.sizes), "dtype": job.dtype}
-
-
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
 
@@ -268,9 +254,8 @@ def _tune(
     problems: list[str],
 ) -> int:
     from ..autotune import store
-    from ..autotune.jobs import Effort
-    from ..autotune.journal import Journal, Past
-    from ..autotune.tuner import Tuner
+    from ..autotune.store import Journal, Past
+    from ..autotune.tuner import Effort, Tuner
 
     folder = store.home(target)
     journal = Journal(folder / "_journal.jsonl" if folder else None)

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from ..autotune import matrix
+from ..autotune.compile import DEPTHS
 from . import UsageError
 from ._values import dtype_name, positive, table
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default: bf16 and, unless quick, fp32)")
     parser.add_argument(
         "--depth",
-        choices=matrix.DEPTHS,
+        choices=DEPTHS,
         default="full",
         help="quick: first workload; deep: with every option set; full: every workload with every option set (default)",
     )
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..autotune import compile as aot
+    from ..autotune.workers import CompilePool
 
     dtypes = [arguments.dtype] if arguments.dtype else None
     screen = _Progress()
@@ -56,15 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
         for target in targets:
             for op in ops:
                 screen.update(f"{target.arch} {op.name}: what it launches")
-                for case, launch in matrix.launches(op, target, arguments.depth, dtypes, not arguments.heuristic):
+                for case, launch in aot.trace_cases(op, target, arguments.depth, dtypes, not arguments.heuristic):
                     launches.append(launch)
                     case_of.setdefault(launch.same(), case)
     except (ValueError, ImportError, RuntimeError) as error:
         screen.end()
         raise UsageError(f"compile: {error}") from None
     certificates, seen, bad = [], set(), 0
-    with aot.Workers(arguments.workers, arguments.timeout) as workers:
-        for certificate in aot.certify(launches, workers):
+    with CompilePool(arguments.workers, arguments.timeout) as pool:
+        for certificate in aot.certify(launches, pool):
             certificates.append(certificate)
             if certificate.launch.same() not in seen:
                 seen.add(certificate.launch.same())

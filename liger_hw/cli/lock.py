@@ -77,16 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
     from .. import registry
-    from ..autotune import models, plan
+    from ..autotune import jobs, models
 
     try:
         ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
         chosen = [models.find(name) for name in arguments.model]
     except ValueError as error:
         raise UsageError(f"lock: {error}") from None
-    wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, [])
+    wanted = jobs.shapes(ops, chosen, arguments.batch, arguments.seq, [])
     found: dict[tuple[str, tuple], None] = {}
-    scan = plan.traced(target)
+    scan = jobs.scan(target)
     for op, sizes in wanted:
         try:
             found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))

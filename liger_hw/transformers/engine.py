@@ -242,6 +242,7 @@ class _ModelPatcher(_Patcher):
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
         """The match's forward while the module is what it is now; if that changes, its own runs again."""
         guards = probing.guards_of(module, original, match.used)
+        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it had the weights that it reads
         key = (id(match), original, _hashable(guards))
         if key not in self.forwards:
             forward = _marked(_guarded(match, guards, original), part, match.kernel, original)

@@ -257,13 +257,13 @@ def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
 
 
 class NoPool:
-    def __init__(self, *args):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def submit(self, recipe, args, urgent=False):
+    def submit(self, name, call, request, urgent=False):
         pass
 
-    def wait(self, recipe):
+    def wait(self, name):
         return {"unknown": "no compiler"}
 
     def close(self):

@@ -9,7 +9,7 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import check, measure
-from liger_hw.autotune.local import LocalMeasurer
+from liger_hw.autotune.measure import LocalMeasurer
 from liger_hw.backends import LaunchConfig
 
 pytestmark = [pytest.mark.interpret, pytest.mark.unpoisoned]

@@ -64,14 +64,15 @@ def holds(module: nn.Module, guards: Guards) -> bool:
             if vars(module.config).get(name) != value:
                 return False
             continue
-        held = getattr(module, name, None)
         if kind == "child":
-            agree = held is None if value is None else _has_state(held, *value)
+            child = module._modules.get(name)
+            agree = child is None if value is None else _has_state(child, *value)
         elif kind == "none":
-            agree = (held is None) == value
+            agree = (getattr(module, name, None) is None) == value
         elif kind == "same":
-            agree = held == value
+            agree = getattr(module, name, None) == value
         else:
+            held = getattr(module, name, None)
             agree = held is value.held or _comparable(held, module) == value.comparable
         if not agree:
             return False
@@ -134,7 +135,7 @@ def _has_state(child: Any, cls: type, customised: bool | None, attributes: tuple
     if type(child) is not cls or (customised is not None and is_customised(child) != customised):
         return False
     for name, value in attributes:
-        held = getattr(child, name, None)
+        held = child.__dict__.get(name)
         if held is not value.held and _comparable(held, child) != value.comparable:
             return False
     return True
