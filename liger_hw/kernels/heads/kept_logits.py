@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import _with_fallback, cdiv
+from ...runtime.operator import with_fallback, cdiv
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from .linear_head import STEP, divide, dweight_of, dx_of, logits_buffer, logits_of
 
@@ -311,4 +311,4 @@ def _part(results: LogProbs, which: int | slice) -> LogProbs:
 def _gradients(*args: torch.Tensor, **options: Any) -> None:
     """`row_log_prob_gradients`, which writes over logits. A configuration that fails has written nothing: what is
     repeated with the next one is this launch, not the whole backward, to which those logits would be gradients."""
-    _with_fallback(partial(row_log_prob_gradients, *args, **options))()
+    with_fallback(partial(row_log_prob_gradients, *args, **options))()
