@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import with_fallback, cdiv
+from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from .linear_head import STEP, divide, dweight_of, dx_of, logits_buffer, logits_of
 
