@@ -49,6 +49,8 @@ class CudaBackend(Backend):
     options = frozenset({"launch_cooperative_grid", "maxnreg", "num_ctas"})
     fast_launch = True
     convolves_channels_last = True
+    gemm_alignment = 16  # cuBLAS: 16-byte loads only
+    gemm_even_steps_above = 6  # cuBLAS: tall products in multiples of 512 rows
     fast_log2 = True  # one instruction (2^-22 near 1); tl.log2 is a polynomial of about 28
 
     def present(self) -> bool:
