@@ -30,7 +30,6 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
-    columns_of,
     count_programs,
     count_tiles,
     load_tile,
@@ -103,7 +102,7 @@ def _dyt_fwd_kernel(
     row_mask = rows < n_rows
     skew = tile_skew(tile, n_cols, VECTOR)
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = columns_of(lanes, skew, VECTOR)
+    cols = lanes - skew
     mask = row_mask[:, None] & col_mask[None, :]
     x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols).to(
         tl.float32
@@ -149,7 +148,7 @@ def _dyt_bwd_kernel(
     pid = tl.program_id(0)
     skew = tile_skew(pid, n_cols, VECTOR)
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = columns_of(lanes, skew, VECTOR)
+    cols = lanes - skew
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # 4: d is a quarter of its slope
     if Partial_ptr is not None:
