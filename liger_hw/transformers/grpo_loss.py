@@ -43,13 +43,15 @@ def triton_grpo_loss(
 ) -> tuple:
     """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position predicts nothing that is scored.
 
-    completion_ids [batch, length]; advantages [batch] or [batch, length]; completion_mask [batch, length], 1 where a token
-    counts (all, if None); old_logp, ref_logp [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed
-    with beta). The options are those of LigerFusedLinearGRPOLoss, whose policy.py has the formulas.
-    inplace: backward writes the gradient over the logits, which nobody else may use afterwards.
-    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where a
-    token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean the loss type says.
-    Raises `ValueError` for shapes or options that do not fit.
+    completion_ids: [batch, length]; advantages: [batch] or [batch, length]
+    completion_mask: [batch, length], 1 where a token counts; None: all do
+    old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
+    inplace: backward writes the gradient over the logits, which nobody else may use afterwards
+    The options are those of LigerFusedLinearGRPOLoss; chunked_loss/policy.py has the formulas.
+
+    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where
+    a token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean that the loss
+    type defines. Raises `ValueError` for shapes or options that do not fit.
     """
     check_tensors(_NAME, logits=logits)
     shape = tuple(completion_ids.shape)

@@ -1,4 +1,4 @@
-"""The public ways in: liger_hw.patch, the functions by model type that frameworks look for, AutoLigerKernelForCausalLM."""
+"""The public ways in: liger_hw.patch, the functions by model type for frameworks, AutoLigerKernelForCausalLM."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_reader_sees_each_byte_in_its_own_patch():
 
 
 def test_experts_patched_in_their_gate_survive_pickle():
-    """Pickle finds a bound method again by its function's name, and transformers' default gate is not named as its slot."""
+    """Pickle finds a bound method by its function's name, and transformers' default gate is not named as its slot."""
     if not hasattr(sys.modules[transformers.MixtralForCausalLM.__module__], "MixtralExperts"):
         pytest.skip("this transformers has a module for every expert, and no gate to patch in")
     model = tiny_model(transformers.MixtralForCausalLM).eval()

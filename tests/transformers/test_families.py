@@ -15,7 +15,7 @@ from liger_hw.transformers.models import specs
 pytestmark = pytest.mark.cpu
 
 SPECS = specs()
-# Families whose own classes hold no norm or MLP: those belong to their text and vision models, patched with a live model.
+# Families whose own classes hold no norm or MLP: those of their text and vision models are patched on a live model.
 COMPOSITES = {"llava", "paligemma", "internvl", "smolvlm"}
 if version("transformers").startswith("4."):  # where these take their norms from Qwen2
     COMPOSITES |= {"qwen2_vl", "qwen2_5_vl"}
