@@ -63,7 +63,7 @@ class Plan:
         self.layer, self.config, self.provenance, self.source = chosen.layer, config, chosen.provenance, chosen.source
         cache, evict = vendor.load_hint(config.hint)
         interpreted = interpreting()
-        dependent = vendor.ahead(target) if tunable.ahead and tunable.ahead(key) and not interpreted else {}
+        dependent = vendor.dependent_launch(target) if tunable.ahead and tunable.ahead(key) and not interpreted else {}
         self.constexprs = {
             **config.blocks,
             "STAGES": config.num_stages,

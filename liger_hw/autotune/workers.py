@@ -38,12 +38,12 @@ class WorkerError(Exception):
 class Worker:
     """One worker process. Calls are synchronous and have a time limit.
 
-    kind: `measure` (on `device`) or `compile`; environment: variables that differ from this process's
+    kind: `measure` (on `device`) or `compile`
     """
 
     module = __name__
 
-    def __init__(self, kind: str, device: str = "", environment: dict[str, str] | None = None) -> None:
+    def __init__(self, kind: str, device: str = "") -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
         kept |= {"LIGER_HW_AUTOTUNE": "0", "LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         if kind == "compile":
@@ -57,7 +57,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent only
-            env={**kept, **(environment or {})},
+            env=kept,
         )
         self._buffer = b""
         self._complaints: list[bytes] = []
@@ -126,8 +126,8 @@ class RemoteMeasurer:
     LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "scan": 180.0, "verify": 180.0, "facts": 120.0}
     """Seconds a call may take."""
 
-    def __init__(self, device: str, limits: dict[str, float] | None = None, environment: dict | None = None) -> None:
-        self.device, self.limits, self.environment = device, {**self.LIMITS, **(limits or {})}, environment
+    def __init__(self, device: str, limits: dict[str, float] | None = None) -> None:
+        self.device, self.limits = device, {**self.LIMITS, **(limits or {})}
         self._worker: Worker | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -137,7 +137,7 @@ class RemoteMeasurer:
 
     def _call(self, name: str, *args: Any) -> Any:
         if self._worker is None:
-            self._worker = Worker("measure", self.device, self.environment)
+            self._worker = Worker("measure", self.device)
         try:
             return self._worker.call(name, *args, seconds=self.limits.get(name, 60.0))
         except WorkerDied:

@@ -376,7 +376,7 @@ class Backend:
         """The compiler's options as Triton's launch takes them."""
         return {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.vendor}
 
-    def ahead(self, target: Target) -> dict[str, Any]:
+    def dependent_launch(self, target: Target) -> dict[str, Any]:
         """The launch options of programmatic dependent launch; empty where the target has none."""
         return {}
 

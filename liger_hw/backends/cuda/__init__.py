@@ -85,7 +85,7 @@ class CudaBackend(Backend):
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]
 
-    def ahead(self, target: Target) -> dict[str, Any]:
+    def dependent_launch(self, target: Target) -> dict[str, Any]:
         return {"launch_pdl": True} if int(target.arch[2:]) >= 90 else {}
 
     def triton_target(self, target: Target) -> Any:
