@@ -1,13 +1,13 @@
 """Keeps shipped entries valid where a rewritten kernel launches what it launched before.
 
-    python benchmarks/restamp.py OLDER                 every shipped table; OLDER is a checkout in which they are current
-    python benchmarks/restamp.py OLDER sm90.json ...   only these files
-    python benchmarks/restamp.py OLDER --dry-run       say what would be written
+    python benchmarks/restamp.py OLDER                 every shipped table; OLDER is a checkout in which they are
+    current python benchmarks/restamp.py OLDER sm90.json ...   only these files python benchmarks/restamp.py OLDER
+    --dry-run       say what would be written
 
 An entry is valid for one hash of its kernels' source. For every entry with another hash, the op is traced in both
-checkouts at the entry's sizes and dtype with the entry's configuration forced. Where the tunable's launches have the same
-grids, compiler options and Triton IR (`launches.ir_hash`), they are the same binaries: the entry gets the new hash. All
-others are listed and stay stale. Nothing is compiled and no GPU is needed.
+checkouts at the entry's sizes and dtype with the entry's configuration forced. Where the tunable's launches have the
+same grids, compiler options and Triton IR (`launches.ir_hash`), they are the same binaries: the entry gets the new
+hash. All others are listed and stay stale. Nothing is compiled and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def trace(checkout: str) -> None:
-    """In a process of its own: for each entry on stdin, its tunable's launches in `checkout`, one JSON line an entry."""
+    """In a process of its own: one JSON line for each entry on stdin, its tunable's launches in `checkout`."""
     sys.path[:0] = [checkout, f"{checkout}/benchmarks"]
     import torch
     from launches import ir_hash
@@ -70,7 +70,7 @@ def verdict(before: Any, after: Any) -> str:
 
 
 def device_of(path: Path, arch: str) -> str:
-    """The known device that a table is for: the one its file is named after, else the one its architecture stands for."""
+    """The known device that a table is for: the one its file is named after, else its architecture's first."""
     from liger_hw.autotune import store
     from liger_hw.backends import backend
 

@@ -2,8 +2,8 @@
 
 `trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
-alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
-Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
+alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
+stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
 instruction mix from the binary. An abort or a hang of the compiler is a finding. Where the Triton at hand has no
 compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
 
@@ -40,7 +40,8 @@ class Launch:
     """One recorded launch.
 
     kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
-    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile alike
+    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile
+    alike
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
@@ -185,6 +186,7 @@ def trace(
     from ..runtime.launch import tuned_values
     from ..runtime.observe import Observer, observing
     from ..runtime.operator import LauncherMode
+    from .record import tensors_in
 
     _triton.require()
     if _triton.INTERPRET:
@@ -214,8 +216,8 @@ def trace(
         stack.enter_context(LauncherMode())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = entry.function(*sample.args, **sample.kwargs)
-        outputs = [o for o in _tensors(outputs) if o.requires_grad]
-        inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+        outputs = [o for o in tensors_in(outputs) if o.requires_grad]
+        inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
         if outputs:
             torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
     return found
@@ -245,20 +247,6 @@ def _tables_of(target: Target, shipped: bool, own: bool) -> contextlib.AbstractC
     if shipped or own:
         layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
     return registry.only_tables(target, layers)
-
-
-def _tensors(tree: Any) -> list["torch.Tensor"]:
-    import dataclasses
-
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    elif dataclasses.is_dataclass(tree):
-        tree = tuple(getattr(tree, f.name) for f in dataclasses.fields(tree))
-    return [t for part in tree for t in _tensors(part)] if isinstance(tree, (tuple, list)) else []
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is to be tuned: from ops, models and shapes to jobs, each a tunable at one key, measured at sizes that have it."""
+"""What is to be tuned: from ops, models and shapes to jobs, each a tunable at one key and sizes that have it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """Measuring candidates on a device: check, then time only the kernel that the tunable launches.
 
 A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For a
-candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in every
-fresh output; compares the results with the heuristic's (which was compared with the op's reference); and captures the
-kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed the L2 cache
-several times. Arguments that a kernel overwrites in place are restored before each replay, outside the clock.
+candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in
+every fresh output; compares the results with the heuristic's (which was compared with the op's reference); and
+captures the kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed
+the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay, outside the
+clock.
 
-`LocalMeasurer` is what the tuner talks to. All its data is plain JSON, so that its calls also cross a pipe (workers.py).
+`LocalMeasurer` is what the tuner talks to. All its data is plain JSON, so that its calls also cross a pipe
+(workers.py).
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import math
 import platform
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
-from ..registry import Key, Op, Plan, Sample, Tunable
+from ..registry import Key, Op, Plan, Tunable
 from ..runtime.launch import launch
-from . import check, store
+from . import check, space, store
 from .record import (
     Call,
     Launch,
@@ -155,7 +157,7 @@ class Arm:
 
 
 class Bench:
-    """One op at one shape on one device. Use inside `with clock:`."""
+    """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
 
     def __init__(
         self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock, options: dict | None = None
@@ -166,25 +168,22 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(0)
         sample = op.sample(sizes, dtype, self.device, generator, **self.options)
         self.moved = sample.moved
-        self.calls: list[Call] = self._record(sample)
-
-    def _record(self, sample: Sample) -> list[Call]:
         registry.invalidate()
         with Recorder(repeatable=True) as seen:
-            check.run(self.op.function, sample)
+            check.run(op.function, sample)
         registry.invalidate()
-        return seen.calls
+        self.calls: list[Call] = seen.calls
 
     def tunables(self) -> dict[tuple[str, Key], list[Launch]]:
         """(variant, key) -> launches of everything the op launches at this shape, in order."""
         found: dict[tuple[str, Key], list[Launch]] = {}
         for call in self.calls:
-            here: dict[tuple[str, Key], list[Launch]] = {}
+            of_call: dict[tuple[str, Key], list[Launch]] = {}
             for one in call.launches:
                 if one.plan.tunable.op == self.op.name:
-                    here.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
-            for place, launches in here.items():
-                found.setdefault(place, launches)
+                    of_call.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
+            for name, launches in of_call.items():
+                found.setdefault(name, launches)
         return found
 
     def stage(self, variant: str, key: Key, context: tuple[tuple[str, Key, LaunchConfig], ...] = ()) -> "Stage":
@@ -226,17 +225,23 @@ class Stage:
     def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key, context: tuple[Plan, ...] = ()) -> None:
         self.bench, self.call, self.tunable, self.key, self.context = bench, call, tunable, key, context
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
+        self.timed: set[int] | None = None  # ids of kernels; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
         outputs, launches = self._run(self.baseline, keep=mark)
-        self.roles = {id(one.kernel): self._role(one) for one in launches}
-        if any("inout" in roles.values() for roles in self.roles.values()):
-            outputs, launches = self._run(self.baseline, keep=self._keep_overwritten)
+        roles = {id(one.kernel): _roles(one) for one in launches}
+        if any("inout" in of_kernel.values() for of_kernel in roles.values()):
+
+            def keep_overwritten(one: Launch) -> None:
+                of_kernel = roles.get(id(one.kernel), {})
+                one.before = {i: copy_of(one.args[i]) for i, role in of_kernel.items() if role == "inout"}
+
+            outputs, launches = self._run(self.baseline, keep=keep_overwritten)
         self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
-        by_kernel = {id(one.kernel): one for one in launches}
-        self.bytes = sum(self._moved(one, self.roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
-        footprint = max(1, sum(_footprint(one.args) for one in launches))
+        self.bytes = sum(_bytes(one.args, roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
+        footprint = max(1, sum(_bytes(one.args) for one in launches))
         self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
+        by_kernel = {id(one.kernel): one for one in launches}
         first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
         self._pristine = {(name, i): one.before[i] for name, one in by_kernel.items() for i in one.before}
@@ -260,31 +265,24 @@ class Stage:
         """The kernels a candidate's time must include: the tunable's own, and any other whose launch depends on it.
 
         A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
-        second kernel. Found by noting, without launching, what the extremes of the space would launch.
+        second kernel. They are found by what the extremes of the space would launch.
         """
-        noted = [self._note(config) for config in _extremes(self._space(), self.baseline)]
-        own = {one for launches in noted for one, (mine, _) in launches.items() if mine}
-        everywhere_alike = {
-            name
-            for name in noted[0]
-            if all(name in launches and launches[name] == noted[0][name] for launches in noted)
-        }
-        return own | {name for launches in noted for name in launches if name not in everywhere_alike}
+        legal, _ = space.legal(self.tunable, self.target, self.key)
+        found = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
+        own = {name for launches in found for name, (is_own, _) in launches.items() if is_own}
+        constant = {name for name, looks in found[0].items() if all(other.get(name) == looks for other in found)}
+        return own | {name for launches in found for name in launches if name not in constant}
 
-    def _space(self) -> list[LaunchConfig]:
-        space = self.tunable.space(self.target, self.key)
-        return [c for c in space if self.tunable.illegal(self.target, self.key, c) is None]
-
-    def _note(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
-        """Kernel -> (whether a launch of it is the tunable's own, what its launches look like) under `config`; nothing runs."""
+    def _would_launch(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
+        """Kernel -> (whether it is the tunable's own, its grids and arguments) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
             self.call.again()
-        found = {}
+        found: dict[int, tuple[bool, tuple]] = {}
         for one in (one for call in seen.calls for one in call.launches):
-            looks = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            own, others = found.get(id(one.kernel), (False, ()))
-            found[id(one.kernel)] = (own or one.plan is plan, (*others, (one.grid, looks)))
+            args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
+            own, looks = found.get(id(one.kernel), (False, ()))
+            found[id(one.kernel)] = (own or one.plan is plan, (*looks, (one.grid, args)))
         return found
 
     @contextlib.contextmanager
@@ -293,9 +291,8 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.callback(registry.invalidate)
             for other in self.context:
-                stack.enter_context(
-                    installed(plan_for(other.tunable, self.target, self.device, other.key, other.config))
-                )
+                fresh = plan_for(other.tunable, self.target, self.device, other.key, other.config)
+                stack.enter_context(installed(fresh))
             stack.enter_context(installed(plan))
             yield
 
@@ -310,30 +307,10 @@ class Stage:
         launches = [one for call in seen.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
-        timed = getattr(self, "timed", None)
-        return outputs, [one for one in launches if timed is None or id(one.kernel) in timed]
-
-    def _role(self, one: Launch) -> dict[int, str]:
-        """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
-        roles = {}
-        for i, (fresh, before) in one.marks.items():
-            roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
-        return roles
-
-    def _keep_overwritten(self, one: Launch) -> None:
-        roles = self.roles.get(id(one.kernel), {})
-        one.before = {i: copy_of(one.args[i]) for i, role in roles.items() if role == "inout"}
-
-    def _moved(self, one: Launch, roles: dict[int, str]) -> int:
-        """Bytes that must pass: each tensor once, those overwritten in place twice."""
-        seen: dict[int, int] = {}
-        for i, role in roles.items():
-            size = one.args[i].numel() * one.args[i].element_size()
-            pointer = one.args[i].data_ptr()
-            seen[pointer] = max(seen.get(pointer, 0), size * (2 if role == "inout" else 1))
-        return sum(seen.values())
+        return outputs, [one for one in launches if self.timed is None or id(one.kernel) in self.timed]
 
     def restore_all(self) -> None:
+        """Give the arguments that kernels overwrite in place their first contents again."""
         for tensors in self._sets:
             for (name, i), before in self._pristine.items():
                 tensors[name][i].copy_(before)
@@ -343,7 +320,7 @@ class Stage:
         if reason := self.tunable.illegal(self.target, self.key, config):
             raise Rejected(reason)
         outputs, launches = self._run(config)
-        resources = self._resources(launches)
+        resources = _resources(launches)
         if reason := registry.backend(self.target.vendor).illegal(self.target, config, resources.get("shared")):
             raise Rejected(reason)
         if reason := check.disagreements(outputs, self.expected):
@@ -369,7 +346,7 @@ class Stage:
         return Arm(config, self.restore_all if in_place else _nothing, replay, self.copies * repeats, resources)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple]:
-        """The launches with their tensors replaced by shared set `number`; odd-shaped ones get copies of their own."""
+        """The launches on set `number` of the shared tensors; a tensor of a shape of its own is copied for each set."""
         steps = []
         own: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -377,29 +354,15 @@ class Stage:
             args = list(one.args)
             for i in _tensor_indices(one.args):
                 mine, theirs = one.args[i], shared.get(i)
-                if theirs is not None and _alike(mine, theirs):
+                if theirs is not None and _layout(mine) == _layout(theirs):
                     args[i] = theirs
                 elif number:
-                    place = mine.data_ptr(), mine.shape
-                    if place not in own:
-                        own[place] = copy_of(mine)
-                    args[i] = own[place]
+                    name = mine.data_ptr(), mine.shape
+                    if name not in own:
+                        own[name] = copy_of(mine)
+                    args[i] = own[name]
             steps.append((one.plan, one.kernel, one.grid, tuple(args), one.flags))
         return steps
-
-    def _resources(self, launches: list[Launch]) -> dict[str, int]:
-        """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
-        found: dict[str, int] = {}
-        for one in launches:
-            values = {
-                "registers": getattr(one.compiled, "n_regs", None),
-                "spills": getattr(one.compiled, "n_spills", None),
-                "shared": getattr(getattr(one.compiled, "metadata", None), "shared", None),
-            }
-            for name, value in values.items():
-                if isinstance(value, int):
-                    found[name] = max(found.get(name, 0), value)
-        return found
 
     def time(self, arms: list[Arm], rounds: int) -> list[list[float]]:
         """Microseconds of one launch, `rounds` samples for each arm, interleaved."""
@@ -417,42 +380,67 @@ def _nothing() -> None:
     pass
 
 
+def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
+    return one.plan.tunable is tunable and one.plan.key == key
+
+
 def _tensor_indices(args: tuple) -> list[int]:
     return [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
 
 
-def _footprint(args: tuple) -> int:
-    return sum({args[i].data_ptr(): args[i].numel() * args[i].element_size() for i in _tensor_indices(args)}.values())
+def _layout(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
-    return one.plan.tunable is tunable and one.plan.key == key
+def _roles(one: Launch) -> dict[int, str]:
+    """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
+    roles = {}
+    for i, (fresh, before) in one.marks.items():
+        roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
+    return roles
+
+
+def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
+    """Bytes of the tensors among the arguments, each memory once; with `roles`, those overwritten in place twice."""
+    found: dict[int, int] = {}
+    for i in _tensor_indices(args) if roles is None else roles:
+        size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
+        found[args[i].data_ptr()] = max(found.get(args[i].data_ptr(), 0), size)
+    return sum(found.values())
 
 
 def _copies(first: dict[int, dict[int, torch.Tensor]]) -> dict[int, dict[int, torch.Tensor]]:
     """Copies that keep strides, and share memory where the originals did."""
     made: dict[tuple, torch.Tensor] = {}
-    for tensor in (t for tensors in first.values() for t in tensors.values()):
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in made:
-            made[place] = copy_of(tensor)
-    return {
-        name: {i: made[t.data_ptr(), t.shape, t.stride(), t.dtype] for i, t in tensors.items()}
-        for name, tensors in first.items()
-    }
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        name = (tensor.data_ptr(), *_layout(tensor))
+        if name not in made:
+            made[name] = copy_of(tensor)
+        return made[name]
+
+    return {name: {i: copied(t) for i, t in tensors.items()} for name, tensors in first.items()}
 
 
-def _extremes(space: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
+def _resources(launches: list[Launch]) -> dict[str, int]:
+    """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
+    found: dict[str, int] = {}
+    for one in launches:
+        metadata = getattr(one.compiled, "metadata", None)
+        values = {"registers": getattr(one.compiled, "n_regs", None), "spills": getattr(one.compiled, "n_spills", None)}
+        for name, value in {**values, "shared": getattr(metadata, "shared", None)}.items():
+            if isinstance(value, int):
+                found[name] = max(found.get(name, 0), value)
+    return found
+
+
+def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
     """The baseline and, for each knob that decides a grid, a configuration with its least and one with its greatest."""
     chosen = [baseline]
-    knobs = [lambda c: c.ctas_per_mp, *(lambda c, n=n: c.blocks.get(n, 0) for n in baseline.blocks)]
+    knobs = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
     for knob in knobs:
-        chosen += [pick(space, key=knob) for pick in (min, max)] if space else []
+        chosen += [pick(legal, key=knob) for pick in (min, max)] if legal else []
     return list(dict.fromkeys(chosen))
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 class LocalMeasurer:
@@ -541,12 +529,12 @@ class LocalMeasurer:
         self._stage = self._bench = self._shape = None
 
     def _open_bench(self, op: str, sizes: list[int], dtype: str) -> Bench:
-        place = (op, tuple(sizes), dtype)
-        if place != self._shape:
+        shape = (op, tuple(sizes), dtype)
+        if shape != self._shape:
             self.close()
             self._free()
             self._bench = Bench(registry.get_op(op), tuple(sizes), getattr(torch, dtype), self.clock)
-            self._shape = place
+            self._shape = shape
         return self._bench
 
     def _free(self) -> None:

@@ -1,11 +1,11 @@
 """Tuning without the device: every candidate is compiled for it, and a model of its time ranks them.
 
 For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
-processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest are
-ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept when it is predicted to
-beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`, or `modelled` where the stock
-Triton has no compiler for the target and candidates are only lowered to TTIR. benchmarks/static_regret.py publishes how
-good such choices are where they can be measured.
+processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest
+are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept when it is
+predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`, or
+`modelled` where the stock Triton has no compiler for the target and candidates are only lowered to TTIR.
+benchmarks/static_regret.py publishes how good such choices are where they can be measured.
 
 The model takes four times that a kernel cannot beat, each of which hides part of the others:
 
@@ -68,7 +68,7 @@ class StaticTuner:
     def run(
         self, jobs: Iterable[Job], done: Callable[[Result], None] = lambda result: None, budget: float = math.inf
     ) -> list[Result]:
-        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no further job is begun."""
+        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no job is begun."""
         results = []
         deadline = time.monotonic() + budget
         for job in jobs:
@@ -174,7 +174,7 @@ class _Candidates:
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
-        """Compile and rank these too. Which kernels a candidate decides depends on all candidates: all are judged again."""
+        """Compile and rank these too. What a candidate decides depends on all of them: all are judged again."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)

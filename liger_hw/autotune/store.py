@@ -191,7 +191,7 @@ def save(target: Target, name: Name, entry: Entry) -> Path | None:
 
 
 def discard(target: Target, name: Name, entry: Entry) -> None:
-    """Remove the entry that is valid for what `entry` is valid for: it was measured again and the heuristic is as good."""
+    """Remove the stored entry that `entry` would replace: measured again, the heuristic is as good."""
     path = entry_path(target, name, entry)
     try:
         if path is not None:
@@ -358,7 +358,8 @@ def report(problems: list[str], target: Target) -> None:
 class Journal:
     """Every measurement the tuner takes: append-only lines of JSON, `{op, variant, key, dtype, stage, ...}`.
 
-    A line is handed to the operating system at once, so a killed run loses nothing but the candidate in flight. The disk
+    A line is handed to the operating system at once, so a killed run loses nothing but the candidate in flight. The
+    disk
     is flushed once a second and at the end of a job: only a power cut can lose more.
     """
 
@@ -420,7 +421,7 @@ class Journal:
 
 
 class Past:
-    """What earlier runs measured that still holds: same kernel source, same Triton minor version, same device folder."""
+    """What earlier runs measured that still holds, with this Triton minor version; by name and kernel source."""
 
     def __init__(self, journal: Journal | None, triton: str) -> None:
         self.finished: dict[tuple, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
 """What can be read from a kernel's TTIR, Triton's first form of it, before layouts and registers.
 
 `accesses` finds which arguments a kernel loads and stores, in tiles of what size, inside a loop or not: `tt.load %p` of
-a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts what the kernel would
-take of a device that the Triton at hand has no compiler for.
+a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts what the kernel
+would take of a device that the Triton at hand has no compiler for.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _LARGE_FILE = 2
 class Access(NamedTuple):
     """One load, store or atomic statement.
 
-    argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`; tile: bytes of one execution by one
-    program; looped: whether it stands in a loop
+    argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`; tile: bytes of one execution by
+    one program; looped: whether it stands in a loop
     """
 
     argument: int

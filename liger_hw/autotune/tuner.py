@@ -399,7 +399,7 @@ class Search:
                 self._keep_best()
 
     def _uncompilable(self, config: LaunchConfig, name: str) -> str:
-        """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for a compiler is not its fault."""
+        """Why a candidate cannot be compiled or exceeds the device, or `""`. Waiting for it takes no search time."""
         asked = self.tuner.clock()
         compiled = self.tuner.pool.wait(name)
         self.until += self.tuner.clock() - asked

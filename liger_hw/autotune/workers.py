@@ -1,7 +1,7 @@
 """Worker processes: one that measures on the device, several that compile.
 
-A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker that
-crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
+A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
+that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
 
 Each call is one line of JSON to the worker's stdin, `{"call": name, "args": [...]}`, and one from its stdout,
 `{"value": ...}` or `{"error": ..., "fatal": ...}`. What libraries print goes to stderr. A worker ends with its parent.

@@ -24,18 +24,8 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from .. import env
-from ..kernels.heads.linear_head import (
-    DEFAULT_MIB,
-    MOST_APART,
-    SMALLEST,
-    Chunks,
-    HeadGradients,
-    at_most,
-    head_gradients,
-    larger_or_wide,
-    plan_chunks,
-    sweep,
-)
+from ..kernels.heads.chunk_plan import plan_groups
+from ..kernels.heads.linear_head import HeadGradients, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_targets
 from ..kernels.losses.cross_entropy_scale import scale_gradients
 from ..kernels.losses.log_prob_rows import (
@@ -45,7 +35,7 @@ from ..kernels.losses.log_prob_rows import (
     row_log_probs,
 )
 from ..registry import next_power_of_2
-from ..runtime.operator import Function, cdiv, define, first_order, is_interpreted
+from ..runtime.operator import Function, define, first_order, is_interpreted
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
@@ -88,31 +78,6 @@ LOSSES: dict[str, Any] = {}
 """Name -> description. Each has `slopes(seen)`, the loss's derivatives by these groups' logp and second (None without one),
 of their shape; `results(seen)`, (loss, *metrics) of all groups; `sums_logits`, whether these need logit_sum. Derivatives are
 written out: autograd is not there where an operator runs in a compiled graph."""
-
-
-def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
-    """Chunks of whole groups (of `group` rows), or of any rows where one group is too large.
-
-    A chunk's logits take DEFAULT_MIB at most, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients: 4096 tokens of
-    a vocabulary of 131072 in bf16 (H200, at that size: the three GEMMs in chunks of 2048 cost 3% more than in one; adding
-    to the weight's gradient takes 2.95 ms where the first chunk's product takes 2.70). Precision as in plan_chunks: many
-    small chunks become larger ones or sum that gradient in fp32, whichever takes less.
-    """
-    row = vocab * itemsize
-    limit = max(SMALLEST, (DEFAULT_MIB << 20) // row)
-    if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None:
-        limit = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, apart=True).rows
-    counts = gradients and itemsize == 2
-    unit = group if group <= limit else 1
-    if unit == 1:
-        return at_most(MOST_APART if counts else n_rows, n_rows, limit, row, vocab * hidden)
-    n_units, together, wide = n_rows // unit if unit else 0, max(1, limit // max(unit, 1)), False
-    if counts and cdiv(n_units, together) > MOST_APART:
-        more = cdiv(n_units, MOST_APART)
-        height, wide = larger_or_wide(together * unit, more * unit, row, vocab * hidden)
-        together = height // unit
-    step = cdiv(n_units, cdiv(n_units, together)) * unit if n_units else 1
-    return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 
 
 def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -244,12 +209,12 @@ def _run(x, weight, bias, target, second, extras, *call):
     if order is not None:
         target, second = target[order], None if second is None else second[order]
     rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
-    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted))
-    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain) if any(wanted) else None
+    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
+    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain)
     known = width, extras, spec, n_groups, vocab
-    if grads is None or any(start % width for start, _ in chunks.bounds):
+    if not any(wanted) or any(start % width for start, _ in chunks.bounds):
         rows.read_all(sweep(chunks, flat, weight, order=order))
-        if grads is not None:
+        if any(wanted):
             others = _slopes(loss, rows, scale, 0, n_groups, *known)
             for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
                 rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
@@ -259,7 +224,7 @@ def _run(x, weight, bias, target, second, extras, *call):
             others = _slopes(loss, rows, scale, start // width, (start + logits.shape[0]) // width, *known)
             rows.write(logits, start, others)
     seen = _seen(rows, 0, n_groups, *known)
-    return [*loss.results(seen), *head_gradients(grads, flat, bias)]
+    return [*loss.results(seen), *grads.results(bias)]
 
 
 def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
@@ -367,7 +332,7 @@ def _logps(x, weight, bias, target, ignore_index, temperature):
     check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
-    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight))
+    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
     return rows.out.logp.view(target.shape)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ..kernels.heads.chunk_plan import borrow_gradient_memory, plan_chunks
 from ..kernels.heads.fused_linear_jsd import FWD
-from ..kernels.heads.linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
+from ..kernels.heads.linear_head import HeadGradients, sweep
 from ..kernels.losses.cross_entropy_reference import absent
 from ..kernels.losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..kernels.losses.log_prob_rows import vocab_key
@@ -83,16 +84,16 @@ def _run(
     target, gradients = target.contiguous(), any(wanted)
     rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
     hidden, vocab, size = x.shape[1], weight.shape[0], x.dtype.itemsize
-    chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, buffers=2)
+    chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, heads=2, device=x.device)
     if wanted[1] and teacher.dtype == weight.dtype:
-        chunks = lending(chunks, hidden, vocab)
-    grads = HeadGradients(x, weight, wanted, chunks, target if hard_weight else None, rows.plain) if gradients else None
+        chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
+    grads = HeadGradients(x, weight, wanted, chunks, target if hard_weight else None, rows.plain)
     for start, logits, other in sweep(chunks, x, weight, grads, second=(teacher, teacher_weight)):
         rows.step(logits, other, start, gradients)
     soft = rows.soft.sum() * soft_scale
     hard = rows.hard.sum() if with_hard else torch.zeros_like(soft)
     loss = soft_weight * soft + hard_weight * hard
-    return loss, soft, hard, *head_gradients(grads, x, bias)
+    return loss, soft, hard, *grads.results(bias)
 
 
 def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call):

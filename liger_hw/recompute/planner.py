@@ -253,10 +253,10 @@ class Planner:
         m, given = self.model, self.given
         if not given.fused_loss:
             return self.tokens * m.vocab * (2 * given.compute_bytes + 4)
-        from ..kernels.heads.linear_head import plan_chunks
+        from ..kernels.heads.chunk_plan import plan_chunks
 
         trains = given.trainable == 1
-        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, apart=True)
+        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, with_targets=True)
         weight = m.vocab * m.hidden * (4 if chunks.wide else given.compute_bytes) if trains else 0
         return chunks.rows * m.vocab * given.compute_bytes + weight + self.tokens * m.hidden * given.compute_bytes
 

@@ -1,8 +1,8 @@
-"""Every op, forward and backward, compiled for every architecture with the configurations users get there, no GPU needed.
+"""Every op, forward and backward, compiled for every architecture with the configurations users get there.
 
-The real launchers are traced (liger_hw/autotune/compile.py) and everything that Triton would compile is compiled: at the
-first workload with the heuristic's configurations (depth `quick`; every option set and fp32 on the
-architectures of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
+The real launchers are traced (liger_hw/autotune/compile.py) and everything that Triton would compile is compiled: at
+the first workload with the heuristic's configurations (depth `quick`; every option set and fp32 on the architectures
+of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
 target, and hold its registers: a spill needs a reason in SPILLS. Every workload with every option set on every
 architecture is `liger-hw compile --target all`.
 """
@@ -30,7 +30,8 @@ RELATIVES = {"sm86": "sm80", "sm89": "sm80", "gfx1151": "gfx1100"}
 ARCHS = tuple(a for vendor in ("cuda", "rocm") for a in backend(vendor).known_archs() if a not in RELATIVES)
 DEEP = ("sm90", "gfx942")
 
-# (tunable, architectures) -> most registers it may spill, why that is so, and with which releases of Triton if not with all
+# (tunable, architectures) -> most registers it may spill, why that is so, and with which releases of Triton if not
+# with all
 SPILLS: dict[tuple[str, tuple[str, ...]], tuple[str | int, ...]] = {
     ("cross_entropy.fwd", ("sm90", "sm100")): (2, "8 bytes a thread, fp32 with every option on, of 32 elements held"),
     ("dyt.bwd", ("gfx1100", "gfx1201")): (16, "its tiles take all 256 registers; later releases need fewer", "3.5"),
@@ -278,7 +279,7 @@ def test_an_abort_of_the_compiler_is_a_finding(tmp_path, monkeypatch):
 
 
 def test_an_option_that_some_compilers_die_of(workers):
-    """waves_per_eu=0.5 ends the process inside LLVM up to Triton 3.7 and compiles with 3.8 and 3.9: neither ends the run."""
+    """waves_per_eu=0.5 aborts inside LLVM up to Triton 3.7 and compiles from 3.8 on: neither ends the run."""
     launch = _first()[0]
     bad = replace(launch, options=(*launch.options, ("waves_per_eu", 0.5)))
     found = {bool(c.launch.options == bad.options): c for c in aot.certify([bad, launch], workers)}

@@ -18,7 +18,8 @@ def test_table(capsys):
 
 
 def test_lines_and_progress(capsys, monkeypatch):
-    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no terminal."""
+    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no
+    terminal."""
     from liger_hw.cli import compile as command
 
     monkeypatch.setattr(command._Progress, "EVERY", 0.0)

@@ -1,4 +1,5 @@
-"""What is launched early waits before it lets others come and touches memory; in what is not there is not a word of that."""
+"""What is launched early waits before it lets others come and touches memory; in what is not there is not a word of
+that."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ module {
     tt.return loc(#l)
   } loc(#l)
 } loc(#l)
-"""
+"""  # noqa: E501
 
 
 def test_accesses_are_followed_back_to_arguments():
@@ -307,7 +307,7 @@ def test_the_command(arch, kind, capsys, clean_registry):
 
 
 def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, capsys):
-    """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the constants in the code."""
+    """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the code's constants."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "static_regret", raising=False)
     import static_regret
@@ -335,7 +335,7 @@ def test_the_page_has_the_published_regret(monkeypatch):
 
 
 def test_what_is_measured_for_the_regret(monkeypatch):
-    """Each kernel once, with the op whose it is, the heuristic first among its candidates; certified as the model needs."""
+    """Each kernel once, with its own op, the heuristic first among its candidates; certified as the model needs."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "static_regret", raising=False)
     import static_regret

@@ -8,7 +8,7 @@ from cases import CASES, FEW, KERNEL_CASES, VOCAB
 from harness import changed, check, output_grads, run, tensors
 
 from liger_hw.chunked_loss import _head
-from liger_hw.kernels.heads.linear_head import Chunks
+from liger_hw.kernels.heads.chunk_plan import Chunks
 
 SIZES = (4, 6, VOCAB)
 

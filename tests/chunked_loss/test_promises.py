@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat, env
 from liger_hw.chunked_loss import _head, functional, grpo_loss
-from liger_hw.kernels.heads import linear_head as _linear_head
-from liger_hw.kernels.heads.linear_head import DEFAULT_MIB, MOST_APART, SMALLEST
+from liger_hw.kernels.heads import chunk_plan, linear_head
+from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
 HEADS = [name for name in FEW if not name.startswith("distillation")]
 
@@ -48,35 +48,35 @@ def budget(monkeypatch):
 def test_plan_covers_the_rows_and_keeps_the_budget(group, vocab, itemsize):
     for n_groups in (1, 4, 9):
         n_rows, hidden = n_groups * group, 4096
-        chunks = _head.plan_groups(n_rows, group, hidden, vocab, itemsize, True)
+        chunks = plan_groups(n_rows, group, hidden, vocab, itemsize, True)
         bounds = chunks.bounds
         assert bounds[0][0] == 0 and bounds[-1][1] == n_rows
         assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
-        assert chunks.wide or itemsize == 4 or len(bounds) <= MOST_APART
+        assert chunks.wide or itemsize == 4 or len(bounds) <= MAX_CHUNKS_WITH_TARGETS
         row, weight = vocab * itemsize, vocab * hidden * itemsize
-        most = max(DEFAULT_MIB << 20, SMALLEST * row) + 256 * row
+        most = max(DEFAULT_MIB << 20, MIN_ROWS * row) + 256 * row
         most = most + 2 * weight if itemsize == 2 else most  # what so few roundings may cost, see plan_chunks
         assert chunks.rows * row <= most, f"{chunks.rows * row >> 20} MiB of logits"
 
 
 def test_a_larger_budget_keeps_a_group_whole(budget):
     sizes = 16384, 16384, 4096, 131072, 2, True  # one pair of 8192 tokens: 4 GiB of logits
-    assert _head.plan_groups(*sizes).rows < 16384
+    assert plan_groups(*sizes).rows < 16384
     budget(8192)
-    assert _head.plan_groups(*sizes).bounds == ((0, 16384),)
+    assert plan_groups(*sizes).bounds == ((0, 16384),)
     budget(1536)
-    assert _head.plan_groups(*sizes).rows < 4096
+    assert plan_groups(*sizes).rows < 4096
 
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatch):
     """No buffer of logits is larger than the budget's chunk, although the group is."""
-    monkeypatch.setattr(_head, "SMALLEST", 8)
-    monkeypatch.setattr(_head, "DEFAULT_MIB", 0)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
+    monkeypatch.setattr(chunk_plan, "DEFAULT_MIB", 0)
     made = []
-    original = _linear_head.logits_buffer
-    monkeypatch.setattr(_linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
+    original = linear_head.logits_buffer
+    monkeypatch.setattr(linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
     op, sample, inputs = _made(name, lane, generator, (2, 99, VOCAB))
     found = torch.autograd.grad(_loss(op, sample), inputs)
     assert made and max(made) <= 8
