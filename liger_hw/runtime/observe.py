@@ -38,7 +38,7 @@ class Observer:
         return proceed(plan, kernel, grid, args, flags)
 
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:
-        """An operator whose launcher is to run in eager mode; `call` is what `define` returned. Returns its results."""
+        """An operator that is called in eager mode; `call` is what `define` returned. Returns its results."""
         return proceed(call, args)
 
 

@@ -108,10 +108,10 @@ def define(
                 result = replay(name, eager, args) if recorded else MISSED
                 if result is not MISSED:
                     return result
-                if are_plain(args):
-                    if observers:
-                        return observed("operator", lambda call, args: eager(*args), call, args)
-                    return eager(*args)
+                run = eager if are_plain(args) else overload
+                if observers:
+                    return observed("operator", lambda call, args: run(*args), call, args)
+                return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
                 return on_gpu(*_coerced(args, numbers))

@@ -45,8 +45,11 @@ _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: 
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are tensors on a GPU (the first is), numbers and tuples of numbers: of no class, and in no list,
-    that asks to be handled, nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
+
+    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
+    have no memory of their own.
+    """
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
     for arg in args:
@@ -75,9 +78,7 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     if observers or not _launch.CAN_BE_FAST:
         return MISSED
     index = args[0].get_device() if type(args[0]) in _TENSORS else -1
-    if (
-        index < 0 or index != _launch.current_device()
-    ):  # not asked for CPU tensors: without a driver, or forked, it raises
+    if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
         return MISSED
     key, pointers, together = [name], [None], 0
     try:
