@@ -35,9 +35,9 @@ from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
-from .softmax_rows import has_block_size
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import vocab_key
+from .softmax_rows import has_block_size
 
 _NO_HARD, _HARD_SAME, _HARD_APART = range(3)
 SAVED = 6
@@ -116,9 +116,7 @@ def distill_slopes(
 
 
 @triton.jit
-def _logits_tile(
-    PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr
-):
+def _logits_tile(PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32. MASKED: the row ends in it, beyond which it is `outside`; masked where it may be loaded, so
     that an odd width loads as wide. Its edges stand behind position n_stored then (`tail_columns`)."""
     if MASKED:

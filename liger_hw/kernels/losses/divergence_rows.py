@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable, row_key
+from ...registry import LaunchConfig, Sample, Target, Tunable, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -38,8 +38,8 @@ from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from .cross_entropy_rows import STATS, RowResults, _stats_key, launch_sum
-from .softmax_rows import has_block_size
 from .cross_entropy_scale import scale_gradients
+from .softmax_rows import has_block_size
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = 3
@@ -437,9 +437,6 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         stats = x.new_empty(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
         return loss, x.new_empty(x.shape) if grad else x.new_empty(0), stats
 
-    def bwd_fake(go, x, y, labels, *options):
-        return x.new_empty(x.shape)
-
     call = (
         "Tensor input, Tensor target, Tensor? labels, int kind, int reduction, float beta, float eps, int ignore_index"
     )
@@ -450,7 +447,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         fake=fwd_fake,
     )
     backward = define(
-        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=bwd_fake
+        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=("input",)
     )
     return forward, backward
 
@@ -517,3 +514,34 @@ def check_reduction(op: str, reduction: str, names=tuple(REDUCTIONS)) -> int:
     if reduction not in names:
         check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
     return REDUCTIONS[reduction]
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def sample_divergence(sizes, dtype, device, generator, take, labelled: bool, options: dict[str, Any]) -> Sample:
+    """A `Sample` of input and target `take(random logits)`, and, with labelled, labels of which some are -100."""
+    n_rows, n_cols = sizes
+
+    def rows() -> torch.Tensor:
+        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
+        return take(values, -1).to(dtype)
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    return Sample(
+        args=(rows().requires_grad_(), rows(), labels),
+        kwargs=options,
+        reduction=n_rows * n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )
