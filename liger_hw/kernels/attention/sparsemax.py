@@ -122,14 +122,10 @@ def _sparsemax_fwd_looped_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE, which are read again, from cache, in each of Newton's steps."""
@@ -216,14 +212,10 @@ def _sparsemax_bwd_looped_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE; y is contiguous."""
