@@ -7,7 +7,7 @@ import torch
 from cases import CASES, FEW, KERNEL_CASES, VOCAB
 from harness import changed, check, output_grads, run, tensors
 
-from liger_hw.chunked_loss import _head
+from liger_hw.chunked_loss import log_prob_loss
 from liger_hw.kernels.heads.chunk_plan import Chunks
 
 SIZES = (4, 6, VOCAB)
@@ -47,7 +47,7 @@ def _in_chunks(monkeypatch, rows, wide=False):
     def plan(n_rows, *_args, **_options):
         return Chunks.of([(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)], wide)
 
-    monkeypatch.setattr(_head, "plan_groups", plan)
+    monkeypatch.setattr(log_prob_loss, "plan_groups", plan)
 
 
 @pytest.mark.lanes("cpu", "gpu")

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat, env
-from liger_hw.chunked_loss import _head, functional, grpo_loss
+from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
 from liger_hw.kernels.heads import chunk_plan, linear_head
 from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
@@ -206,9 +206,9 @@ def test_operators(generator):
     numbers = [0.1, 1.0, 0.0, 1.0, 0.0, 0.0]
     for wanted in ((True, True, False), (False, False, False)):
         torch.library.opcheck(
-            _head.chunked_loss.overload, (*call, numbers, _head.PAIR, 2, -100, 1.0, 1.0, *wanted), test_utils=pick
+            log_prob_loss.chunked_loss.overload, (*call, numbers, log_prob_loss.PAIR, 2, -100, 1.0, 1.0, *wanted), test_utils=pick
         )
-    torch.library.opcheck(_head.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
+    torch.library.opcheck(log_prob_loss.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
 
 
 # -- Liger's names ---------------------------------------------------------------------------------------------------
