@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.de
 
 
 class LossModule(torch.nn.Module):
-    """A chunked loss as a module: its options are attributes, which forward hands to `function.apply` by name.
+    """A chunked loss as a module. A subclass is a dataclass, whose fields are the options that forward hands to
+    `function`.
 
     compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
     memory budget.
@@ -63,11 +65,15 @@ class LossModule(torch.nn.Module):
     function: Any
     """The class whose `apply` computes the loss."""
 
-    def __init__(self, *, compiled: bool, chunk_size: int, **options: Any) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.compiled, self.chunk_size, self._option_names = compiled, chunk_size, tuple(options)
-        for name, value in options.items():
-            setattr(self, name, value)
+        names = (field.name for field in fields(self))
+        self._option_names = tuple(name for name in names if name not in ("compiled", "chunk_size"))
+        self.check()
+
+    def check(self) -> None:
+        """Raise for options that make no sense."""
+        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         """The options that mean something, as they are now."""

@@ -9,6 +9,8 @@ Source: Xu et al., "Contrastive Preference Optimization", arXiv 2401.08417
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .preference import (
@@ -61,6 +63,7 @@ class LigerFusedLinearCPOFunction:
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
     """CPO on a linear head.
 
@@ -74,25 +77,14 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
 
     function = LigerFusedLinearCPOFunction
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+
+    def check(self) -> None:
         smoothed_pairs(_NAME, "cpo", **self.options())

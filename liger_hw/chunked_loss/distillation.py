@@ -10,6 +10,7 @@ which reads a row of both heads and writes the gradient of both terms over the s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -225,6 +226,7 @@ def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temper
         check(False, name, f"temperature must be positive, got {temperature}")
 
 
+@dataclass(eq=False, repr=False)
 class DistillationLoss(LossModule):
     """What the distillation modules share: Liger's arguments, handed to `function`.
 
@@ -233,30 +235,20 @@ class DistillationLoss(LossModule):
     the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
     """
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:
-        super().__init__(
-            weight_hard_loss=weight_hard_loss,
-            weight_soft_loss=weight_soft_loss,
-            beta=beta,
-            ignore_index=ignore_index,
-            temperature=temperature,
-            compiled=compiled,
-            chunk_size=chunk_size,
-            return_soft_hard_loss=return_soft_hard_loss,
-        )
-        name = type(self).__name__
-        check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
-        self.function.soft_loss(beta, ignore_index)
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
+
+    def check(self) -> None:
+        weights = self.weight_hard_loss, self.weight_soft_loss
+        options = self.ignore_index, self.temperature, self.return_soft_hard_loss
+        check_options(type(self).__name__, *weights, *options)
+        self.function.soft_loss(self.beta, self.ignore_index)
 
     def forward(
         self,

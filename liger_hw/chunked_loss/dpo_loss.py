@@ -19,6 +19,7 @@ r), e = label_smoothing, s = sigmoid:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -175,6 +176,7 @@ def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopo
         check(discopop_tau > 0.0, _NAME, f"discopop_tau must be positive, got {discopop_tau}")
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearDPOLoss(LossModule):
     """DPO and its relatives on a linear head.
 
@@ -190,33 +192,19 @@ class LigerFusedLinearDPOLoss(LossModule):
 
     function = LigerFusedLinearDPOFunction
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-            loss_type=loss_type,
-            label_smoothing=label_smoothing,
-            discopop_tau=discopop_tau,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+    compiled: bool = True
+    use_ref_model: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+
+    def check(self) -> None:
         dpo_pairs(**self.options())
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def checked_policy(use_ref_model: bool, **options: Any) -> Policy:
     return make_policy(_NAME, **options)
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
@@ -132,47 +134,26 @@ class LigerFusedLinearGRPOLoss(LossModule):
 
     function = LigerFusedLinearGRPOFunction
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-    ) -> None:
-        super().__init__(
-            beta=beta,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            loss_type=loss_type,
-            max_completion_length=max_completion_length,
-            importance_sampling_level=importance_sampling_level,
-            sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg,
-            temperature=temperature,
-            delta=delta,
-            use_bias_correction_kl=use_bias_correction_kl,
-            vespo_k_pos=vespo_k_pos,
-            vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg,
-        )
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def check(self) -> None:
         checked_policy(**self.options())
 
     def forward(

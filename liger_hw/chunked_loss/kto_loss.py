@@ -10,6 +10,7 @@ Source: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimizat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,7 @@ def _check(ignore_index: int, beta: float, use_ref_model: bool, average_log_prob
     check_flags(_NAME, use_ref_model=use_ref_model, average_log_prob=average_log_prob)
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearKTOLoss(LossModule):
     """KTO on a linear head.
 
@@ -129,23 +131,14 @@ class LigerFusedLinearKTOLoss(LossModule):
 
     function = LigerFusedLinearKTOFunction
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    compiled: bool = True
+    use_ref_model: bool = False
+    average_log_prob: bool = False
+    chunk_size: int = 1
+
+    def check(self) -> None:
         _check(**self.options())
 
     def forward(

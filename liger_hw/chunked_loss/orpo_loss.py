@@ -9,6 +9,8 @@ Source: Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -62,6 +64,7 @@ class LigerFusedLinearORPOFunction:
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearORPOLoss(LossModule):
     """ORPO on a linear head.
 
@@ -76,21 +79,13 @@ class LigerFusedLinearORPOLoss(LossModule):
 
     function = LigerFusedLinearORPOFunction
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            chunk_size=chunk_size,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+
+    def check(self) -> None:
         checked_pairs(_NAME, "orpo", average_log_prob=True, **self.options())
 
     def forward(

@@ -9,6 +9,8 @@ Source: Meng, Xia and Chen, "SimPO: Simple Preference Optimization with a Refere
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .preference import (
@@ -63,6 +65,7 @@ class LigerFusedLinearSimPOFunction:
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     """SimPO on a linear head.
 
@@ -75,25 +78,14 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
 
     function = LigerFusedLinearSimPOFunction
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            gamma=gamma,
-            chunk_size=chunk_size,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
+
+    def check(self) -> None:
         smoothed_pairs(_NAME, "simpo", average_log_prob=True, **self.options())
