@@ -33,9 +33,8 @@ OPS = {
 
 def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     """Seconds of the import, of the first call and of the second, in this process."""
-    import torch
-
     import sweep
+    import torch
 
     from liger_hw import registry
     from liger_hw.bench import floors, ops, peers

@@ -21,11 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import losses_page  # noqa: E402
-import published  # noqa: E402
-import size_plots  # noqa: E402
+import losses_page
+import published
+import size_plots
 
-from liger_hw.bench import plots, report  # noqa: E402
+from liger_hw.bench import plots, report
 
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {

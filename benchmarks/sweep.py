@@ -25,15 +25,15 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-import chunked_losses  # noqa: E402
-import separate_ops  # noqa: E402
-import share  # noqa: E402
+import chunked_losses
+import separate_ops
+import share
 
-from liger_hw import registry  # noqa: E402
-from liger_hw.bench import floors, ops, peers, report  # noqa: E402
-from liger_hw.bench.cases import DTYPES, Case, make_inputs, with_few_rows  # noqa: E402
-from liger_hw.bench.inputs import Work  # noqa: E402
-from liger_hw.bench.timing import Budget, Meter, OutOfBudget  # noqa: E402
+from liger_hw import registry
+from liger_hw.bench import floors, ops, peers, report
+from liger_hw.bench.cases import DTYPES, Case, make_inputs, with_few_rows
+from liger_hw.bench.inputs import Work
+from liger_hw.bench.timing import Budget, Meter, OutOfBudget
 
 CASE_LIMIT = 180
 """Seconds after which a case of a shared list is given up."""

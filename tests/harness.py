@@ -55,7 +55,7 @@ def make(op: Op, sizes: Sizes, dtype: torch.dtype, device: str, seed: int, optio
 
 
 def team_words(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Both sums in one word, inverted, as `_teams._tell` leaves them."""
+    """Both sums in one word, inverted, as `cooperative.publish` leaves them."""
     high, low = (t.float().view(torch.int32).long() for t in (first, second))
     return ~(high << 32 | low & 0xFFFFFFFF)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
-from ..transformers.report import MARK, Patch, PatchReport, PatchRow
+from ..transformers.report import PATCH_MARK, Patch, PatchReport, PatchRow
 from . import recipes
 from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
@@ -207,7 +207,7 @@ class Dial:
                 return own(*args, **kwargs)
             return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
 
-        setattr(at_its_level, MARK, (_PART, _PART))
+        setattr(at_its_level, PATCH_MARK, (_PART, _PART))
         return at_its_level
 
     @property
@@ -272,12 +272,12 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = places[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
-    setattr(at_its_level, MARK, (_PART, _PART))
+    setattr(at_its_level, PATCH_MARK, (_PART, _PART))
     return Patch(cls, "forward", at_its_level)
 
 
 def _check_free(forward: Callable[..., Any], name: str) -> None:
-    if getattr(forward, MARK, ("",))[0] == _PART:
+    if getattr(forward, PATCH_MARK, ("",))[0] == _PART:
         raise ValueError(
             f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy of "
             "a model, which no call knows, liger_hw.revert(model)"

@@ -1,15 +1,18 @@
-"""Programs of one launch that wait for one another: a team holds what no program can, and hands sums round.
+"""Programs of one cooperative grid that exchange partial sums: together they hold what no single program can.
 
-They wait, so all must be resident at once. The launch asks for just that (`launch_cooperative_grid`): the driver starts all
-programs together or refuses, and what was refused is set aside like any configuration that fails. Until there is room for
-all, none starts and none holds room: another kernel on the device, a collective's too, delays a team and is not waited for
-by it while it waits itself, so that neither can lock the other.
+Programs wait for one another, so all of them must be resident at once. The launch asks for just that
+(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is set aside
+like any that fails. Until there is room for all programs, none starts and none holds room, so that another kernel on the
+device, a collective's too, delays the grid but cannot deadlock with it.
 
-Two sums travel in one 64-bit word, and words are zeroed before each launch: one relaxed atomic access finds both or neither,
-and no order between accesses matters. Every program adds the words up in the same order.
+A task (a row, a group of channels) is split over several programs. Each publishes two partial sums in one 64-bit word and
+collects the words of all splits of the task. Words are zeroed before each launch, and one relaxed atomic access finds both
+sums or neither, so that no order between memory accesses matters. Every program adds the words up in the same order.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -19,25 +22,25 @@ from .operator import launch
 from .triton_import import tl, triton
 
 COOPERATIVE = "launch_cooperative_grid"
-LARGEST_TEAM = 256
+MAX_SPLITS = 256
 
 
 @triton.jit
 def _bits(value):
-    """A sum's 32 bits, behind 32 zeros; any NaN's are those of one NaN."""
+    """The 32 bits of a fp32 sum, behind 32 zeros; all NaNs have the bits of one."""
     bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits.to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
-def _tell(word_ptr, first, second):
-    """Leave two sums for the team. No two sums invert to a word of zeros, which says that none are there yet."""
+def publish(word_ptr, first, second):
+    """Publish two partial sums. They are inverted: no two sums then give 0, which says that none are there yet."""
     tl.atomic_xchg(word_ptr, ~((_bits(first) << 32) | _bits(second)), sem="relaxed")
 
 
 @triton.jit
-def _hear(words_ptr, splits, LANES: tl.constexpr):
-    """Wait for the sums of all programs of the team, and return both, [LANES]; zeros behind the last."""
+def collect(words_ptr, splits, LANES: tl.constexpr):
+    """Wait for the partial sums of all splits, and return both, fp32 [LANES], 0 behind the last. LANES >= splits."""
     lane = tl.arange(0, LANES)
     words = tl.zeros([LANES], dtype=tl.int64)
     missing = lane < splits
@@ -50,42 +53,41 @@ def _hear(words_ptr, splits, LANES: tl.constexpr):
     return tl.where(lane < splits, first, 0.0), tl.where(lane < splits, second, 0.0)
 
 
-TEAMS = (_bits, _tell, _hear)
-"""For `Tunable(kernels=...)`."""
-
-
-def team_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
-    """A configuration's `vendor`: all programs resident, each with no more registers than so many a multiprocessor have."""
+def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
+    """`LaunchConfig.vendor` of a cooperative grid: no program has more registers than let `ctas` of them be resident."""
     registers = min(248, target.registers // (ctas * warps * target.warp_size) // 8 * 8)
     return {COOPERATIVE: True, "maxnreg": registers}
 
 
-def launch_teams(
+def launch_cooperative(
     plan: Plan,
-    kernel,
+    kernel: Any,
     programs: int,
     splits: int,
-    n_rows: int,
+    n_tasks: int,
     tensors: tuple,
     numbers: tuple,
     flags: tuple,
     *last: float,
 ) -> None:
-    """Teams of `splits` programs, with a word for each of them and each of `n_rows` behind `tensors`, zeroed so that
-    `replay.py` can; `numbers` up to `splits`, `last` behind it, the lanes of a row's words behind `flags`."""
+    """Launch `programs` programs, `splits` of which share a task.
+
+    The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order. The words are
+    zeroed by an operator that `replay.py` can repeat.
+    """
     lanes = next_power_of_2(splits)
-    words = torch.empty((n_rows, lanes), dtype=torch.int64, device=tensors[0].device).zero_()
+    words = torch.empty((n_tasks, lanes), dtype=torch.int64, device=tensors[0].device).zero_()
     launch(plan, kernel, (programs,), (*tensors, words, *numbers, splits, *last), (*flags, lanes))
 
 
-def no_team(config: LaunchConfig, programs: int) -> str | None:
-    """Why `programs` may not wait for one another as `config` asks for; None where they may, or need not."""
+def cooperative_misfit(config: LaunchConfig, splits: int) -> str | None:
+    """Why `splits` programs may not wait for one another under `config`; None where they may, or need not."""
     if COOPERATIVE not in config.vendor:
         return None
     if config.vendor[COOPERATIVE] is not True:
         return f"{COOPERATIVE} must be true, got {config.vendor[COOPERATIVE]!r}; without it nobody waits"
     if registry.interpreting():
         return "the interpreter runs one program after another: those that wait for one another would hang"
-    if programs > LARGEST_TEAM:
-        return f"{programs} programs would wait for one another, more than {LARGEST_TEAM}"
+    if splits > MAX_SPLITS:
+        return f"{splits} programs would wait for one another, more than {MAX_SPLITS}"
     return None

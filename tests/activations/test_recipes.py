@@ -440,8 +440,8 @@ def test_rope_after_a_qk_norm(qk_norm, autocast, ledger):
 def test_gradients_in_place_only_of_what_nobody_else_sees(level, held, monkeypatch):
     """A gated activation's backward still writes over its private inputs, and never over what the user holds."""
     in_place, holding = [], []
-    real = swiglu.swiglu_bwd_
-    monkeypatch.setattr(swiglu, "swiglu_bwd_", lambda *args: in_place.append(args[1]) or real(*args))
+    real = swiglu.operators.bwd_
+    monkeypatch.setattr(swiglu.operators, "bwd_", lambda *args: in_place.append(args[1]) or real(*args))
     model = Decoder(count=1)
     if held:
         model.layers[0].mlp.gate_proj.register_forward_hook(

@@ -9,7 +9,7 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import layer_norm
-from liger_hw.kernels.rows.groups import grouped_key
+from liger_hw.kernels.rows.blocks import aligned_key
 
 
 def _staying(block: int, rows: int) -> LaunchConfig:
@@ -62,7 +62,7 @@ def test_who_loops():
             *(((8192, n_cols), 2, False) for n_cols in (1024, 1536, 4096, 8192, 10240, 5121)),
             *(((8192, 5120), 4, False), ((512, 5120), 2, False), ((1, 5120), 2, False)),
         ):
-            key = grouped_key(*sizes, itemsize)
+            key = aligned_key(*sizes, itemsize)
             config = layer_norm.FWD.heuristic(target, key)
             assert bool(config.ctas_per_mp) == (loops and target.cooperative), (arch, sizes)
             if config.ctas_per_mp:

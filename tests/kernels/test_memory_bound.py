@@ -12,7 +12,7 @@ from liger_hw import registry
 from liger_hw.backends import LaunchConfig
 from liger_hw.kernels.attention import multi_token_attention
 from liger_hw.kernels.norms import group_norm
-from liger_hw.kernels.rows.pieces import pieces_key, row_pieces
+from liger_hw.kernels.rows.blocks import blocks_key, row_blocks
 
 COLUMN_TILES = LaunchConfig({"BLOCK_SIZE": 16, "ROWS": 2}, 1)
 
@@ -179,8 +179,8 @@ def test_pieces_of_a_row():
     tails = {2304: 256, 5120: 1024, 2049: 1, 3072: 1024, 6144: 2048, 12288: 4096, 1152: 128}
     for n_cols, tail in tails.items():
         first = 1 << n_cols.bit_length() - 1
-        assert row_pieces(n_cols, first) == (True, tail) and row_pieces(n_cols, 2 * first) == (True, 0)
-        assert pieces_key(8192, n_cols, 2) == (first, 13, 2, 1)
+        assert row_blocks(n_cols, first) == (True, tail) and row_blocks(n_cols, 2 * first) == (True, 0)
+        assert blocks_key(8192, n_cols, 2) == (first, 13, 2, 1)
     for n_cols in (1, 3, 96, 768, 1000, 2048, 3073, 3584, 3840, 16384, 20000, 65536):
-        assert pieces_key(8192, n_cols, 2) == registry.row_key(8192, n_cols, 2)
-    assert row_pieces(5120, 2048) == (False, 0) and row_pieces(20000, 16384) == (False, 0)
+        assert blocks_key(8192, n_cols, 2) == registry.row_key(8192, n_cols, 2)
+    assert row_blocks(5120, 2048) == (False, 0) and row_blocks(20000, 16384) == (False, 0)

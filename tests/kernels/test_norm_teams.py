@@ -10,7 +10,7 @@ from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
 from liger_hw.kernels.norms.row_teams import _layer_norm_team_bwd_kernel, _rms_norm_team_bwd_kernel, teams_of
-from liger_hw.kernels.rows.groups import grouped_key
+from liger_hw.kernels.rows.blocks import aligned_key
 
 BWD = {"rms_norm": rms_norm.BWD, "fused_add_rms_norm": fused_add_rms_norm.BACKWARD[0], "layer_norm": layer_norm.BWD}
 
@@ -20,7 +20,7 @@ def _config(block: int, warps: int = 2, ctas: int = 2) -> LaunchConfig:
 
 
 def _told(first: torch.Tensor, second: torch.Tensor, block: int) -> torch.Tensor:
-    """The words of all programs as `_tell` leaves them, so that nobody waits; zeros behind the last of a team."""
+    """The words of all programs as `publish` leaves them, so that nobody waits; zeros behind the last of a team."""
     told = team_words(*(torch.stack([part.sum(-1) for part in t.split(block, 1)], 1) for t in (first, second)))
     words = torch.zeros(len(first), registry.next_power_of_2(told.shape[1]), dtype=torch.int64)
     words[:, : told.shape[1]] = told
@@ -100,7 +100,7 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
 def test_who_holds_a_row(op, sizes, splits):
     """On NVIDIA's GPUs teams, of wide rows that are many and begin at 16 bytes, 256 programs at most; each has the registers it
     needs."""
-    key = grouped_key(*sizes, 2)
+    key = aligned_key(*sizes, 2)
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
         config = BWD[op].heuristic(target, key)
@@ -121,22 +121,22 @@ def test_the_tuner_tries_teams(op, itemsize):
     """What the heuristic takes is among them, others too, and all can be launched; none where it takes none."""
     target, tunable = known_target("sm90"), BWD[op]
     for sizes in ((2048, 65536), (2048, 32768), (1024, 16384), (16, 65536), (8192, 8192)):
-        key = grouped_key(*sizes, itemsize)
+        key = aligned_key(*sizes, itemsize)
         teams = [c for c in tunable.space(target, key) if c.vendor]
         first = tunable.heuristic(target, key)
         assert (first in teams and len(set(teams)) > 4) if first.vendor else not teams
         assert not any(tunable.illegal(target, key, c) for c in teams)
-    assert not any(c.vendor for c in tunable.space(known_target("gfx942"), grouped_key(2048, 65536, itemsize)))
+    assert not any(c.vendor for c in tunable.space(known_target("gfx942"), aligned_key(2048, 65536, itemsize)))
 
 
 @pytest.mark.interpret
 def test_nobody_waits_in_the_interpreter():
-    reason = rms_norm.BWD.illegal(known_target("sm90"), grouped_key(2048, 65536, 2), _config(4096, 4))
+    reason = rms_norm.BWD.illegal(known_target("sm90"), aligned_key(2048, 65536, 2), _config(4096, 4))
     assert "would hang" in reason
 
 
 def _held(op: str, sizes: tuple[int, int], device: torch.device, itemsize: int = 2) -> bool:
-    plan = BWD[op].plan(device, grouped_key(*sizes, itemsize))
+    plan = BWD[op].plan(device, aligned_key(*sizes, itemsize))
     return teams_of(plan, *sizes)[0] > 0
 
 

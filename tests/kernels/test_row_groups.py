@@ -7,7 +7,7 @@ import torch
 from harness import make, verify
 
 from liger_hw import registry
-from liger_hw.kernels.rows.groups import group_pieces, grouped_key, programs_of, row_group, tiles_of
+from liger_hw.kernels.rows.blocks import aligned_key, count_programs, count_tiles, lay_out, vector_width
 
 NORMS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "dyt")
 
@@ -20,26 +20,27 @@ def test_group_of_rows():
     groups |= {(777, full): 4, (777, half): 8, (24, half): 2, (16400, half): 1, (8200, half): 8}
     for (n_cols, dtype), group in groups.items():
         x = torch.empty(9, n_cols, dtype=dtype)
-        assert row_group(9, n_cols, x, None, x) == group, (n_cols, dtype)
+        assert vector_width(9, n_cols, x, None, x) == group, (n_cols, dtype)
     x = torch.empty(9 * 777 + 8, dtype=half)
     assert (
-        row_group(9, 777, x[8:].view(9, 777)) == 8 and row_group(9, 777, x[:-8].view(9, 777), x[1:-7].view(9, 777)) == 1
+        vector_width(9, 777, x[8:].view(9, 777)) == 8
+        and vector_width(9, 777, x[:-8].view(9, 777), x[1:-7].view(9, 777)) == 1
     )
     assert (
-        row_group(9, 777, torch.empty(9, 800, dtype=half)[:, :777]) == 1
-        and row_group(1, 777, x[:777].view(1, 777)) == 1
+        vector_width(9, 777, torch.empty(9, 800, dtype=half)[:, :777]) == 1
+        and vector_width(1, 777, x[:777].view(1, 777)) == 1
     )
-    assert grouped_key(9, 2304, 2) == (2048, 4, 2, 1) and grouped_key(9, 2305, 2) == (2048, 4, 2, 0)
-    assert grouped_key(9, 4095, 2) == (4096, 4, 2, 0) and grouped_key(9, 4097, 2) == (4096, 4, 2, 0)
-    assert row_group(9, 4095, torch.empty(9, 4095, dtype=half), whole_rows=False) == 8
-    assert group_pieces(2305, 2048, 8) == (True, 512, 8) and group_pieces(2047, 2048, 8) == (True, 8, 8)
-    assert group_pieces(2047, 2048, 2) == (True, 0, 2) and group_pieces(5001, 1024, 8) == (False, 0, 1)
-    assert group_pieces(9001, 8192, 1) == (True, 1024, 1) and group_pieces(513, 512, 8) == (False, 0, 1)
-    assert [tiles_of(n, 2, 8) for n in (1, 16, 17)] == [8, 8, 16] and tiles_of(17, 2, 1) == 9
+    assert aligned_key(9, 2304, 2) == (2048, 4, 2, 1) and aligned_key(9, 2305, 2) == (2048, 4, 2, 0)
+    assert aligned_key(9, 4095, 2) == (4096, 4, 2, 0) and aligned_key(9, 4097, 2) == (4096, 4, 2, 0)
+    assert vector_width(9, 4095, torch.empty(9, 4095, dtype=half), whole_rows=False) == 8
+    assert lay_out(2305, 2048, 8) == (True, 512, 8) and lay_out(2047, 2048, 8) == (True, 8, 8)
+    assert lay_out(2047, 2048, 2) == (True, 0, 2) and lay_out(5001, 1024, 8) == (False, 0, 1)
+    assert lay_out(9001, 8192, 1) == (True, 1024, 1) and lay_out(513, 512, 8) == (False, 0, 1)
+    assert [count_tiles(n, 2, 8) for n in (1, 16, 17)] == [8, 8, 16] and count_tiles(17, 2, 1) == 9
     assert (
-        [programs_of(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24]
-        and programs_of(0, 5, 1) == 1
-        and programs_of(9, 5, 1) == 5
+        [count_programs(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24]
+        and count_programs(0, 5, 1) == 1
+        and count_programs(9, 5, 1) == 5
     )
 
 
@@ -50,7 +51,7 @@ def test_rows_that_begin_anywhere(lane, name, n_cols, dtype, seed):
     """Every place behind a boundary where a row can begin, more tiles than programs, groups of 2 and of 16 bytes."""
     op = registry.get_op(name)
     sample = make(op, (19, n_cols), dtype, lane.device, seed)
-    assert row_group(19, n_cols, sample.args[0]) > 1
+    assert vector_width(19, n_cols, sample.args[0]) > 1
     verify(op, sample, seed)
 
 

@@ -35,8 +35,8 @@ from ...runtime.operator import (
     no_weight,
 )
 from ...runtime.replay import repeated
-from ..norms.rms_backward import few_rows, safe, tiles_rows
 from ..rows.reduce import column_sum, column_sum_tunable
+from ..rows.tuning import blocks_misfit, rows_per_program, safe
 from .multi_token_attention_channels import (
     CHANNELS_BWD,
     CHANNELS_FILL,
@@ -98,7 +98,7 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
     """Whole rows of up to 16384 keys, 16 elements a thread, for every multiprocessor one: 1 x 64 x 5 takes 47.5 us, forward
     and backward, on the H200, instead of 48.4 (2026-11-22)."""
     block = min(key[0], 16384)
-    rows = few_rows(target, key[1], max(1, min(16, 2048 // block)))
+    rows = rows_per_program(target, key[1], max(1, min(16, 2048 // block)))
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
 
 
@@ -122,7 +122,7 @@ def _tunable(variant: str, kernel) -> Tunable:
         heuristic=_heuristic,
         safe=safe,
         space=_space,
-        valid=tiles_rows,
+        valid=blocks_misfit,
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import _with_fallback, cdiv
+from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from .chunk_plan import STEP, divide, padded
 from .linear_head import dweight_of, dx_of, logits_buffer, logits_of
@@ -338,4 +338,4 @@ def _gradients(*args: torch.Tensor, **options: Any) -> None:
 
     Repeating the whole backward would take logits that are gradients already for logits.
     """
-    _with_fallback(partial(row_log_prob_gradients, *args, **options))()
+    with_fallback(partial(row_log_prob_gradients, *args, **options))()

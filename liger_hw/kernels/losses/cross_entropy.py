@@ -59,10 +59,10 @@ from .cross_entropy_rows import (
     launch_stats,
     launch_sum,
     row_buffers,
-    rows_heuristic,
     rows_tunable,
 )
 from .cross_entropy_scale import BWD, scale_gradients
+from .softmax_rows import rows_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

@@ -13,96 +13,19 @@ import torch
 from ... import env, registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import is_interpreted, launch
-from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
+from ...runtime.triton_import import tl, triton
+from ..rows.edges import body_start, body_width, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, Options, absent, check_targets
-
-if INTERPRET:  # libdevice has no tanh there
-
-    @triton.jit
-    def _tanh(x):
-        e = tl.exp(-2.0 * tl.abs(x))
-        t = (1.0 - e) / (1.0 + e)
-        return tl.where(x < 0, -t, t)
-
-else:
-
-    @triton.jit
-    def _tanh(x):
-        return libdevice.tanh(x)
-
-
-@triton.jit
-def _scan_block(
-    x,
-    cols,
-    n_cols,
-    W_ptr,
-    softcap,
-    m,
-    d,
-    weighted,
-    top,
-    argmax,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take one block into the running maximum m, sum d of exp(s - m), sum of w * s, and first largest logit.
-
-    MASKED: the block ends past n_cols, where x is -inf.
-    """
-    s = x
-    if SOFTCAP:
-        s = softcap * _tanh(x * (1.0 / softcap))
-    if SMOOTHING:
-        ws = s
-        if W_ptr is not None:
-            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
-        if MASKED:
-            ws = tl.where(cols < n_cols, ws, 0.0)
-        weighted += tl.sum(ws)
-    if MASKED and SOFTCAP:
-        s = tl.where(cols < n_cols, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
-    d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
-    if ARGMAX:
-        block_top = tl.max(x)
-        first = tl.min(tl.where(x == block_top, cols, n_cols))
-        argmax = tl.where(block_top > top, first, argmax)
-        top = tl.maximum(top, block_top)
-    return m_new, d, weighted, top, argmax
-
-
-@triton.jit
-def _gradient_block(
-    x, cols, n_cols, W_ptr, softcap, y, lse, pull, push, smooth, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr
-):
-    """pull * p - push at the target - smooth * w, through the softcap."""
-    s = x
-    if SOFTCAP:
-        t = _tanh(x * (1.0 / softcap))
-        s = softcap * t
-    g = pull * tl.exp(s - lse)
-    if SMOOTHING:
-        if W_ptr is not None:
-            g -= smooth * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        else:
-            g -= smooth
-    g = tl.where(cols == y, g - push, g)
-    if SOFTCAP:
-        g *= 1.0 - t * t
-    return g
-
-
-@triton.jit
-def _tail_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored):
-    """The last block of a row, -inf past its end."""
-    x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
-    if BIAS_ptr is not None:
-        x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    return tl.where(cols < n_cols, x, float("-inf"))
+from .softmax_rows import (
+    has_block_size,
+    rows_heuristic,
+    rows_safe,
+    rows_space,
+    scan_row,
+    tanh,
+    write_gradient,
+    write_zeros,
+)
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -136,6 +59,7 @@ def _cross_entropy_fwd_kernel(
     TOKEN_SCALING: tl.constexpr,
     ARGMAX: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -144,16 +68,19 @@ def _cross_entropy_fwd_kernel(
     """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
 
     X and DX hold a chunk of rows that begins at row `row_start` of the rest; columns n_cols..n_stored may be touched.
-    Only the last block is masked. A row of ONE_BLOCK stays in registers between the two sweeps.
     """
     # what the first sweep asked to keep is let go by the second, which is the last to need it
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    X_ptr += chunk_row * X_row_stride
+    head = row_head(chunk_row * X_row_stride, VECTOR)
+    X_ptr += body_start(chunk_row * X_row_stride, head, VECTOR)
     if DX_ptr is not None:
-        DX_ptr += chunk_row * DX_row_stride
-    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+        DX_ptr += body_start(chunk_row * DX_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    if VECTOR > 1:
+        n_stored = n_body
+    n_full = 0 if ONE_BLOCK else (n_body - 1) // BLOCK_SIZE
     block_cols = tl.arange(0, BLOCK_SIZE)
     tail_cols = n_full * BLOCK_SIZE + block_cols
     y = tl.load(Y_ptr + row)
@@ -167,38 +94,22 @@ def _cross_entropy_fwd_kernel(
         if TOP_ptr is not None:
             tl.store(TOP_ptr + row, -1)
         if DX_ptr is not None:
-            nothing = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
-            for i in range(0, n_full):
-                tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
-            tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+            write_zeros(DX_ptr, block_cols, tail_cols, head, n_body, n_full, n_cols, n_stored, BLOCK_SIZE, VECTOR)
         return
 
     # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
     inside = (y >= 0) & (y < n_cols)
     y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
-    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
     if SOFTCAP:
-        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+        s_y = softcap * tanh(s_y * (1.0 / softcap))
 
-    m = float("-inf")
-    d = 0.0
-    weighted = 0.0
-    top = float("-inf")
-    argmax = 0
-    for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + block_cols
-        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        if BIAS_ptr is not None:
-            x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        m, d, weighted, top, argmax = _scan_block(
-            x, cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, False
-        )
-    x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    m, d, weighted, top, argmax = _scan_block(
-        x_tail, tail_cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, True
-    )
+    m, d, _, weighted, argmax, x_tail, x_edge = scan_row(
+        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
+        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    )  # fmt: skip
     lse = m + tl.log(d)
 
     push = tl.where(inside, 1.0, float("nan"))
@@ -253,56 +164,15 @@ def _cross_entropy_fwd_kernel(
             pull *= go
             push *= go
             smooth *= go
-        y_col = y_read.to(tl.int32)
-        if not ONE_BLOCK:
-            x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-        g = _gradient_block(
-            x_tail, tail_cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING
-        )
-        dx_type = DX_ptr.dtype.element_ty
-        tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=AGAIN_EVICT)
-        for done in tl.range(0, n_full, num_stages=STAGES):
-            cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
-            x = tl.load(X_ptr + cols, eviction_policy=AGAIN_EVICT).to(tl.float32)
-            if BIAS_ptr is not None:
-                x += tl.load(BIAS_ptr + cols).to(tl.float32)
-            g = _gradient_block(x, cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING)
-            tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=AGAIN_EVICT)
+        y_col = y_read.to(tl.int32) - head
+        write_gradient(
+            X_ptr, DX_ptr, BIAS_ptr, W_ptr, x_tail, x_edge, block_cols, head, n_body, n_full, n_cols,
+            n_stored, softcap, 1.0, y_col, lse, pull, push, smooth, 0.0, 0.0, SOFTCAP, SMOOTHING, False, ONE_BLOCK, BLOCK_SIZE, STAGES,
+            AGAIN_EVICT, VECTOR,
+        )  # fmt: skip
 
 
 DIMS = ("n_rows", "n_cols")
-
-
-def rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """A row of up to 8192 columns in one block, read once; a wider one by blocks of that, kept for the second read.
-
-    Wider blocks spill where a thread has few registers; the H200's tables prefer 8192 or 16384 (2026-11-20).
-    """
-    block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
-
-
-def rows_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 8))
-
-
-def rows_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    """One block that holds the row, or smaller ones and a second read of it."""
-    smallest, largest = min(key[0], 1024), min(key[0], 65536)
-    blocks = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
-        for block in blocks
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in ((1,) if block == key[0] else (1, 2, 3))
-        for hint in (("none",) if block == key[0] else ("none", "keep"))
-        if 4 <= block // (warps * target.warp_size) <= 64
-    ]
-
-
-def has_block_size(config: LaunchConfig, key: registry.Key) -> str | None:
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
 
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
@@ -365,6 +235,7 @@ def launch_rows(
         options.token_scaling,
         results.hits is not None or results.top is not None,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
+        1 if owned else edge_vector(x, dx),
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 

@@ -13,7 +13,8 @@ from ...registry import LaunchConfig, Target, Tunable, row_key
 from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
-from .cross_entropy_rows import DIMS, has_block_size
+from .cross_entropy_rows import DIMS
+from .softmax_rows import has_block_size
 
 
 @triton.jit

@@ -34,9 +34,9 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from .cross_entropy_rows import has_block_size
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import vocab_key
+from .softmax_rows import has_block_size
 
 _NO_HARD, _HARD_SAME, _HARD_APART = range(3)
 SAVED = 6

@@ -36,8 +36,9 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import libdevice, tl, triton
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
-from .cross_entropy_rows import STATS, RowResults, _stats_key, has_block_size, launch_sum
+from .cross_entropy_rows import STATS, RowResults, _stats_key, launch_sum
 from .cross_entropy_scale import scale_gradients
+from .softmax_rows import has_block_size
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = 3

@@ -29,21 +29,19 @@ from ...runtime.operator import (
     rows_of,
 )
 from ...runtime.triton_import import tl, triton
-from ..rows.groups import (
-    GROUPS,
-    _columns,
-    _first_lanes,
-    _lead_of,
-    _load_part,
-    _places,
-    _store_part,
-    _tile_rows,
-    programs_of,
-    row_group,
-    tiles_of,
+from ..rows.blocks import (
+    columns_of,
+    count_programs,
+    count_tiles,
+    load_tile,
+    main_lanes,
+    store_tile,
+    tile_rows,
+    tile_skew,
+    vector_width,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
-from .rms_backward import DIMS, few_rows, safe, tiles_rows, tiles_rows_persistently
+from ..rows.tuning import DIMS, blocks_misfit, persistent_misfit, rows_per_program, safe
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +89,7 @@ def _dyt_fwd_kernel(
     X_row_stride,
     n_rows,
     n_cols,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -101,20 +99,21 @@ def _dyt_fwd_kernel(
     """Program (r, c) computes row tile r of column tile c."""
     begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
-    rows = _tile_rows(tile, ROWS, GROUP)
+    rows = tile_rows(tile, ROWS, VECTOR)
     row_mask = rows < n_rows
-    lead = _lead_of(tile, n_cols, GROUP)
-    lanes, col_mask = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, 0, GROUP)
-    cols = _columns(lanes, lead, GROUP)
+    skew = tile_skew(tile, n_cols, VECTOR)
+    lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
+    cols = columns_of(lanes, skew, VECTOR)
     mask = row_mask[:, None] & col_mask[None, :]
-    x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-    x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
+    x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols).to(
+        tl.float32
+    )
     gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
     t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
     if Beta_ptr is not None:
         y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    _store_part(_places(Y_ptr, rows, n_cols, lanes, GROUP), y, lanes, mask, row_mask, lead, n_cols, GROUP)
+    store_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -132,7 +131,7 @@ def _dyt_bwd_kernel(
     n_cols,
     n_tiles,
     HAS_BETA: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -148,9 +147,9 @@ def _dyt_bwd_kernel(
     """
     begin(AHEAD)
     pid = tl.program_id(0)
-    lead = _lead_of(pid, n_cols, GROUP)
-    lanes, col_mask = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, 0, GROUP)
-    cols = _columns(lanes, lead, GROUP)
+    skew = tile_skew(pid, n_cols, VECTOR)
+    lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
+    cols = columns_of(lanes, skew, VECTOR)
     alpha = tl.load(Alpha_ptr).to(tl.float32)
     gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # 4: d is a quarter of its slope
     if Partial_ptr is not None:
@@ -159,13 +158,15 @@ def _dyt_bwd_kernel(
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = _tile_rows(tile, ROWS, GROUP)
+        rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
-        dy = _load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP).to(tl.float32)
+        x = load_tile(
+            X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+        ).to(tl.float32)
+        dy = load_tile(
+            DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+        ).to(tl.float32)
         t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
         d = dy * slope
         if Partial_ptr is not None:
@@ -174,8 +175,7 @@ def _dyt_bwd_kernel(
             if HAS_BETA:
                 dbeta += dy
         dx = alpha * gamma[None, :] * d
-        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
-        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
+        store_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
     if Partial_ptr is not None:
         partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
         tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)
@@ -190,7 +190,7 @@ def _dyt_bwd_kernel(
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`, and a last 0 where rows do not begin at 16 bytes, as `grouped_key`."""
+    """`row_key`, and a last 0 where rows do not begin at 16 bytes, as `aligned_key`."""
     key = row_key(n_rows, n_cols, itemsize)
     return (*key, 0) if n_cols & 15 else key
 
@@ -206,7 +206,7 @@ def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
         return block, most // block, 1
     if elements >= enough * 1024:
         return block, 1024 // block, 2
-    return block, few_rows(target, key[1], most // block), 1
+    return block, rows_per_program(target, key[1], most // block), 1
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -268,26 +268,26 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 FWD = Tunable(
     "dyt",
     "fwd",
-    kernels=(_dyt_fwd_kernel, _tanh_and_slope, *GROUPS, begin),
+    kernels=(_dyt_fwd_kernel,),
     key=_key,
     dims=DIMS,
     heuristic=_fwd_heuristic,
     safe=safe,
     space=_fwd_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
-    valid=tiles_rows,
+    valid=blocks_misfit,
     ahead=few_elements,
 )
 BWD = Tunable(
     "dyt",
     "bwd",
-    kernels=(_dyt_bwd_kernel, _tanh_and_slope, *GROUPS, begin),
+    kernels=(_dyt_bwd_kernel,),
     key=_key,
     dims=DIMS,
     heuristic=_bwd_heuristic,
     safe=safe,
     space=_bwd_space,
-    valid=tiles_rows_persistently,
+    valid=persistent_misfit,
     ahead=few_elements,
 )
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
@@ -302,8 +302,8 @@ def _fwd(x, alpha, gamma, beta):
     if n_rows:
         plan = FWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        group = row_group(n_rows, n_cols, x, whole_rows=False)
-        grid = (tiles_of(n_rows, blocks["ROWS"], group), -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"]))
+        group = vector_width(n_rows, n_cols, x, whole_rows=False)
+        grid = (count_tiles(n_rows, blocks["ROWS"], group), -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"]))
         launch(plan, _dyt_fwd_kernel, grid, (x, alpha, gamma, beta, y, stride, n_rows, n_cols), (group,))
     return y
 
@@ -319,11 +319,11 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, params, dalpha
     plan = BWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # a tile that holds all rows: one for each lead would need a launch that sums dgamma (H200: 7 x 4097 8.92 us, now 3.12)
-    group = 1 if n_rows <= blocks["ROWS"] else row_group(n_rows, n_cols, x, dy, whole_rows=False)
-    n_tiles = tiles_of(n_rows, blocks["ROWS"], group)
+    # a tile that holds all rows: one for each skew would need a launch that sums dgamma (H200: 7 x 4097 8.92 us, now 3.12)
+    group = 1 if n_rows <= blocks["ROWS"] else vector_width(n_rows, n_cols, x, dy, whole_rows=False)
+    n_tiles = count_tiles(n_rows, blocks["ROWS"], group)
     col_tiles = -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"])
-    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
+    programs = count_programs(plan.programs // col_tiles, n_tiles, group)
     partial = alpha_partial = None
     if parts:
         partial = partial_sums(x, programs, parts * n_cols, dtype)

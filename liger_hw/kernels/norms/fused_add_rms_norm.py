@@ -33,30 +33,34 @@ from ...runtime.operator import (
     rows_of,
 )
 from ...runtime.triton_import import tl, triton
-from ..rows.groups import (
-    _are_columns,
-    _columns,
-    _first_lanes,
-    _lead_of,
-    _load_part,
-    _places,
-    _store_part,
-    _tile_rows,
-    group_pieces,
-    grouped_key,
-    row_group,
-    tiles_of,
+from ..rows.blocks import (
+    aligned_key,
+    are_columns,
+    as_column,
+    columns_of,
+    count_tiles,
+    keep_narrow,
+    lay_out,
+    load_at,
+    load_columns,
+    main_lanes,
+    row_sums,
+    squared,
+    store_at,
+    tail_lanes,
+    tile_mask,
+    tile_ptrs,
+    tile_rows,
+    tile_skew,
+    vector_width,
 )
-from ..rows.pieces import _at, _both, _columns_of, _row_sums, _second_piece, _squares, _to_columns
-from ..rows.tiles import _after
+from ..rows.tuning import forward_tunable
 from . import rms_norm
 from .rms_backward import backward_tunables, rms_backward
 from .rms_norm import (
     CASTING_MODES,
-    NORMALISE,
     LigerRMSNorm,
     _normalise_and_store,
-    forward_tunable,
     rms_norm_reference,
 )
 
@@ -90,19 +94,19 @@ def _sum_part(
     lanes,
     mask,
     row_mask,
-    lead,
+    skew,
     n_cols,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """x + r of one piece, rounded to x's dtype; None for a piece that is None."""
     s = None
     if lanes is not None:
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        r_ptrs = _places(R_ptr, rows, R_row_stride, lanes, GROUP)
-        r = _load_part(r_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
+        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        r_ptrs = tile_ptrs(R_ptr, rows, R_row_stride, lanes, VECTOR)
+        r = load_at(r_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
         s = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
     return s
 
@@ -124,7 +128,7 @@ def _fused_add_rms_norm_fwd_kernel(
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -135,17 +139,17 @@ def _fused_add_rms_norm_fwd_kernel(
     time from cache."""
     begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
-    rows = _tile_rows(tile, ROWS, GROUP)
+    rows = tile_rows(tile, ROWS, VECTOR)
     row_mask = rows < n_rows
-    lead = _lead_of(tile, n_cols, GROUP)
+    skew = tile_skew(tile, n_cols, VECTOR)
     if WHOLE_ROW:
-        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
-        cols = _columns(lanes, lead, GROUP)
-        tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
-        tail_cols = _columns(tail, lead, GROUP)
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
+        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+        cols = columns_of(lanes, skew, VECTOR)
+        tail = tail_lanes(BLOCK_SIZE, TAIL)
+        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+        tail_cols = columns_of(tail, skew, VECTOR)
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
         s = _sum_part(
             X_ptr,
             R_ptr,
@@ -155,14 +159,14 @@ def _fused_add_rms_norm_fwd_kernel(
             lanes,
             mask,
             row_mask,
-            lead,
+            skew,
             n_cols,
             LOAD_CACHE,
             LOAD_EVICT,
-            GROUP,
+            VECTOR,
         )
         if BLOCK_SIZE <= 4096:
-            w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
+            w = load_columns(W_ptr, cols, exist)  # on its way while the row is summed
         s_tail = _sum_part(
             X_ptr,
             R_ptr,
@@ -172,28 +176,28 @@ def _fused_add_rms_norm_fwd_kernel(
             tail,
             tail_mask,
             row_mask,
-            lead,
+            skew,
             n_cols,
             LOAD_CACHE,
             LOAD_EVICT,
-            GROUP,
+            VECTOR,
         )
-        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
-        _store_part(_places(S_ptr, rows, n_cols, lanes, GROUP), s, lanes, mask, row_mask, lead, n_cols, GROUP)
+        w_tail = load_columns(W_ptr, tail_cols, tail_exist)
+        store_at(tile_ptrs(S_ptr, rows, n_cols, lanes, VECTOR), s, lanes, mask, row_mask, skew, n_cols, VECTOR)
         if TAIL:
-            s_ptrs = _places(S_ptr, rows, n_cols, tail, GROUP)
-            _store_part(s_ptrs, s_tail, tail, tail_mask, row_mask, lead, n_cols, GROUP)
-        rstd = tl.rsqrt(_row_sums(_squares(s), _squares(s_tail)) / n_cols + eps)
+            s_ptrs = tile_ptrs(S_ptr, rows, n_cols, tail, VECTOR)
+            store_at(s_ptrs, s_tail, tail, tail_mask, row_mask, skew, n_cols, VECTOR)
+        rstd = tl.rsqrt(row_sums(squared(s), squared(s_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
-            w = _columns_of(W_ptr, cols, exist)
+            w = load_columns(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            s = _after(s, _to_columns(rstd))
-        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
-        _normalise_and_store(s, rstd, w, y_ptrs, lanes, mask, row_mask, lead, n_cols, offset, CASTING, GROUP)
+            s = keep_narrow(s, as_column(rstd))
+        y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
+        _normalise_and_store(s, rstd, w, y_ptrs, lanes, mask, row_mask, skew, n_cols, offset, CASTING, VECTOR)
         if TAIL:
-            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, VECTOR)
             _normalise_and_store(
-                s_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, offset, CASTING, GROUP
+                s_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, skew, n_cols, offset, CASTING, VECTOR
             )
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -202,24 +206,23 @@ def _fused_add_rms_norm_fwd_kernel(
             cols = start + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
             s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
-            tl.store(_at(S_ptr, rows, n_cols, cols), s, mask=mask)
-            squares += _squares(s)
-        rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
+            tl.store(tile_ptrs(S_ptr, rows, n_cols, cols, 1), s, mask=mask)
+            squares += squared(s)
+        rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):  # backwards: what was read last is nearest
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
             s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
-            w = _columns_of(W_ptr, cols, cols < n_cols)
-            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            w = load_columns(W_ptr, cols, cols < n_cols)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, cols, 1)
             _normalise_and_store(s, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
     tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_KERNELS = (_fused_add_rms_norm_fwd_kernel, _sum_part, *NORMALISE)
-FWD = forward_tunable("fused_add_rms_norm", *_KERNELS, widest=65536, key=grouped_key)
+FWD = forward_tunable("fused_add_rms_norm", _fused_add_rms_norm_fwd_kernel, widest=65536, key=aligned_key)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -231,12 +234,12 @@ def _fwd(x, r, w, eps, offset, casting):
     y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        group = row_group(n_rows, n_cols, x, r)
-        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+        group = vector_width(n_rows, n_cols, x, r)
+        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
         args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
-        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
+        grid = (count_tiles(n_rows, blocks["ROWS"], pieces[2]),)
         launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting, *pieces))
     return y, s, rstd
 

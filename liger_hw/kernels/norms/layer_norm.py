@@ -21,8 +21,8 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ...runtime.cooperative import launch_teams, team_options
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.cooperative import launch_cooperative, resident_options
+from ...runtime.dependent_launch import few_elements
 from ...runtime.operator import (
     Function,
     check,
@@ -36,31 +36,25 @@ from ...runtime.operator import (
     row_major,
     rows_of,
 )
-from ..rows.groups import begin_anywhere, group_pieces, grouped_key, programs_of, row_group, tiles_of
-from ..rows.pieces import widest
+from ..rows.blocks import aligned_key, count_programs, count_tiles, held_columns, is_unaligned, lay_out, vector_width
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
+from ..rows.tuning import (
+    DIMS,
+    blocks_misfit,
+    bwd_heuristic,
+    bwd_space,
+    fwd_heuristic,
+    fwd_space,
+    persistent_misfit,
+    safe,
+)
 from .layer_norm_kernels import (
-    BWD_KERNELS,
-    FWD_KERNELS,
     _layer_norm_bwd_kernel,
     _layer_norm_bwd_means_kernel,
     _layer_norm_fwd_kernel,
 )
-from .rms_backward import (
-    DIMS,
-    at_once,
-    bwd_heuristic,
-    bwd_space,
-    dot_heuristic,
-    dot_safe,
-    dot_space,
-    safe,
-    tiles_rows,
-    tiles_rows_persistently,
-)
-from .rms_norm import fwd_heuristic, fwd_space
+from .rms_backward import at_once, dot_heuristic, dot_safe, dot_space
 from .row_teams import (
-    LAYER_NORM_TEAMS,
     _layer_norm_team_bwd_kernel,
     team_heuristic,
     team_misfit,
@@ -110,7 +104,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
-    if key[0] == 4096 and not begin_anywhere(key) and 1 << key[1] > 16 * target.multiprocessors:
+    if key[0] == 4096 and not is_unaligned(key) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
     looped = key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many
@@ -120,9 +114,9 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _loop(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
     """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows in
     flight do not fit shared memory."""
-    if not target.cooperative or ctas * (stages - 1) * widest(key[0]) * key[2] > target.shared_memory:
+    if not target.cooperative or ctas * (stages - 1) * held_columns(key[0]) * key[2] > target.shared_memory:
         return None
-    registers = {"maxnreg": team_options(target, warps, ctas)["maxnreg"]}
+    registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)
 
 
@@ -141,31 +135,31 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 FWD = Tunable(
     "layer_norm",
     "fwd",
-    kernels=FWD_KERNELS,
-    key=grouped_key,
+    kernels=(_layer_norm_fwd_kernel,),
+    key=aligned_key,
     dims=DIMS,
     heuristic=_fwd_heuristic,
     safe=safe,
     space=_fwd_space,
-    valid=tiles_rows,
+    valid=blocks_misfit,
     ahead=few_elements,
 )
 BWD = Tunable(
     "layer_norm",
     "bwd",
-    kernels=(*BWD_KERNELS, *LAYER_NORM_TEAMS),
-    key=grouped_key,
+    kernels=(_layer_norm_bwd_kernel, _layer_norm_team_bwd_kernel),
+    key=aligned_key,
     dims=DIMS,
     heuristic=lambda target, key: team_heuristic(target, key, 2) or narrow_bwd_heuristic(target, key),
     safe=safe,
     space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
-    valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
+    valid=lambda config, key: persistent_misfit(config, key) or team_misfit(config, key),
     ahead=few_elements,
 )
 BWD_MEANS = Tunable(
     "layer_norm",
     "bwd_means",
-    kernels=(_layer_norm_bwd_means_kernel, begin),
+    kernels=(_layer_norm_bwd_means_kernel,),
     key=row_key,
     dims=DIMS,
     heuristic=dot_heuristic,
@@ -184,13 +178,13 @@ def _fwd(x, w, b, eps):
     y = empty_like(x, x.dtype)
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
-        group = row_group(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+        group = vector_width(n_rows, n_cols, x)
+        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
-        n_tiles = tiles_of(n_rows, blocks["ROWS"], pieces[2])
+        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
+        n_tiles = count_tiles(n_rows, blocks["ROWS"], pieces[2])
         loop = pieces[0] and 0 < plan.programs < n_tiles
-        programs = programs_of(plan.programs, n_tiles, pieces[2]) if loop else n_tiles
+        programs = count_programs(plan.programs, n_tiles, pieces[2]) if loop else n_tiles
         args = (x, w, b, y, stats, stride, n_rows, n_cols, n_tiles, eps)
         launch(plan, _layer_norm_fwd_kernel, (programs,), args, (*pieces, loop))
     return y, stats
@@ -204,24 +198,26 @@ def _bwd(dy, x, w, b, stats, needs_params):
     if not n_rows:
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     dy_stride = rows_of(dy)[2]
-    group = row_group(n_rows, n_cols, x, dy)
-    plan = BWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+    group = vector_width(n_rows, n_cols, x, dy)
+    plan = BWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
     teams, splits = teams_of(plan, n_rows, n_cols)
     if teams:
         partial = partial_sums(x, teams, parts * n_cols, dtype) if parts else None
         tensors, numbers = (dy, x, w, stats, dx, partial), (dy_stride, x_stride, n_rows, n_cols)
-        launch_teams(plan, _layer_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (parts == 2,))
+        launch_cooperative(
+            plan, _layer_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (parts == 2,)
+        )
         return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
     blocks = plan.config.blocks
-    whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
-    n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    whole, tail, group = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
+    n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     means = None
     if col_tiles > 1:
         means = torch.empty_like(stats)
         args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
         plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
-    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
+    programs = count_programs(plan.programs // col_tiles, n_tiles, group)
     few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, parts > 0) if whole else (0, 0)
     by_columns = -(-n_cols // width) if width else 0
     partial = partial_sums(x, 1 if by_columns else programs, parts * n_cols, dtype) if parts else None

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from ...runtime.dependent_launch import begin
 from ...runtime.triton_import import tl, triton
-from ..rows.groups import (
-    GROUPS,
-    _are_columns,
-    _columns,
-    _first_lanes,
-    _lead_of,
-    _load_part,
-    _places,
-    _store_part,
-    _tile_rows,
+from ..rows.blocks import (
+    are_columns,
+    as_column,
+    columns_of,
+    keep_narrow,
+    load_at,
+    load_columns,
+    load_row_values,
+    load_tile,
+    main_lanes,
+    row_sums,
+    row_sums_of_two,
+    squared,
+    store_at,
+    tail_lanes,
+    tile_mask,
+    tile_ptrs,
+    tile_rows,
+    tile_skew,
+    to_fp32,
 )
-from ..rows.pieces import (
-    PIECES,
-    _at,
-    _both,
-    _columns_of,
-    _load_tile,
-    _one_a_row,
-    _row_sums,
-    _second_piece,
-    _squares,
-    _to_columns,
-    _wide,
-)
-from ..rows.tiles import _after
-from .rms_backward import _all_rows, _scale_of, _store_sums, _values_of
+from .rms_backward import _all_rows, _scale_of, _store_sums
 
 
 @triton.jit
@@ -37,18 +33,18 @@ def _centred(x, mean, mask):
     """x - mean in fp32, 0 where there is no column; None for a piece that is None."""
     centred = None
     if x is not None:
-        centred = tl.where(mask, x.to(tl.float32) - _to_columns(mean), 0.0)
+        centred = tl.where(mask, x.to(tl.float32) - as_column(mean), 0.0)
     return centred
 
 
 @triton.jit
-def _scale_shift_and_store(h, w, b, Y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP: tl.constexpr):
+def _scale_shift_and_store(h, w, b, Y_ptrs, lanes, mask, row_mask, skew, n_cols, VECTOR: tl.constexpr):
     y = h
     if w is not None:
         y = y * w.to(tl.float32)[None, :]
     if b is not None:
         y = y + b.to(tl.float32)[None, :]
-    _store_part(Y_ptrs, y, lanes, mask, row_mask, lead, n_cols, GROUP)
+    store_at(Y_ptrs, y, lanes, mask, row_mask, skew, n_cols, VECTOR)
 
 
 @triton.jit
@@ -71,7 +67,7 @@ def _layer_norm_fwd_kernel(
     eps,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     LOOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,55 +84,55 @@ def _layer_norm_fwd_kernel(
     """
     begin(AHEAD)
     pid = tl.program_id(0).to(tl.int64)
-    lead = _lead_of(pid, n_cols, GROUP)
+    skew = tile_skew(pid, n_cols, VECTOR)
     if WHOLE_ROW:
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
-        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
-        cols = _columns(lanes, lead, GROUP)
-        tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
-        tail_cols = _columns(tail, lead, GROUP)
+        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+        cols = columns_of(lanes, skew, VECTOR)
+        tail = tail_lanes(BLOCK_SIZE, TAIL)
+        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+        tail_cols = columns_of(tail, skew, VECTOR)
         if LOOP:
-            w = _columns_of(W_ptr, cols, exist)
-            b = _columns_of(B_ptr, cols, exist)
-            w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
-            b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
+            w = load_columns(W_ptr, cols, exist)
+            b = load_columns(B_ptr, cols, exist)
+            w_tail = load_columns(W_ptr, tail_cols, tail_exist)
+            b_tail = load_columns(B_ptr, tail_cols, tail_exist)
         start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
-            rows = _tile_rows(turn if LOOP else pid, ROWS, GROUP)
+            rows = tile_rows(turn if LOOP else pid, ROWS, VECTOR)
             row_mask = rows < n_rows
-            mask = _both(row_mask, exist)
-            tail_mask = _both(row_mask, tail_exist)
-            x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-            x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+            mask = tile_mask(row_mask, exist)
+            tail_mask = tile_mask(row_mask, tail_exist)
+            x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
+            x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
             if not (LOOP or LATE):
-                w = _columns_of(W_ptr, cols, exist)  # on their way while the row is summed
-                b = _columns_of(B_ptr, cols, exist)
-            x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
-            x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+                w = load_columns(W_ptr, cols, exist)  # on their way while the row is summed
+                b = load_columns(B_ptr, cols, exist)
+            x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, tail, VECTOR)
+            x_tail = load_at(x_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
             if not LOOP:
-                w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
-                b_tail = _columns_of(B_ptr, tail_cols, tail_exist)
-            mean = _row_sums(x, x_tail) / n_cols
+                w_tail = load_columns(W_ptr, tail_cols, tail_exist)
+                b_tail = load_columns(B_ptr, tail_cols, tail_exist)
+            mean = row_sums(x, x_tail) / n_cols
             if LATE:
-                x = _after(x, _to_columns(mean))
+                x = keep_narrow(x, as_column(mean))
             centred = _centred(x, mean, mask)
             centred_tail = _centred(x_tail, mean, tail_mask)
-            rstd = tl.rsqrt(_row_sums(_squares(centred), _squares(centred_tail)) / n_cols + eps)
+            rstd = tl.rsqrt(row_sums(squared(centred), squared(centred_tail)) / n_cols + eps)
             if LATE:
-                w = _columns_of(W_ptr, cols, exist)
-                b = _columns_of(B_ptr, cols, exist)
-                centred = _after(x, _to_columns(rstd)).to(tl.float32) - _to_columns(mean)
-            h = centred * _to_columns(rstd)
-            y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
-            _scale_shift_and_store(h, w, b, y_ptrs, lanes, mask, row_mask, lead, n_cols, GROUP)
+                w = load_columns(W_ptr, cols, exist)
+                b = load_columns(B_ptr, cols, exist)
+                centred = keep_narrow(x, as_column(rstd)).to(tl.float32) - as_column(mean)
+            h = centred * as_column(rstd)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
+            _scale_shift_and_store(h, w, b, y_ptrs, lanes, mask, row_mask, skew, n_cols, VECTOR)
             if TAIL:
-                h = centred_tail * _to_columns(rstd)
-                y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
-                _scale_shift_and_store(h, w_tail, b_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+                h = centred_tail * as_column(rstd)
+                y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, VECTOR)
+                _scale_shift_and_store(h, w_tail, b_tail, y_ptrs, tail, tail_mask, row_mask, skew, n_cols, VECTOR)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
-        rows = _tile_rows(pid, ROWS, GROUP)
+        rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -145,23 +141,23 @@ def _layer_norm_fwd_kernel(
         for tile in range(tiles):
             cols = tile * BLOCK_SIZE + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
             step = tl.where(mask, x - lane_mean, 0.0)
             lane_mean += step * (1.0 / (tile + 1.0))
             lane_m2 += step * (x - lane_mean)
         seen = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values a lane has taken
-        mean = _row_sums(lane_mean * seen, None) / n_cols
-        apart = lane_mean - _to_columns(mean)
-        rstd = tl.rsqrt(_row_sums(lane_m2 + seen * apart * apart, None) / n_cols + eps)
+        mean = row_sums(lane_mean * seen, None) / n_cols
+        apart = lane_mean - as_column(mean)
+        rstd = tl.rsqrt(row_sums(lane_m2 + seen * apart * apart, None) / n_cols + eps)
         for tile in range(tiles):
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes  # backwards: what was read last is nearest
             exist = cols < n_cols
             mask = row_mask[:, None] & exist[None, :]
-            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
-            h = (x - _to_columns(mean)) * _to_columns(rstd)
-            w = _columns_of(W_ptr, cols, exist)
-            b = _columns_of(B_ptr, cols, exist)
-            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "").to(tl.float32)
+            h = (x - as_column(mean)) * as_column(rstd)
+            w = load_columns(W_ptr, cols, exist)
+            b = load_columns(B_ptr, cols, exist)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, cols, 1)
             _scale_shift_and_store(h, w, b, y_ptrs, cols, mask, row_mask, 0, n_cols, 1)
         _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
 
@@ -210,13 +206,6 @@ def _centred_and_m(x, dy, mean, rstd, w):
 
 
 @triton.jit
-def _two_row_sums(a, b):
-    """The sums of each row of a and of b, in one exchange between the warps."""
-    sum_a, sum_b = tl.split(tl.sum(tl.join(a, b), axis=1))
-    return _one_a_row(sum_a), _one_a_row(sum_b)
-
-
-@triton.jit
 def _sums_of_columns(
     DY_ptr,
     X_ptr,
@@ -234,10 +223,10 @@ def _sums_of_columns(
     """dw and, if HAS_BIAS, db of WIDTH columns, from all rows."""
     rows, row_mask, cols, exist = _all_rows(tile, n_rows, n_cols, AT_ONCE, WIDTH)
     mask = row_mask[:, None] & exist[None, :]
-    x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-    dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
-    mean = _values_of(STATS_ptr, rows, row_mask)
-    rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    mean = load_row_values(STATS_ptr, rows, row_mask)
+    rstd = load_row_values(STATS_ptr + n_rows, rows, row_mask)
     h, _ = _centred_and_m(x, dy, mean, rstd, None)
     _store_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS)
 
@@ -258,7 +247,7 @@ def _layer_norm_bwd_kernel(
     n_tiles,
     HAS_BIAS: tl.constexpr,
     TAIL: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -295,12 +284,12 @@ def _layer_norm_bwd_kernel(
                 WIDTH,
             )
             return
-    lead = _lead_of(pid, n_cols, GROUP)
-    lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
-    cols = _columns(lanes, lead, GROUP)
-    tail = _second_piece(BLOCK_SIZE, TAIL)
-    tail_exist = _are_columns(tail, lead, n_cols, GROUP)
-    tail_cols = _columns(tail, lead, GROUP)
+    skew = tile_skew(pid, n_cols, VECTOR)
+    lanes, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+    cols = columns_of(lanes, skew, VECTOR)
+    tail = tail_lanes(BLOCK_SIZE, TAIL)
+    tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+    tail_cols = columns_of(tail, skew, VECTOR)
     w = _scale_of(W_ptr, cols, exist, 0.0)
     w_tail = _scale_of(W_ptr, tail_cols, tail_exist, 0.0)
     if SUMS:
@@ -311,20 +300,20 @@ def _layer_norm_bwd_kernel(
             db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     end, step = (pid + 1, 1) if AT_ONCE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = _tile_rows(tile, ROWS, GROUP)
+        rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
-        dy = _wide(_load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
-        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
-        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, tail, GROUP)
-        dy_tail = _wide(_load_part(dy_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
-        mean = _values_of(STATS_ptr, rows, row_mask)
-        rstd = _values_of(STATS_ptr + n_rows, rows, row_mask)
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
+        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        dy_ptrs = tile_ptrs(DY_ptr, rows, DY_row_stride, lanes, VECTOR)
+        dy = to_fp32(load_at(dy_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR))
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, tail, VECTOR)
+        x_tail = load_at(x_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        dy_ptrs = tile_ptrs(DY_ptr, rows, DY_row_stride, tail, VECTOR)
+        dy_tail = to_fp32(load_at(dy_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR))
+        mean = load_row_values(STATS_ptr, rows, row_mask)
+        rstd = load_row_values(STATS_ptr + n_rows, rows, row_mask)
         h, m = _centred_and_m(x, dy, mean, rstd, w)
         if SUMS:
             dw += dy * h
@@ -337,42 +326,25 @@ def _layer_norm_bwd_kernel(
                 if HAS_BIAS:
                     db_tail += dy_tail
         if MEANS_ptr is None:
-            shift, dot = _two_row_sums(m, m * h)
+            shift, dot = row_sums_of_two(m, m * h)
             if TAIL:
-                shift_tail, dot_tail = _two_row_sums(m_tail, m_tail * h_tail)
+                shift_tail, dot_tail = row_sums_of_two(m_tail, m_tail * h_tail)
                 shift += shift_tail
                 dot += dot_tail
-            shift = _to_columns(shift / n_cols)
-            dot = _to_columns(dot / n_cols)
+            shift = as_column(shift / n_cols)
+            dot = as_column(dot / n_cols)
         else:
-            shift = _values_of(MEANS_ptr, rows, row_mask)
-            dot = _values_of(MEANS_ptr + n_rows, rows, row_mask)
+            shift = load_row_values(MEANS_ptr, rows, row_mask)
+            dot = load_row_values(MEANS_ptr + n_rows, rows, row_mask)
         dx = rstd * (m - shift - h * dot)
-        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
-        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
+        dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, lanes, VECTOR)
+        store_at(dx_ptrs, dx, lanes, mask, row_mask, skew, n_cols, VECTOR)
         if TAIL:
             dx = rstd * (m_tail - shift - h_tail * dot)
-            dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
-            _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+            dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, tail, VECTOR)
+            store_at(dx_ptrs, dx, tail, tail_mask, row_mask, skew, n_cols, VECTOR)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         _store_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS)
         if TAIL:
             _store_sums(line_ptr, n_cols, dw_tail, db_tail, tail_cols, tail_exist, HAS_BIAS)
-
-
-FWD_KERNELS = (_layer_norm_fwd_kernel, _scale_shift_and_store, _store_stats, _centred, _after, begin, *GROUPS, *PIECES)
-BWD_KERNELS = (
-    _layer_norm_bwd_kernel,
-    _centred_and_m,
-    _two_row_sums,
-    _all_rows,
-    _sums_of_columns,
-    _store_sums,
-    _scale_of,
-    _values_of,
-    begin,
-    *GROUPS,
-    *PIECES,
-)
-"""The kernel first, then all that it calls: what a tuned entry is valid for."""

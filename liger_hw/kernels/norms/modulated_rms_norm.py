@@ -23,7 +23,7 @@ import torch
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.dependent_launch import few_elements
 from ...runtime.operator import (
     Function,
     check,
@@ -39,27 +39,17 @@ from ...runtime.operator import (
     rows_of,
 )
 from ..pointwise.elementwise import evenly_spaced
-from ..rows.pieces import pieces_key, row_pieces, widest
+from ..rows.blocks import blocks_key, held_columns, row_blocks
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
 from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
 from .modulated_rms_norm_kernels import (
-    BWD_KERNELS,
-    FWD_KERNELS,
     _modulated_rms_norm_bwd_dot_kernel,
     _modulated_rms_norm_bwd_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
 from .modulated_rms_norm_sums import ALL_SUMS, SUMS, columns_at_once, sum_chunks
-from .rms_backward import (
-    WIDEST_TILE,
-    dot_heuristic,
-    dot_safe,
-    dot_space,
-    few_rows,
-    safe,
-    tiles_rows,
-    tiles_rows_persistently,
-)
+from .rms_backward import dot_heuristic, dot_safe, dot_space
 from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -99,7 +89,7 @@ _BWD_STREAMS = 3  # dy, x and scale
 
 
 def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
-    return pieces_key(n_rows, n_cols, itemsize)
+    return blocks_key(n_rows, n_cols, itemsize)
 
 
 def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
@@ -111,12 +101,14 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Tiles of 4096 elements with two more in flight, four programs a multiprocessor. A program keeps the modulation of
     its rows: on the H200 23 us instead of 34 at 64 x 16384 x 1152, 20 instead of 24 at 32 x 8192 x 2048; many rows of
     1024 columns are best taken singly by as few threads as can hold them: 21.6 us there instead of 22.6 (2026-11-21)."""
-    block = min(key[0], WIDEST_TILE)
+    block = min(key[0], WIDEST_BLOCK)
     singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
-    rows = 1 if singly else few_rows(target, key[1], max(1, min(32, 4096 // block)))
+    rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
     ctas = max(1, min(16 if singly else 4, 16384 // tile))
-    room = 1 + target.shared_memory // (3 * widest(block) * rows * key[2])  # scale and shift are read by row at worst
+    room = 1 + target.shared_memory // (
+        3 * held_columns(block) * rows * key[2]
+    )  # scale and shift are read by row at worst
     few = block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors
     stages = 1 if few else min(3, room)
     per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
@@ -126,7 +118,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     return [
         LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas)
-        for block in sorted({min(key[0], 8192), min(key[0], WIDEST_TILE)})
+        for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)})
         for rows in (1, 2, 4, 8, 16, 32)
         for warps in (1, 2, 4, 8, 16)
         for stages in (1, 2, 3, 4)
@@ -134,7 +126,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
         if rows * block <= max(block, 8192)
         and 8 <= rows * block // (warps * target.warp_size) <= 64
         and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and 3 * (stages - 1) * rows * widest(block) * key[2] <= target.shared_memory
+        and 3 * (stages - 1) * rows * held_columns(block) * key[2] <= target.shared_memory
     ]
 
 
@@ -165,18 +157,16 @@ def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, k
     )
 
 
-FWD = _tunable("fwd", FWD_KERNELS, _fwd_heuristic, safe, _fwd_space, tiles_rows)
+FWD = _tunable("fwd", (_modulated_rms_norm_fwd_kernel,), _fwd_heuristic, safe, _fwd_space, blocks_misfit)
 BWD = _tunable(
     "bwd",
-    BWD_KERNELS,
+    (_modulated_rms_norm_bwd_kernel,),
     _bwd_heuristic,
     safe,
     lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
-    tiles_rows_persistently,
+    persistent_misfit,
 )
-BWD_DOT = _tunable(
-    "bwd_dot", (_modulated_rms_norm_bwd_dot_kernel, begin), dot_heuristic, dot_safe, dot_space, key=_wide_key
-)
+BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space, key=_wide_key)
 BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key, ahead=None)
 BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key, ahead=None)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
@@ -193,9 +183,9 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         rows_per_mod = n_rows * n_cols // scale.numel()
         scale, scale_stride = evenly_spaced(scale)
         shift, shift_stride = (None, 0) if shift is None else evenly_spaced(shift)
-        plan = FWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+        plan = FWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
+        whole, tail = row_blocks(n_cols, blocks["BLOCK_SIZE"])
         one_wave = n_rows <= blocks["ROWS"] * plan.programs
         keep = 2 if whole and one_wave else int(whole and rows_per_mod >= 2 * blocks["ROWS"])
         groups = n_rows // rows_per_mod if keep == 1 else 1
@@ -223,9 +213,9 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     n_mods = scale.numel() // n_cols
     scale, scale_stride = evenly_spaced(scale)
     strides = rows_of(dy)[2], x_stride, scale_stride
-    plan = BWD.plan(x.device, pieces_key(n_rows, n_cols, x.itemsize))
+    plan = BWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
     blocks, key = plan.config.blocks, row_key(n_rows, n_cols, x.itemsize)
-    whole, tail = row_pieces(n_cols, blocks["BLOCK_SIZE"])
+    whole, tail = row_blocks(n_cols, blocks["BLOCK_SIZE"])
     col_tiles = 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     dot = None
     if col_tiles > 1:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from ...runtime.dependent_launch import begin
 from ...runtime.triton_import import tl, triton
-from ..rows.pieces import (
-    PIECES,
-    _at,
-    _below,
-    _both,
-    _columns_of,
-    _first_piece,
-    _load_tile,
-    _row_sums,
-    _second_piece,
-    _squares,
-    _to_columns,
-    _wide,
+from ..rows.blocks import (
+    are_columns,
+    as_column,
+    load_columns,
+    load_row_values,
+    load_tile,
+    main_lanes,
+    row_sums,
+    squared,
+    tail_lanes,
+    tile_mask,
+    tile_ptrs,
+    to_fp32,
 )
-from .modulated_rms_norm_sums import _store_gradients, _store_if, _sums_of_columns
-from .rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums, _values_of
+from .modulated_rms_norm_sums import _store_if, _sums_of_columns
+from .rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums
 
 
 @triton.jit
 def _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
     """One piece's (offset + W) * (1 + scale) in fp32, [mods, columns]; None for a piece that is None."""
-    gain = _wide(_load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
+    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
     if gain is not None:
         gain = 1.0 + gain
         w = _scale_of(W_ptr, cols, exist, offset)
@@ -39,13 +39,13 @@ def _shift_of(Shift_ptr, mods, Shift_row_stride, cols, mask):
     """One piece's shift in fp32, [mods, columns]; None without a shift and for a piece that is None."""
     shift = None
     if Shift_ptr is not None:
-        shift = _wide(_load_tile(Shift_ptr, mods, Shift_row_stride, cols, mask, "", ""))
+        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, mask, "", ""))
     return shift
 
 
 @triton.jit
 def _modulate_and_store(x, rstd, gain, shift, Y_ptrs, mask, CASTING: tl.constexpr):
-    y = x.to(tl.float32) * _to_columns(rstd)
+    y = x.to(tl.float32) * as_column(rstd)
     if CASTING == 0:
         y = y.to(x.dtype).to(tl.float32)
     y = y * gain
@@ -98,14 +98,14 @@ def _modulated_rms_norm_fwd_kernel(
         group = (pid * 0).to(tl.int64)
         first, end, step = (pid, pid + 1, 1) if KEEP == 2 else (pid, n_tiles, chunks)
     if WHOLE_ROW:
-        cols, exist = _first_piece(0, n_cols, BLOCK_SIZE, TAIL)
-        tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _below(tail, n_cols)
+        cols, exist = main_lanes(0, 0, n_cols, BLOCK_SIZE, TAIL, 1)
+        tail = tail_lanes(BLOCK_SIZE, TAIL)
+        tail_exist = are_columns(tail, 0, n_cols, 1)
     if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
         gain = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
         shift = _shift_of(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :])
-        there = _both(tl.full([1], 1, tl.int1), tail_exist)
+        there = tile_mask(tl.full([1], 1, tl.int1), tail_exist)
         gain_tail = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, there, offset)
         shift_tail = _shift_of(Shift_ptr, mods, Shift_row_stride, tail, there)
     for tile in tl.range(first, end, step, num_stages=STAGES):
@@ -114,41 +114,41 @@ def _modulated_rms_norm_fwd_kernel(
         rows = group * rows_per_group + in_group
         own = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
         if WHOLE_ROW:
-            mask = _both(row_mask, exist)
-            tail_mask = _both(row_mask, tail_exist)
-            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            mask = tile_mask(row_mask, exist)
+            tail_mask = tile_mask(row_mask, tail_exist)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            x_tail = load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
             if KEEP == 2:
                 gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
                 shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
                 gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
                 shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
-            rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
+            rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
             if KEEP == 0:
                 gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
                 shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
-            _modulate_and_store(x, rstd, gain, shift, _at(Y_ptr, rows, n_cols, cols), mask, CASTING)
+            _modulate_and_store(x, rstd, gain, shift, tile_ptrs(Y_ptr, rows, n_cols, cols, 1), mask, CASTING)
             if TAIL:
                 if KEEP == 0:
                     gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
                     shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
-                y_ptrs = _at(Y_ptr, rows, n_cols, tail)
+                y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, 1)
                 _modulate_and_store(x_tail, rstd, gain_tail, shift_tail, y_ptrs, tail_mask, CASTING)
         else:
             lanes = tl.arange(0, BLOCK_SIZE)
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
-                squares += _squares(_load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
-            rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
+                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
+            rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
                 at = (tiles - 1 - back) * BLOCK_SIZE + lanes
                 mask = row_mask[:, None] & (at < n_cols)[None, :]
-                x_raw = _load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
+                x_raw = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
                 gains = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
                 shifts = _shift_of(Shift_ptr, own, Shift_row_stride, at, mask)
-                _modulate_and_store(x_raw, rstd, gains, shifts, _at(Y_ptr, rows, n_cols, at), mask, CASTING)
+                _modulate_and_store(x_raw, rstd, gains, shifts, tile_ptrs(Y_ptr, rows, n_cols, at, 1), mask, CASTING)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
@@ -190,7 +190,7 @@ def _modulated_rms_norm_bwd_dot_kernel(
 def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
     """One piece's (offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
     w = _scale_of(W_ptr, cols, exist, offset)
-    scale = _columns_of(mod_ptr, cols, exist)
+    scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
         scale = 1.0 + scale.to(tl.float32)
         if w is not None:
@@ -288,9 +288,9 @@ def _modulated_rms_norm_bwd_kernel(
         group, first_tile = (pid * 0).to(tl.int64), pid
     else:
         group, first_tile = (pid // chunks).to(tl.int64), pid % chunks
-    cols, exist = _first_piece(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, TAIL)
-    tail = _second_piece(BLOCK_SIZE, TAIL)
-    tail_exist = _below(tail, n_cols)
+    cols, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, 0, n_cols, BLOCK_SIZE, TAIL, 1)
+    tail = tail_lanes(BLOCK_SIZE, TAIL)
+    tail_exist = are_columns(tail, 0, n_cols, 1)
     mod_ptr = None
     if not PER_ROW:
         mod_ptr = Scale_ptr + group * Scale_row_stride
@@ -307,20 +307,20 @@ def _modulated_rms_norm_bwd_kernel(
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
-        x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-        dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_tail = _load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        dy_tail = _wide(_load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
-        rstd = _values_of(RSTD_ptr, rows, row_mask)
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
+        x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+        dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
+        x_tail = load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+        dy_tail = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        rstd = load_row_values(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
         mh_tail = None
         share = dy * seen
         if PER_ROW:
-            scale = _load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            ds_ptrs = _at(None if WIDTH else DScale_ptr, rows, n_cols, cols)
-            dh_ptrs = _at(None if WIDTH else DShift_ptr, rows, n_cols, cols)
+            scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
+            ds_ptrs = tile_ptrs(None if WIDTH else DScale_ptr, rows, n_cols, cols, 1)
+            dh_ptrs = tile_ptrs(None if WIDTH else DShift_ptr, rows, n_cols, cols, 1)
             share, m = _own_modulation(scale, share, seen, dy, m, ds_ptrs, dh_ptrs, mask)
         if SUMS:
             first += share
@@ -330,9 +330,9 @@ def _modulated_rms_norm_bwd_kernel(
             h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
             share = dy_tail * seen
             if PER_ROW:
-                scale = _load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-                ds_ptrs = _at(None if WIDTH else DScale_ptr, rows, n_cols, tail)
-                dh_ptrs = _at(None if WIDTH else DShift_ptr, rows, n_cols, tail)
+                scale = load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+                ds_ptrs = tile_ptrs(None if WIDTH else DScale_ptr, rows, n_cols, tail, 1)
+                dh_ptrs = tile_ptrs(None if WIDTH else DShift_ptr, rows, n_cols, tail, 1)
                 share, m_tail = _own_modulation(scale, share, seen, dy_tail, m_tail, ds_ptrs, dh_ptrs, tail_mask)
             mh_tail = m_tail * h_tail
             if SUMS:
@@ -340,31 +340,15 @@ def _modulated_rms_norm_bwd_kernel(
                 if HAS_SHIFT:
                     second_tail += dy_tail
         if DOT_ptr is None:
-            dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
+            dot = as_column(row_sums(m * h, mh_tail) / n_cols)
         else:
-            dot = _values_of(DOT_ptr, rows, row_mask)
-        _store_dx(_at(DX_ptr, rows, n_cols, cols), None, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
+            dot = load_row_values(DOT_ptr, rows, row_mask)
+        _store_dx(tile_ptrs(DX_ptr, rows, n_cols, cols, 1), None, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
         if TAIL:
-            dx_ptrs = _at(DX_ptr, rows, n_cols, tail)
+            dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, tail, 1)
             _store_dx(dx_ptrs, None, rstd, h_tail, m_tail, dot, tail_mask, LOAD_CACHE, LOAD_EVICT)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
         _store_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
         if TAIL:
             _store_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
-
-
-FWD_KERNELS = (_modulated_rms_norm_fwd_kernel, _gain_of, _shift_of, _scale_of, _modulate_and_store, begin, *PIECES)
-_OWN = (_factor_of, _own_modulation, _store_if, _sums_of_columns, _store_gradients)
-BWD_KERNELS = (
-    _modulated_rms_norm_bwd_kernel,
-    *_OWN,
-    _scale_of,
-    _h_and_m,
-    _values_of,
-    _store_dx,
-    _store_sums,
-    begin,
-    *PIECES,
-)
-"""The kernel first, then all that it calls: what a tuned entry is valid for."""

@@ -12,7 +12,7 @@ import torch
 from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from ..rows.pieces import _at, _columns_of, _load_tile
+from ..rows.blocks import load_tile, tile_ptrs
 from .rms_backward import _h_and_m, _scale_of, few_at_most
 
 
@@ -30,9 +30,9 @@ def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n
         dscale = q * w[None, :]
         dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
         tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
-    _store_if(_at(DScale_ptr, mods, n_cols, cols), dscale, mask)
+    _store_if(tile_ptrs(DScale_ptr, mods, n_cols, cols, 1), dscale, mask)
     if DShift_ptr is not None:
-        _store_if(_at(DShift_ptr, mods, n_cols, cols), shift, mask)
+        _store_if(tile_ptrs(DShift_ptr, mods, n_cols, cols, 1), shift, mask)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _sums_of_columns(
     dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
     mask = is_mod[:, None] & exist[None, :]
-    scale = _load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
     w = _scale_of(W_ptr, cols, exist, offset)
     _, seen, _ = _h_and_m(x, dy, rstd, None, CASTING)
     q, shift = tl.sum(dy * seen, axis=1), tl.sum(dy, axis=1)
@@ -152,7 +152,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     if DShift_ptr is not None:
         shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
-    scale = _load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
     w = _scale_of(W_ptr, cols, exist, offset)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
@@ -193,8 +193,7 @@ def _all_sums_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 SUMS = ((_modulated_rms_norm_bwd_sums_kernel,), _sums_heuristic, _sums_safe, _sums_space)
-_ALL = (_store_gradients, _store_if, _scale_of, _columns_of, _load_tile, _at)
-ALL_SUMS = ((_modulated_rms_norm_bwd_all_sums_kernel, *_ALL), _all_sums_heuristic, _all_sums_safe, _all_sums_space)
+ALL_SUMS = ((_modulated_rms_norm_bwd_all_sums_kernel,), _all_sums_heuristic, _all_sums_safe, _all_sums_space)
 """Of the tunables `bwd_sums` and `bwd_all_sums`: kernels, the one that is launched first, heuristic, safe, space."""
 
 # -- launchers -------------------------------------------------------------------------------------------------------

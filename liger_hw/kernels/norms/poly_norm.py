@@ -34,8 +34,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
-from .rms_backward import DIMS, bwd_heuristic, bwd_space, safe, tiles_rows_persistently
-from .rms_norm import forward_tunable
+from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, forward_tunable, persistent_misfit, safe
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ def _poly_norm_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
 
-FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel, _row_sum)
+FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel)
 BWD = Tunable(
     "poly_norm",
     "bwd",
@@ -240,7 +239,7 @@ BWD = Tunable(
     heuristic=bwd_heuristic,
     safe=safe,
     space=bwd_space,
-    valid=tiles_rows_persistently,
+    valid=persistent_misfit,
     ahead=few_elements,
 )
 DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db

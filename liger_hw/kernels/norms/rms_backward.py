@@ -13,48 +13,43 @@ from __future__ import annotations
 
 import torch
 
-from ...registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
-from ...runtime.cooperative import launch_teams
+from ...registry import Plan, Target, Tunable, next_power_of_2, row_key
+from ...runtime.cooperative import launch_cooperative
 from ...runtime.dependent_launch import begin, few_elements
 from ...runtime.operator import dense, empty_like, launch, no_weight, row_major, rows_of
 from ...runtime.triton_import import tl, triton
-from ..rows.groups import (
-    GROUPS,
-    _are_columns,
-    _columns,
-    _first_lanes,
-    _lead_of,
-    _load_part,
-    _places,
-    _store_part,
-    _tile_rows,
-    begin_anywhere,
-    group_pieces,
-    grouped_key,
-    programs_of,
-    row_group,
-    tiles_of,
-)
-from ..rows.pieces import (
-    PIECES,
-    _both,
-    _columns_of,
-    _load_tile,
-    _one_a_row,
-    _row_sums,
-    _second_piece,
-    _to_columns,
-    _wide,
-    widest,
+from ..rows.blocks import (
+    aligned_key,
+    are_columns,
+    as_column,
+    columns_of,
+    count_programs,
+    count_tiles,
+    lay_out,
+    load_at,
+    load_columns,
+    load_row_values,
+    load_tile,
+    main_lanes,
+    row_sums,
+    store_at,
+    tail_lanes,
+    tile_mask,
+    tile_ptrs,
+    tile_rows,
+    tile_skew,
+    to_fp32,
+    vector_width,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, safe
 from .rms_backward_dot import _rms_norm_bwd_dot_kernel, dot_heuristic, dot_safe, dot_space
-from .row_teams import RMS_TEAMS, _rms_norm_team_bwd_kernel, team_heuristic, team_misfit, team_space, teams_of
+from .row_teams import _rms_norm_team_bwd_kernel, team_heuristic, team_misfit, team_space, teams_of
 
 
 @triton.jit
 def _h_and_m(x_raw, dy, rstd, w, CASTING: tl.constexpr):
-    """(h, h as the forward multiplied it, m) of one piece; w: its offset + W, or None; rstd from `_values_of`."""
+    """(h, h as the forward multiplied it, m) of one piece; w: its offset + W, or None; rstd from `load_row_values`."""
     h = x_raw.to(tl.float32) * rstd
     seen = h
     if CASTING == 0:
@@ -77,16 +72,10 @@ def _store_dx(DX_ptrs, DS_ptrs, rstd, h, m, dot, mask, LOAD_CACHE: tl.constexpr,
 @triton.jit
 def _scale_of(W_ptr, cols, exist, offset):
     """offset + W in fp32, or None where there is no W or no such piece."""
-    w = _columns_of(W_ptr, cols, exist)
+    w = load_columns(W_ptr, cols, exist)
     if w is not None:
         w = w.to(tl.float32) + offset
     return w
-
-
-@triton.jit
-def _values_of(Ptr, rows, row_mask):
-    """A saved statistic of these rows, to be used with tiles."""
-    return _to_columns(_one_a_row(tl.load(Ptr + rows, mask=row_mask, other=0.0)))
 
 
 @triton.jit
@@ -123,9 +112,9 @@ def _dw_of_columns(
     """dw of WIDTH columns, from all rows."""
     rows, row_mask, cols, exist = _all_rows(tile, n_rows, n_cols, AT_ONCE, WIDTH)
     mask = row_mask[:, None] & exist[None, :]
-    x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-    dy = _wide(_load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
-    _, seen, _ = _h_and_m(x, dy, _values_of(RSTD_ptr, rows, row_mask), None, CASTING)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+    _, seen, _ = _h_and_m(x, dy, load_row_values(RSTD_ptr, rows, row_mask), None, CASTING)
     tl.store(DW_ptr + cols, tl.sum(dy * seen, axis=0).to(DW_ptr.dtype.element_ty), mask=exist)
 
 
@@ -148,7 +137,7 @@ def _rms_norm_bwd_kernel(
     offset,
     CASTING: tl.constexpr,
     TAIL: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -186,12 +175,12 @@ def _rms_norm_bwd_kernel(
                 WIDTH,
             )
             return
-    lead = _lead_of(pid, n_cols, GROUP)
-    lanes, exist = _first_lanes(tl.program_id(1) * BLOCK_SIZE, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
-    cols = _columns(lanes, lead, GROUP)
-    tail = _second_piece(BLOCK_SIZE, TAIL)
-    tail_exist = _are_columns(tail, lead, n_cols, GROUP)
-    tail_cols = _columns(tail, lead, GROUP)
+    skew = tile_skew(pid, n_cols, VECTOR)
+    lanes, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+    cols = columns_of(lanes, skew, VECTOR)
+    tail = tail_lanes(BLOCK_SIZE, TAIL)
+    tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+    tail_cols = columns_of(tail, skew, VECTOR)
     w = _scale_of(W_ptr, cols, exist, offset)
     w_tail = _scale_of(W_ptr, tail_cols, tail_exist, offset)
     if SUMS:
@@ -200,24 +189,24 @@ def _rms_norm_bwd_kernel(
             dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
     end, step = (pid + 1, 1) if AT_ONCE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
-        rows = _tile_rows(tile, ROWS, GROUP)
+        rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, lanes, GROUP)
-        dy = _wide(_load_part(dy_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
-        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
-        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        dy_ptrs = _places(DY_ptr, rows, DY_row_stride, tail, GROUP)
-        dy_tail = _wide(_load_part(dy_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP))
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
+        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        dy_ptrs = tile_ptrs(DY_ptr, rows, DY_row_stride, lanes, VECTOR)
+        dy = to_fp32(load_at(dy_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR))
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, tail, VECTOR)
+        x_tail = load_at(x_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        dy_ptrs = tile_ptrs(DY_ptr, rows, DY_row_stride, tail, VECTOR)
+        dy_tail = to_fp32(load_at(dy_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR))
         if AT_ONCE:  # ds is asked for with the rest, not after the row is summed
-            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, lanes, GROUP)
-            ds = _load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, tail, GROUP)
-            ds_tail = _load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        rstd = _values_of(RSTD_ptr, rows, row_mask)
+            ds_ptrs = tile_ptrs(DS_ptr, rows, DS_row_stride, lanes, VECTOR)
+            ds = load_at(ds_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+            ds_ptrs = tile_ptrs(DS_ptr, rows, DS_row_stride, tail, VECTOR)
+            ds_tail = load_at(ds_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        rstd = load_row_values(RSTD_ptr, rows, row_mask)
         h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
         mh_tail = None
         if SUMS:
@@ -228,42 +217,31 @@ def _rms_norm_bwd_kernel(
             if SUMS:
                 dw_tail += dy_tail * seen
         if DOT_ptr is None:
-            dot = _to_columns(_row_sums(m * h, mh_tail) / n_cols)
+            dot = as_column(row_sums(m * h, mh_tail) / n_cols)
         else:
-            dot = _values_of(DOT_ptr, rows, row_mask)
-        dx_ptrs = _places(DX_ptr, rows, n_cols, lanes, GROUP)
-        ds_ptrs = _places(DS_ptr, rows, DS_row_stride, lanes, GROUP)
+            dot = load_row_values(DOT_ptr, rows, row_mask)
+        dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, lanes, VECTOR)
+        ds_ptrs = tile_ptrs(DS_ptr, rows, DS_row_stride, lanes, VECTOR)
         dx = rstd * (m - h * dot)
         if not AT_ONCE:
-            ds = _load_part(ds_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+            ds = load_at(ds_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
         if DS_ptr is not None:
             dx += ds.to(tl.float32)
-        _store_part(dx_ptrs, dx, lanes, mask, row_mask, lead, n_cols, GROUP)
+        store_at(dx_ptrs, dx, lanes, mask, row_mask, skew, n_cols, VECTOR)
         if TAIL:
-            dx_ptrs = _places(DX_ptr, rows, n_cols, tail, GROUP)
-            ds_ptrs = _places(DS_ptr, rows, DS_row_stride, tail, GROUP)
+            dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, tail, VECTOR)
+            ds_ptrs = tile_ptrs(DS_ptr, rows, DS_row_stride, tail, VECTOR)
             dx = rstd * (m_tail - h_tail * dot)
             if not AT_ONCE:
-                ds_tail = _load_part(ds_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+                ds_tail = load_at(ds_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
             if DS_ptr is not None:
                 dx += ds_tail.to(tl.float32)
-            _store_part(dx_ptrs, dx, tail, tail_mask, row_mask, lead, n_cols, GROUP)
+            store_at(dx_ptrs, dx, tail, tail_mask, row_mask, skew, n_cols, VECTOR)
     if SUMS:
         dw_ptr = DW_partial_ptr + pid.to(tl.int64) * n_cols
         tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=exist)
         if TAIL:
             tl.store(dw_ptr + tail_cols, tl.sum(dw_tail, axis=0).to(DW_partial_ptr.dtype.element_ty), mask=tail_exist)
-
-
-RMS_BACKWARD = (_rms_norm_bwd_kernel, _all_rows, _dw_of_columns, _h_and_m, _scale_of, _values_of, *GROUPS, *PIECES)
-WIDEST_TILE = 16384
-"""Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
-DIMS = ("n_rows", "n_cols")
-
-
-def few_rows(target: Target, rows_bucket: int, rows: int) -> int:
-    """`rows` a program, or fewer (a power of two) where that would leave multiprocessors without a program."""
-    return max(1, min(rows, 1 << max(0, rows_bucket - target.multiprocessors.bit_length())))
 
 
 def few_at_most(target: Target) -> int:
@@ -288,126 +266,24 @@ def at_once(plan: Plan, n_rows: int, n_cols: int, n_tiles: int, programs: int, s
     return rows, max(16, 1024 // rows, min(64, fair))
 
 
-def few_rows_warps(target: Target, elements: int, per_thread: int) -> int:
-    """Warps of a program of rows too few to fill the device, where only latency counts: those of 128 threads; more where a
-    thread would read more than `per_thread` of `elements`, fewer where not even 4. Loads of one thread are on their way
-    together, whereas a sum over more warps takes longer."""
-    return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
-
-
-def one_by_one(key: Key) -> bool:
-    """Whether a `grouped_key` is of a single row that is read an element a load, see `row_group`."""
-    return begin_anywhere(key) and not key[1]
-
-
-def row_warps(target: Target, few: bool, elements: int) -> int:
-    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; beyond 8 warps rather more loads than
-    more threads. few: as in `few_rows_warps`; 16 x 4096 takes softmax 1.69 us forward and 1.46 backward on the H200, with one
-    load a thread 1.78 and 1.50, with four 1.67 and 1.56 (2026-11-22)."""
-    per_thread = 16 if elements < 8192 else 32
-    if few:
-        return few_rows_warps(target, elements, per_thread)
-    return target.warps(elements, per_thread, 16 if elements <= 16384 else 32)
-
-
-def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, on a grid of 8192 elements a multiprocessor.
-
-    Where every program has but one tile there is nothing to keep in flight.
-
-    streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
-    grads: rows of parameter gradients in a program's registers, for an op that takes rows in two pieces.
-
-    On the H200 this is within 4% of the best found at 128 to 8192 columns (2026-11-20). With rows in two pieces those of
-    2048 columns are best taken singly with three more in flight. So are those of 4096 where there are two gradients to
-    keep, by one program a multiprocessor: layer_norm takes 20 us instead of 26 at 1500 x 5120, 78 instead of 86 by two at
-    8192 x 6144, 107 instead of 116 at 16384 x 4096 (102 two at a time, which rows in two pieces, of the same key, have no
-    registers for). With one gradient many rows of 4096 go two at a time: 100 us instead of 108 at 16384 x 4096 (2026-11-22).
-
-    Of few rows, whose gradients programs of about 1024 elements sum in the same launch, 16 x 4096 take 1.69 us by 4 warps,
-    1.80 by 8 and 2.39 by 16 (layer_norm 2.01, 2.51 and 3.73), 1 x 512 1.12 by 4, 1.16 by 2 and 1.15 by 1 (2026-11-22).
-    Rows in two pieces, or that begin anywhere, have up to half as much again to hold: they are given 8 (not timed). 1 x 12289,
-    read one by one in a tile of 16384, takes 5.53 us by 32 warps and 5.77 by 16, fused_add_rms_norm, which spills 73 registers
-    by 16 and 18 by 32, 6.28 and 7.10.
-    """
-    block = min(key[0], WIDEST_TILE if key[0] <= WIDEST_TILE else 4096)
-    rows = few_rows(target, key[1], max(1, min(32, 4096 // block)))
-    ctas = max(1, min(4, 8192 // (block * rows)))
-    deepest = 3
-    many = 1 << key[1] > 32 * target.multiprocessors
-    piece_bytes = streams * widest(block) * key[2]
-    if grads and block == 2048:
-        rows, ctas, deepest = 1, 2, 4
-    elif block == 1024 and many and grads > 1 and streams > 2:
-        rows, ctas, deepest = 1, 4, 4  # modulated_rms_norm: four rows' gradients and scales spill
-    elif block == 4096 and grads > 1 and streams == 2 and 3 * piece_bytes <= target.shared_memory:
-        rows, ctas, deepest = 1, 1, 4
-    elif block == 4096 and begin_anywhere(key):
-        rows, ctas = 1, 1  # rows that begin anywhere: masks and parts of groups leave registers for one program
-    elif block == 4096 and many and grads == 1 and 4 * piece_bytes <= target.shared_memory:
-        rows, ctas = 2, 1
-    tile, held = block * rows, (widest(block) if grads else block) * rows
-    room = 1 + target.shared_memory // (streams * held * key[2])
-    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and held == tile:
-        room = 1
-    warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
-    if 1 << key[1] <= target.multiprocessors:
-        warps = few_rows_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
-    if one_by_one(key) and block == WIDEST_TILE:
-        warps = target.warps(tile, 16)
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
-
-
-def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
-    columns = key[0]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
-        for block in ({columns} if columns <= 8192 else {2048, 4096, min(columns, 16384)})
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 6)
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192)
-        and 8 <= rows * block // (warps * target.warp_size) <= 64
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and streams * (stages - 1) * rows * key[2] * max(block * ctas, widest(block)) <= target.shared_memory
-    ]
-
-
-def safe(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
-
-
-def tiles_rows(config: LaunchConfig, key: Key) -> str | None:
-    if set(config.blocks) != {"BLOCK_SIZE", "ROWS"}:
-        return f"blocks must be BLOCK_SIZE and ROWS, got {dict(config.blocks)}"
-    return None
-
-
-def tiles_rows_persistently(config: LaunchConfig, key: Key) -> str | None:
-    return tiles_rows(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
-
-
 def backward_tunables(op: str, streams: int = 2) -> tuple[Tunable, Tunable, Tunable]:
     """The `bwd`, `bwd_dot` and `dw` tunables of an op whose backward is `rms_backward`; `streams` is 3 with a ds."""
     bwd = Tunable(
         op,
         "bwd",
-        kernels=(*RMS_BACKWARD, *RMS_TEAMS, begin),
-        key=grouped_key,
+        kernels=(_rms_norm_bwd_kernel, _rms_norm_team_bwd_kernel),
+        key=aligned_key,
         dims=DIMS,
         heuristic=lambda target, key: team_heuristic(target, key, 1) or bwd_heuristic(target, key, streams, grads=1),
         safe=safe,
         space=lambda target, key: [*bwd_space(target, key, streams), *team_space(target, key)],
-        valid=lambda config, key: tiles_rows_persistently(config, key) or team_misfit(config, key),
+        valid=lambda config, key: persistent_misfit(config, key) or team_misfit(config, key),
         ahead=few_elements,
     )
     bwd_dot = Tunable(
         op,
         "bwd_dot",
-        kernels=(_rms_norm_bwd_dot_kernel, begin),
+        kernels=(_rms_norm_bwd_dot_kernel,),
         key=row_key,
         dims=DIMS,
         heuristic=dot_heuristic,
@@ -433,26 +309,26 @@ def rms_backward(tunables, dy, x, w, rstd, offset, casting, ds, needs_dw):
         return dx, torch.zeros_like(w) if needs_dw else no_weight(x)
     dy_stride, ds_stride = rows_of(dy)[2], 0 if ds is None else rows_of(ds)[2]
     strides = (dy_stride, x_stride, ds_stride)
-    group = row_group(n_rows, n_cols, x, dy, ds)
-    plan = bwd.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+    group = vector_width(n_rows, n_cols, x, dy, ds)
+    plan = bwd.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
     teams, splits = teams_of(plan, n_rows, n_cols)
     if teams:
         partial = partial_sums(x, teams, n_cols, w.dtype) if needs_dw else None
         tensors, numbers = (dy, x, w, rstd, ds, dx, partial), (*strides, n_rows, n_cols)
-        launch_teams(
+        launch_cooperative(
             plan, _rms_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (casting,), offset
         )
         return dx, column_sum(dw, partial, w.dtype) if needs_dw else no_weight(x)
     blocks = plan.config.blocks
-    whole, tail, group = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
-    n_tiles, col_tiles = tiles_of(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    whole, tail, group = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
+    n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
     dot = None
     if col_tiles > 1:
         dot = torch.empty_like(rstd)
         args = (dy, x, w, rstd, dot, dy_stride, x_stride, n_cols, offset)
         plan_of_dot = bwd_dot.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         launch(plan_of_dot, _rms_norm_bwd_dot_kernel, (n_rows,), args)
-    programs = programs_of(plan.programs // col_tiles, n_tiles, group)
+    programs = count_programs(plan.programs // col_tiles, n_tiles, group)
     few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, needs_dw) if whole else (0, 0)
     by_columns = -(-n_cols // width) if width else 0
     partial = partial_sums(x, 1 if by_columns else programs, n_cols, w.dtype) if needs_dw else None

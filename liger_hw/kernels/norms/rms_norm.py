@@ -14,14 +14,13 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
 
 import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ...runtime.dependent_launch import begin, few_elements
+from ...registry import Op, Sample
+from ...runtime.dependent_launch import begin
 from ...runtime.operator import (
     Function,
     check,
@@ -37,44 +36,30 @@ from ...runtime.operator import (
     rows_of,
 )
 from ...runtime.triton_import import tl, triton
-from ..rows.groups import (
-    GROUPS,
-    _are_columns,
-    _columns,
-    _first_lanes,
-    _lead_of,
-    _load_part,
-    _places,
-    _store_part,
-    _tile_rows,
-    group_pieces,
-    grouped_key,
-    row_group,
-    tiles_of,
+from ..rows.blocks import (
+    aligned_key,
+    are_columns,
+    as_column,
+    columns_of,
+    count_tiles,
+    keep_narrow,
+    lay_out,
+    load_at,
+    load_columns,
+    load_tile,
+    main_lanes,
+    row_sums,
+    squared,
+    store_at,
+    tail_lanes,
+    tile_mask,
+    tile_ptrs,
+    tile_rows,
+    tile_skew,
+    vector_width,
 )
-from ..rows.pieces import (
-    PIECES,
-    _at,
-    _both,
-    _columns_of,
-    _load_tile,
-    _row_sums,
-    _second_piece,
-    _squares,
-    _to_columns,
-)
-from ..rows.tiles import _after
-from .rms_backward import (
-    DIMS,
-    WIDEST_TILE,
-    backward_tunables,
-    few_rows,
-    one_by_one,
-    rms_backward,
-    row_warps,
-    safe,
-    tiles_rows,
-)
+from ..rows.tuning import forward_tunable
+from .rms_backward import backward_tunables, rms_backward
 
 LLAMA, GEMMA, NONE = 0, 1, 2
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
@@ -114,18 +99,18 @@ def _normalise_and_store(
     lanes,
     mask,
     row_mask,
-    lead,
+    skew,
     n_cols,
     offset,
     CASTING: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    y = x_raw.to(tl.float32) * _to_columns(rstd)
+    y = x_raw.to(tl.float32) * as_column(rstd)
     if CASTING == 0:
         y = y.to(x_raw.dtype).to(tl.float32)
     if w is not None:
         y = y * (w.to(tl.float32) + offset)[None, :]
-    _store_part(Y_ptrs, y, lanes, mask, row_mask, lead, n_cols, GROUP)
+    store_at(Y_ptrs, y, lanes, mask, row_mask, skew, n_cols, VECTOR)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -142,7 +127,7 @@ def _rms_norm_fwd_kernel(
     CASTING: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     TAIL: tl.constexpr,
-    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -153,50 +138,50 @@ def _rms_norm_fwd_kernel(
     cache."""
     begin(AHEAD)
     tile = tl.program_id(0).to(tl.int64)
-    rows = _tile_rows(tile, ROWS, GROUP)
+    rows = tile_rows(tile, ROWS, VECTOR)
     row_mask = rows < n_rows
-    lead = _lead_of(tile, n_cols, GROUP)
+    skew = tile_skew(tile, n_cols, VECTOR)
     if WHOLE_ROW:
-        lanes, exist = _first_lanes(0, lead, n_cols, BLOCK_SIZE, TAIL, GROUP)
-        cols = _columns(lanes, lead, GROUP)
-        tail = _second_piece(BLOCK_SIZE, TAIL)
-        tail_exist = _are_columns(tail, lead, n_cols, GROUP)
-        tail_cols = _columns(tail, lead, GROUP)
-        mask = _both(row_mask, exist)
-        tail_mask = _both(row_mask, tail_exist)
-        x_ptrs = _places(X_ptr, rows, X_row_stride, lanes, GROUP)
-        x = _load_part(x_ptrs, lanes, mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
+        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+        cols = columns_of(lanes, skew, VECTOR)
+        tail = tail_lanes(BLOCK_SIZE, TAIL)
+        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+        tail_cols = columns_of(tail, skew, VECTOR)
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
+        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
         if BLOCK_SIZE <= 4096:
-            w = _columns_of(W_ptr, cols, exist)  # on its way while the row is summed
-        x_ptrs = _places(X_ptr, rows, X_row_stride, tail, GROUP)
-        x_tail = _load_part(x_ptrs, tail, tail_mask, row_mask, lead, n_cols, LOAD_CACHE, LOAD_EVICT, GROUP)
-        w_tail = _columns_of(W_ptr, tail_cols, tail_exist)
-        rstd = tl.rsqrt(_row_sums(_squares(x), _squares(x_tail)) / n_cols + eps)
+            w = load_columns(W_ptr, cols, exist)  # on its way while the row is summed
+        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, tail, VECTOR)
+        x_tail = load_at(x_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
+        w_tail = load_columns(W_ptr, tail_cols, tail_exist)
+        rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
         if BLOCK_SIZE > 4096:
-            w = _columns_of(W_ptr, cols, exist)
+            w = load_columns(W_ptr, cols, exist)
         if BLOCK_SIZE > 16384:
-            x = _after(x, _to_columns(rstd))
-        y_ptrs = _places(Y_ptr, rows, n_cols, lanes, GROUP)
-        _normalise_and_store(x, rstd, w, y_ptrs, lanes, mask, row_mask, lead, n_cols, offset, CASTING, GROUP)
+            x = keep_narrow(x, as_column(rstd))
+        y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
+        _normalise_and_store(x, rstd, w, y_ptrs, lanes, mask, row_mask, skew, n_cols, offset, CASTING, VECTOR)
         if TAIL:
-            y_ptrs = _places(Y_ptr, rows, n_cols, tail, GROUP)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, VECTOR)
             _normalise_and_store(
-                x_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, lead, n_cols, offset, CASTING, GROUP
+                x_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, skew, n_cols, offset, CASTING, VECTOR
             )
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
         squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
             mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
-            squares += _squares(_load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
-        rstd = tl.rsqrt(_row_sums(squares, None) / n_cols + eps)
+            squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
+        rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):  # backwards: what was read last is nearest
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
             mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            x = _load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-            w = _columns_of(W_ptr, cols, cols < n_cols)
-            y_ptrs = _at(Y_ptr, rows, n_cols, cols)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+            w = load_columns(W_ptr, cols, cols < n_cols)
+            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, cols, 1)
             _normalise_and_store(x, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
     tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
@@ -204,54 +189,7 @@ def _rms_norm_fwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_TILE) -> LaunchConfig:
-    """Whole rows, at least 2048 elements a program where there are rows enough; rows too wide to hold in tiles.
-
-    widest: columns that the kernel can hold in half precision, where it keeps the row narrow. On the H200 2048 rows of
-    65536 took 147 us in one piece and 171 us in tiles. 1 x 12289 takes fused_add_rms_norm 4.79 us by 32 warps and 5.27 by 16,
-    rms_norm 3.89 and 3.99 (2026-11-22).
-    """
-    if key[0] > (widest if key[2] <= 2 else WIDEST_TILE):
-        return LaunchConfig({"BLOCK_SIZE": WIDEST_TILE, "ROWS": 1}, target.warps(WIDEST_TILE, 16))
-    rows = few_rows(target, key[1], max(1, min(16, 2048 // key[0])))
-    few = 1 << key[1] <= target.multiprocessors
-    warps = row_warps(target, few, key[0] * rows)
-    if one_by_one(key) and key[0] == WIDEST_TILE:
-        warps = target.warps(key[0], 16)
-    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps)
-
-
-def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    widest = key[0]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
-        for block in {min(widest, 8192), min(widest, 16384), min(widest, 65536)}
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
-    ]
-
-
-def forward_tunable(op: str, *kernels: Any, widest: int = WIDEST_TILE, key: Callable[..., Key] = row_key) -> Tunable:
-    """The `fwd` tunable of an op whose forward works on row tiles like this one's; `widest` as in `fwd_heuristic`, and
-    `key` is `grouped_key` where its kernel takes rows in two pieces."""
-    return Tunable(
-        op,
-        "fwd",
-        kernels=(*kernels, begin),
-        key=key,
-        dims=DIMS,
-        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
-        safe=safe,
-        space=fwd_space,
-        valid=tiles_rows,
-        ahead=few_elements,
-    )
-
-
-NORMALISE = (_normalise_and_store, _after, *GROUPS, *PIECES)
-FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, *NORMALISE, widest=65536, key=grouped_key)
+FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, widest=65536, key=aligned_key)
 BWD, BWD_DOT, DW = backward_tunables("rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -267,12 +205,12 @@ def _fwd(x, w, eps, offset, casting):
     y = empty_like(x, _out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
-        group = row_group(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, grouped_key(n_rows, n_cols, x.itemsize))
+        group = vector_width(n_rows, n_cols, x)
+        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
-        pieces = group_pieces(n_cols, blocks["BLOCK_SIZE"], group)
+        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
         flags = (casting, *pieces)
-        grid = (tiles_of(n_rows, blocks["ROWS"], pieces[2]),)
+        grid = (count_tiles(n_rows, blocks["ROWS"], pieces[2]),)
         launch(plan, _rms_norm_fwd_kernel, grid, (x, w, y, rstd, stride, n_rows, n_cols, eps, offset), flags)
     return y, rstd
 

@@ -9,7 +9,7 @@ and so from its own L1, not from memory; kept in registers they would leave none
 from __future__ import annotations
 
 from ...registry import Key, LaunchConfig, Plan, Target
-from ...runtime.cooperative import COOPERATIVE, LARGEST_TEAM, TEAMS, _hear, _tell, no_team, team_options
+from ...runtime.cooperative import COOPERATIVE, MAX_SPLITS, collect, cooperative_misfit, publish, resident_options
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import cdiv
 from ...runtime.triton_import import tl, triton
@@ -79,13 +79,13 @@ def _rms_norm_team_bwd_kernel(
             dw += dy.to(tl.float32) * seen
         dot = tl.sum(_m_of(dy, W_ptr, cols, exist, offset) * h, axis=0)
         if told < n_rows:
-            _tell(Words_ptr + told * tl.full([], LANES, tl.int64) + split, dot, dot)
+            publish(Words_ptr + told * tl.full([], LANES, tl.int64) + split, dot, dot)
         row = told - teams
         mask = exist & (row >= 0)
         rstd = tl.load(RSTD_ptr + row, mask=row >= 0, other=0.0)
         if DS_ptr is not None:
             ds = _of_row(DS_ptr, row, DS_row_stride, cols, mask)
-        dots, _ = _hear(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(row >= 0, splits, 0), LANES)
+        dots, _ = collect(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(row >= 0, splits, 0), LANES)
         dot = tl.sum(dots, axis=0) / n_cols
         h = _of_row(X_ptr, row, X_row_stride, cols, mask).to(tl.float32) * rstd
         dx = rstd * (_m_of(_of_row(DY_ptr, row, DY_row_stride, cols, mask), W_ptr, cols, exist, offset) - h * dot)
@@ -140,13 +140,13 @@ def _layer_norm_team_bwd_kernel(
         m = _m_of(dy, W_ptr, cols, exist, None)
         total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one exchange between the warps
         if there:
-            _tell(Words_ptr + told * tl.full([], LANES, tl.int64) + split, total, dot)
+            publish(Words_ptr + told * tl.full([], LANES, tl.int64) + split, total, dot)
         row = told - teams
         there = row >= 0
         mask = exist & there
         mean = tl.load(STATS_ptr + row, mask=there, other=0.0)
         rstd = tl.load(STATS_ptr + n_rows + row, mask=there, other=0.0)
-        totals, dots = _hear(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(there, splits, 0), LANES)
+        totals, dots = collect(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(there, splits, 0), LANES)
         shift = tl.sum(totals, axis=0) / n_cols * rstd
         dot = tl.sum(dots, axis=0) / n_cols * rstd * rstd
         centred = _of_row(X_ptr, row, X_row_stride, cols, mask).to(tl.float32) - mean
@@ -161,10 +161,6 @@ def _layer_norm_team_bwd_kernel(
             tl.store(line_ptr + n_cols + cols, db, mask=exist)
 
 
-RMS_TEAMS = (_rms_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
-LAYER_NORM_TEAMS = (_layer_norm_team_bwd_kernel, _of_row, _m_of, *TEAMS)
-
-
 def _have_teams(target: Target, key: Key) -> bool:
     """Whether rows are wide enough for teams, and begin at 16 bytes."""
     return target.cooperative and key[0] >= 16384 and not key[3:]
@@ -175,9 +171,9 @@ def _team(target: Target, key: Key, tile: int, warps: int, ctas: int) -> LaunchC
     programs to the registers they have room for, whatever the dtypes."""
     tile //= key[2]
     programs, splits = ctas * target.multiprocessors, cdiv(key[0], tile)
-    if splits > min(programs, LARGEST_TEAM) or (1 << key[1]) * splits < 4 * programs:
+    if splits > min(programs, MAX_SPLITS) or (1 << key[1]) * splits < 4 * programs:
         return None
-    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, warps, 1, ctas, vendor=team_options(target, warps, ctas))
+    return LaunchConfig({"BLOCK_SIZE": tile, "ROWS": 1}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
 
 
 def team_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
@@ -213,13 +209,13 @@ def team_space(target: Target, key: Key) -> list[LaunchConfig]:
         for warps in (2, 4, 8)
         for ctas in (2, 3, 4, 5, 6, 8)
         if 4096 <= bytes * warps * target.warp_size <= 16384
-        and 3 * bytes // 2 + 32 <= team_options(target, warps, ctas)["maxnreg"]
+        and 3 * bytes // 2 + 32 <= resident_options(target, warps, ctas)["maxnreg"]
     )
     return [config for config in tried if config is not None]
 
 
 def team_misfit(config: LaunchConfig, key: Key) -> str | None:
-    return no_team(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
+    return cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
 
 
 def teams_of(plan: Plan, n_rows: int, n_cols: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
-"""A recorded call launches what its launcher would, on its own tensors; where it may not, the launcher is asked.
+"""The replay cache: a replayed call launches what its launcher would, on its own tensors; else the launcher is asked.
 
-On the CPU the driver is left out: tensors say they are on the current device, and a compiled kernel notes what it is given.
+On the CPU there is a stand-in for the driver: tensors say they are on the current device, compiled kernels note their
+arguments.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator as _op
-from liger_hw.runtime import replay as _recorded
+from liger_hw.runtime import replay as _replay
+from liger_hw.runtime.observe import Observer, observers, observing
 
 cpu = pytest.mark.cpu
-pytestmark = pytest.mark.unpoisoned  # to fill what a launcher allocates is more than it does
+pytestmark = pytest.mark.usefixtures("no_failed_configuration")
 
 
 class Driver:
@@ -38,7 +40,7 @@ class Driver:
         self.seen: list[tuple] = []
         self.kernel = lambda *pointers: None
 
-    def find(self, plan, kernel, grid, args, flags, key, index):
+    def find(self, plan, kernel, grid, args, flags, key):
         def run(*given):
             self.seen.append((kernel, *given))
             self.kernel(*given[5:])
@@ -49,17 +51,11 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    made, init = Driver(), registry.Plan.__init__
-
-    def fast(self, *args):
-        init(self, *args)
-        self.compiled = {}
-
-    monkeypatch.setattr(registry.Plan, "__init__", fast)
+    made = Driver()
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: made.tensors_on)
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
-    monkeypatch.setattr(_launch, "_get_device", lambda: made.current)
-    monkeypatch.setattr(_launch, "_get_stream", lambda index: made.stream + index)
+    monkeypatch.setattr(_launch, "current_device", lambda: made.current)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: made.stream + index)
     monkeypatch.setattr(_launch, "_find_or_compile", made.find)
     with registry.pretend(known_target("sm90")):
         yield made
@@ -75,7 +71,7 @@ def asked(monkeypatch):
 
     for name, call in (("rms_norm_fwd", rms_norm.rms_norm_fwd), ("rms_norm_bwd", rms_norm.rms_norm_bwd)):
         cells = dict(zip(call.__code__.co_freevars, call.__closure__))
-        monkeypatch.setattr(cells["launcher"], "cell_contents", noting(name, cells["launcher"].cell_contents))
+        monkeypatch.setattr(cells["eager"], "cell_contents", noting(name, cells["eager"].cell_contents))
     return names
 
 
@@ -133,7 +129,7 @@ def test_foundation_ops_are_recorded(driver, name, seed):
     sample = make(op, few_sizes(op), torch.float32, "cpu", seed)
     for _ in range(2):
         run(op.function, sample, seed)
-    assert registry.recordings and {type(kept) for kept in registry.recordings.values()} == {tuple}
+    assert registry.replay_cache and {type(kept) for kept in registry.replay_cache.values()} == {tuple}
 
 
 @cpu
@@ -191,7 +187,7 @@ def test_layouts_that_differ_are_recorded_apart(driver, asked):
 def test_a_device_that_is_not_the_current_one_goes_through_the_launcher(driver, asked, monkeypatch):
     x, w = inputs()
     ordinary = []
-    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *args: ordinary.append(args))
+    monkeypatch.setattr(_launch, "launch_ordinary", lambda *args: ordinary.append(args))
     driver.tensors_on = driver.current = 1
     for _ in range(3):
         norm(x, w)
@@ -223,25 +219,25 @@ def test_whoever_takes_launches_gets_them(driver, asked, monkeypatch):
         norm(x, w)
     asked.clear()
     taken = []
-    monkeypatch.setitem(_launch.noted, _launch.get_ident(), lambda *launch: taken.append(launch))
-    norm(x, w)
+
+    class Taker(Observer):
+        def launch(self, proceed, *launch):
+            taken.append(launch)
+
+    with observing(Taker()):
+        norm(x, w)
     assert len(taken) == 1 and len(asked) == 1
-    _launch.noted.clear()
-    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *launch: taken.append(launch))
+    monkeypatch.setattr(_launch, "launch_ordinary", lambda *launch: taken.append(launch))
     with monkeypatch.context() as hooked:
-        hooked.setattr(_launch, "_profiled", lambda: True)
+        hooked.setattr(_launch, "is_profiled", lambda: True)
         norm(x, w)
     assert len(taken) == 2 and len(asked) == 2
-    with monkeypatch.context() as redirected:
-        redirected.setattr(_launch, "redirect", lambda *launch: None)
-        norm(x, w)
-    assert len(asked) == 3
     norm(x, w)
-    assert len(asked) == 3
+    assert len(asked) == 2 and not observers
 
 
 @cpu
-def test_recordings_go_with_the_plans(driver, asked):
+def test_the_cache_goes_with_the_plans(driver, asked):
     """An override, a quarantine and `invalidate` are each seen by the next call."""
     x, w = inputs()
 
@@ -270,7 +266,7 @@ def test_recordings_go_with_the_plans(driver, asked):
 
 
 @cpu
-def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypatch):
+def test_a_launch_that_fails_while_recorded_is_quarantined(driver, asked, monkeypatch):
     """The configuration compiles no more at the second call: the next layer answers, and nothing stays in the way."""
     x, w = inputs()
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
@@ -288,7 +284,7 @@ def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypa
         monkeypatch.setattr(_launch, "_find_or_compile", fails)
         y, _ = norm(x, w)
         assert last(driver)[1][2] == y.data_ptr() and registry.plans()[0].layer != "explicit"
-        assert not _launch.noted and not torch._C._len_torch_dispatch_stack()
+        assert not observers and not torch._C._len_torch_dispatch_stack()
     registry.release(set(registry.quarantined()) - set(known))
 
 
@@ -296,10 +292,10 @@ def test_a_launch_that_fails_while_recorded_is_set_aside(driver, asked, monkeypa
 def test_a_recording_made_while_plans_change_is_lost(driver, asked, monkeypatch):
     x, w = inputs()
     norm(x, w)
-    stale = registry.recordings
-    monkeypatch.setattr(_launch, "_get_stream", lambda index: registry.invalidate() or 0)
+    stale = registry.replay_cache
+    monkeypatch.setattr(_launch, "current_stream", lambda index: registry.invalidate() or 0)
     norm(x, w)
-    assert not registry.recordings and registry.recordings is not stale
+    assert not registry.replay_cache and registry.replay_cache is not stale
 
 
 @pytest.fixture
@@ -322,7 +318,7 @@ def probe(driver, monkeypatch):
 
 
 def _launched(x, y, out, z=0.0):
-    plan = rms_norm.FWD.plan(x.device, rms_norm.grouped_key(3, 64, 4))
+    plan = rms_norm.FWD.plan(x.device, rms_norm.FWD.key(3, 64, 4))
     _launch.launch(plan, rms_norm._rms_norm_fwd_kernel, (3,), (x, y, out, None, 1, 2, 3, z, 0.0), (0, True, 0, 1))
     return out
 
@@ -357,10 +353,10 @@ def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
 @cpu
 @pytest.mark.parametrize("through_dispatcher", [False, True])
 def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through_dispatcher):
-    """Each by itself, from its third call on, eagerly and below the dispatcher; what lies between is done every time."""
+    """Each by itself, from its third call on, in eager and below the dispatcher; what lies between is always done."""
     parts, calls = [], []
 
-    @_recorded.repeated
+    @_replay.repeated
     def part(x, y, z):
         parts.append(z)
         return _launched(x, y, torch.empty_like(x), z)
@@ -376,7 +372,7 @@ def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through
             x = torch.randn(3, 64)
             assert torch.equal(call(x, None, 1.0), 2 * x)
     assert len(calls) == 4 and len(parts) == 2 and len(driver.seen) == 8
-    assert {key[0].rpartition(".")[2]: type(kept) for key, kept in registry.recordings.items()} == {"part": tuple}
+    assert {key[0].rpartition(".")[2]: type(kept) for key, kept in registry.replay_cache.items()} == {"part": tuple}
 
 
 @cpu
@@ -387,7 +383,7 @@ def test_multi_token_attention_repeats_all_but_its_convolutions(driver, seed):
     grads = run(op.function, sample, seed).given
     for _ in range(2):
         run(op.function, sample, seed, grads)
-    assert len(registry.recordings) == 5 and {type(kept) for kept in registry.recordings.values()} == {tuple}
+    assert len(registry.replay_cache) == 5 and {type(kept) for kept in registry.replay_cache.values()} == {tuple}
     driver.seen.clear()
     run(op.function, sample, seed, grads)
     assert len(driver.seen) == 5
@@ -396,8 +392,8 @@ def test_multi_token_attention_repeats_all_but_its_convolutions(driver, seed):
 @cpu
 def test_tuples_of_numbers_are_plain_and_lists_are_not(driver):
     x = torch.randn(3)
-    assert _recorded.are_plain((x, None, (1, 2), ())) and not _recorded.are_plain((x, [1, 2]))
-    assert not _recorded.are_plain((x, (1, x))) and not _recorded.are_plain((x, ((1, 2),)))
+    assert _replay.are_plain((x, None, (1, 2), ())) and not _replay.are_plain((x, [1, 2]))
+    assert not _replay.are_plain((x, (1, x))) and not _replay.are_plain((x, ((1, 2),)))
 
 
 _KEPT = torch.randn(64)
@@ -417,7 +413,7 @@ def test_an_assertion_on_the_device_is_made_again(probe, driver, monkeypatch):
 
     real, call, x = torch._assert_async, probe(launcher), torch.randn(3, 64)
     monkeypatch.setattr(torch, "_assert_async", lambda ok, said: asserted.append(said) or real(ok, said))
-    monkeypatch.setitem(_recorded._REPEATED, torch.ops.aten._assert_async.msg, torch._assert_async)
+    monkeypatch.setitem(_replay._REPEATED, torch.ops.aten._assert_async.msg, torch._assert_async)
     for _ in range(4):
         for value in (1, 0):
             driver.kernel = lambda x, ok, *rest, value=value: ctypes.memset(ok, value, 4)
@@ -441,13 +437,13 @@ def test_zeros_are_written_again(probe, driver):
     with torch.no_grad():
         kept = [call(x, None, 0.0) for _ in range(5)]
     assert all(torch.equal(out, torch.ones(3, 64)) for out in kept)
-    assert any(type(found) is tuple for found in registry.recordings.values())
+    assert any(type(found) is tuple for found in registry.replay_cache.values())
 
 
 @cpu
 @pytest.mark.parametrize("calls", range(4))
-def test_a_launch_refused_later_is_set_aside(driver, asked, calls, clean_registry):
-    """At the first launch past Triton, while recorded, or recorded long ago: the next layer answers, and is recorded."""
+def test_a_launch_refused_later_is_quarantined(driver, asked, calls, clean_registry):
+    """At the first launch past Triton, while recorded, or later: the next layer answers, and is recorded."""
     x, w = inputs()
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
     with registry.pretend(known_target("sm90")), registry.override("rms_norm.fwd", config):
@@ -516,6 +512,21 @@ def test_a_tensor_in_place_of_a_number_is_of_this_call(probe, driver):
 
 
 @cpu
+def test_launchers_see_numbers_as_the_schema_has_them(probe, driver):
+    """Launched, recorded and replayed: an int for a float is a float to the kernel."""
+    seen = []
+    call = probe(lambda x, y, z: seen.append(z) or _launched(x, y, torch.empty_like(x), z))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        for value in (1, True, 1.0, 1):
+            call(x, None, value)
+            assert type(last(driver)[2][3]) is float
+        with torch.enable_grad():
+            call.overload(x, None, 1)
+    assert [type(z) for z in seen] == [float] * 3
+
+
+@cpu
 def test_cpu_tensors_do_not_ask_for_the_current_device(monkeypatch):
     """torch's answer is an error where there is no driver, and in a process forked after CUDA was used."""
 
@@ -523,10 +534,10 @@ def test_cpu_tensors_do_not_ask_for_the_current_device(monkeypatch):
         raise RuntimeError("Found no NVIDIA driver on your system")
 
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
-    monkeypatch.setattr(_launch, "_get_device", no_driver)
+    monkeypatch.setattr(_launch, "current_device", no_driver)
     x, w = inputs()
     torch.testing.assert_close(norm(x, w)[0], rms_norm.rms_norm_reference(x, w, 1e-6))
-    assert not registry.recordings
+    assert not registry.replay_cache
 
 
 @cpu
@@ -589,14 +600,14 @@ def test_threads_record_each_for_itself(driver):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and not _launch.noted
+    assert not failed and not observers
 
 
 @cpu
 @pytest.mark.parametrize("meanwhile", [0, 3])
 def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
-    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what another
-    thread launches while the block is entered."""
+    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what
+    another thread launches while the block is entered."""
     x, w = inputs()
     for _ in range(3):
         norm(x, w)
@@ -616,10 +627,10 @@ def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
 
 @cpu
 def test_layouts_that_never_repeat_are_not_kept_without_end(driver, monkeypatch):
-    monkeypatch.setattr(_recorded, "_MOST", 8)
+    monkeypatch.setattr(_replay, "_MOST", 8)
     for rows in range(1, 40):
         norm(*inputs(rows))
-    assert len(registry.recordings) <= 8
+    assert len(registry.replay_cache) <= 8
 
 
 @pytest.mark.lanes("gpu")

@@ -1,12 +1,14 @@
 """What softmax and sparsemax share: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
 
-Program p takes the row tiles p, p + programs, ...; a tile holds whole rows where they fit, else rows are read in column
-tiles and again, from cache, for the result. Both kernels of such an op take
+Each direction of such an op has two kernels with the same parameters: one that holds a tile of whole rows in
+registers, and one that reads rows too wide for that in tiles of columns, once for their sums and again, from cache, for
+the result. Program p takes the row tiles p, p + programs, ... The kernels take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
-then WHOLE_ROW (2 where, besides, every program has one tile and there are few: no loop needs to stand before its load) and
-the plan's BLOCK_SIZE, ROWS, STAGES, LOAD_CACHE and LOAD_EVICT.
+then ONE_TILE (every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy
+would take more than a quarter of the registers), VECTOR (see `rows.aligned`), and the plan's BLOCK_SIZE, ROWS, STAGES,
+LOAD_CACHE, LOAD_EVICT and AHEAD.
 """
 
 from __future__ import annotations
@@ -16,24 +18,10 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import begin, few_elements
-from ...runtime.operator import define, empty_like, launch, row_major, rows_of
-from ...runtime.triton_import import tl, triton
-from ..norms.rms_backward import DIMS, few_rows, row_warps, safe, tiles_rows
-
-
-@triton.jit
-def _after(x, value):
-    """x itself, but only once `value` [rows, 1] is known: it is multiplied by a one that hangs on it.
-
-    This keeps a row alive across a reduction in its own narrow dtype. The fp32 copy, which the compiler would keep
-    instead, costs registers that other programs could use, and does not fit at all at 32768 columns. (A NaN `value` makes
-    the row NaN in any case.)
-    """
-    if x.dtype != tl.float32:
-        x = x * tl.where(value == value, 1.0, 0.0).to(x.dtype)
-    return x
-
+from ...runtime.dependent_launch import few_elements
+from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
+from ..rows.aligned import row_vector
+from ..rows.tuning import DIMS, blocks_misfit, row_warps, rows_per_program, safe
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
@@ -41,18 +29,17 @@ _WIDEST_TILE = 32768
 """Columns a program holds at most: one fp32 copy of the row is half the registers of a multiprocessor."""
 
 
-def heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
+def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
     Rows whose fp32 copies would spill go in tiles, on a grid so small that the second sweep finds some of them in L2.
-    While all rows fit the device at once each has a program of its own: 257 x 777 takes softmax 1.64 us forward and 1.99
-    backward on the H200, 1.76 and 2.33 two rows at a time (2026-11-22).
+    While all rows fit the device at once, each has a program of its own.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
-        few = 1 << rows_bucket <= 4 * target.multiprocessors
-        rows = 1 if few else few_rows(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, row_warps(target, few, n_cols * rows))
+        resident = 1 << rows_bucket <= 4 * target.multiprocessors
+        rows = 1 if resident else rows_per_program(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
+        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, row_warps(target, resident, n_cols * rows))
     row_bytes = tensors * n_cols * itemsize
     if n_cols <= _WIDEST_TILE and (itemsize <= 2 or tensors == 1):
         pipelined = itemsize > 2 and row_bytes <= target.shared_memory
@@ -80,38 +67,29 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     ]
 
 
-def row_tunables(
-    op: str,
-    fwd: tuple[Any, ...],
-    bwd: tuple[Any, ...],
-    heuristic: Callable[[Target, Key, int], LaunchConfig] = heuristic,
-) -> tuple[Tunable, Tunable]:
-    """The `fwd` and `bwd` tunables of an op from the jit functions of each, the kernel first."""
-
-    def tunable(variant: str, kernels: tuple[Any, ...], tensors: int) -> Tunable:
-        return Tunable(
-            op,
-            variant,
-            kernels=(*kernels, begin),
-            key=row_key,
-            dims=DIMS,
-            heuristic=lambda target, key: heuristic(target, key, tensors),
-            safe=safe,
-            space=lambda target, key: _space(target, key, tensors),
-            valid=tiles_rows,
-            ahead=few_elements,
-        )
-
-    return tunable("fwd", fwd, 1), tunable("bwd", bwd, 2)
+def row_map_tunable(op: str, variant: str, whole_rows_kernel: Any, looped_kernel: Any, tensors: int) -> Tunable:
+    """`<op>.<variant>`; tensors: how many the kernels read."""
+    return Tunable(
+        op,
+        variant,
+        kernels=(whole_rows_kernel, looped_kernel),
+        key=row_key,
+        dims=DIMS,
+        heuristic=lambda target, key: _heuristic(target, key, tensors),
+        safe=safe,
+        space=lambda target, key: _space(target, key, tensors),
+        valid=blocks_misfit,
+        ahead=few_elements,
+    )
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
 
 
-def row_operators(
+def row_map_operators(
     fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any]
 ) -> tuple:
-    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` computes the latter in torch."""
+    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` is the latter in torch."""
 
     def forward(x):
         x = row_major(x)
@@ -130,26 +108,29 @@ def row_operators(
             f"{fwd.op}_fwd(Tensor x) -> Tensor",
             launcher=forward,
             reference=lambda x: reference(x).contiguous(),
-            fake=lambda x: x.new_empty(x.shape),
+            fake=("x",),
         ),
         define(
             f"{bwd.op}_bwd(Tensor dy, Tensor y) -> Tensor",
             launcher=backward,
             reference=lambda dy, y: bwd_reference(dy, y).to(y.dtype).contiguous(),
-            fake=lambda dy, y: y.new_empty(y.shape),
+            fake=("y",),
         ),
     )
 
 
 def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor) -> None:
-    """Over row tiles, on the plan's persistent grid if it has one; `strided`: the tensor whose rows may lie apart."""
+    """Over row tiles, on the plan's persistent grid if it has one; `strided`: the tensor whose rows may have gaps."""
     n_rows, n_cols, stride = rows_of(strided)
     if not n_rows:
         return
     plan = tunable.plan(strided.device, row_key(n_rows, n_cols, strided.itemsize))
-    blocks = plan.config.blocks
-    n_tiles = -(-n_rows // blocks["ROWS"])
-    grid = (min(plan.programs or n_tiles, n_tiles),)
-    args = (*tensors, stride, n_rows, n_cols, n_tiles)
-    once = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
-    launch(plan, tunable.kernels[0], grid, args, ((blocks["BLOCK_SIZE"] >= n_cols) * (1 + once),))
+    block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
+    n_tiles = cdiv(n_rows, rows)
+    programs = min(plan.programs or n_tiles, n_tiles)
+    whole_rows = block >= n_cols
+    one_tile = programs == n_tiles <= 4 * plan.target.multiprocessors
+    narrow = rows * block > plan.target.registers // 4
+    vector = row_vector(n_cols, stride, *tensors, width=block if whole_rows else None)
+    kernel = tunable.kernels[0 if whole_rows else 1]
+    launch(plan, kernel, (programs,), (*tensors, stride, n_rows, n_cols, n_tiles), (one_tile, narrow, vector))

@@ -12,12 +12,7 @@ GROWTH is training: a gradient that is off by a part r moves the weights off by 
 grows by about the same amount a step. Over longer runs it grows faster: training is chaotic, and after a few hundred
 steps two right trainings are two samples. So only the first JUDGED_STEPS are judged, and the rest is only drawn.
 
-Measured, in eps of the loss: Hugging Face against itself with its other attention implementation, and liger_hw against
-Hugging Face, over 80 to 100 steps of `tiny` and `small` on a CPU (torch 2.13): fp32 at most 1.6 in the first ten steps
-and 5.4 in all, bf16 at most 0.004 and 0.25; both arms alike, and at most 16% of what is allowed. `7b-16l` in bf16 on an
-H200 (without warm-up): 0.01 at the first step; at worst 0.16 (liger-kernel) and 0.06 (liger_hw) in the first seven.
-Hugging Face against itself past the judged steps: up to 17,000 in 800 steps of `tiny` in fp32.
-`--against hf,hf-eager,liger_hw` repeats the control on the device at hand.
+`liger-hw demo --against hf,hf-eager,liger_hw` shows on the device at hand how far Hugging Face is from itself.
 
 A loss near its start says little about gradients, and AdamW hides a gradient's scale. So the gradient norm of every
 parameter at the first step, where both arms have equal weights, is compared too: GRAD eps, relative.
@@ -27,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .train import Run
+from .training import Run
 
 JUDGED_STEPS = 100
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}

@@ -1,0 +1,160 @@
+"""How kernels over rows are configured: key dimensions, heuristics, candidates and checks that several ops share.
+
+A heuristic's constants count elements, which is what a thread, a program and a multiprocessor have to hold and to wait for,
+whatever the op. All are powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...runtime.dependent_launch import few_elements
+from .blocks import held_columns, is_unaligned
+
+DIMS = ("n_rows", "n_cols")
+WIDEST_BLOCK = 16384
+"""Columns a program holds at most by default: beyond it fp32 weight-gradient registers spill on every vendor."""
+
+
+def rows_per_program(target: Target, rows_bucket: int, most: int) -> int:
+    """`most` rows, or fewer (a power of two) where that would leave multiprocessors without a program."""
+    return max(1, min(most, 1 << max(0, rows_bucket - target.multiprocessors.bit_length())))
+
+
+def latency_warps(target: Target, elements: int, per_thread: int) -> int:
+    """Warps of a program where rows are too few to fill the device and latency alone counts.
+
+    Those of 128 threads; more where a thread would read more than `per_thread` elements, fewer where not even 4. The loads of
+    one thread overlap, whereas a sum over more warps takes longer.
+    """
+    return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
+
+
+def row_warps(target: Target, few: bool, elements: int) -> int:
+    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; beyond 8 warps rather more loads than
+    more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
+    per_thread = 16 if elements < 8192 else 32
+    if few:
+        return latency_warps(target, elements, per_thread)
+    return target.warps(elements, per_thread, 16 if elements <= 16384 else 32)
+
+
+def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> LaunchConfig:
+    """Whole rows, at least 2048 elements a program where there are rows enough; rows too wide to hold in column tiles.
+
+    widest: columns that the kernel can hold in half precision, where it keeps the row narrow.
+    """
+    if key[0] > (widest if key[2] <= 2 else WIDEST_BLOCK):
+        return LaunchConfig({"BLOCK_SIZE": WIDEST_BLOCK, "ROWS": 1}, target.warps(WIDEST_BLOCK, 16))
+    rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
+    few = 1 << key[1] <= target.multiprocessors
+    warps = row_warps(target, few, key[0] * rows)
+    if is_unaligned(key) and not key[1] and key[0] == WIDEST_BLOCK:
+        warps = target.warps(key[0], 16)
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps)
+
+
+def fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    widest = key[0]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
+        for block in {min(widest, 8192), min(widest, 16384), min(widest, 65536)}
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16, 32)
+        for hint in ("none", "stream")
+        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
+    ]
+
+
+def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) -> LaunchConfig:
+    """Tiles of 4096 elements with two more in flight, on a persistent grid of 8192 elements a multiprocessor.
+
+    Where every program has but one tile there is nothing to keep in flight.
+
+    streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
+    grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them, rows of
+    2048 columns are best taken singly with three more in flight; so are those of 4096 with two gradients, by one program a
+    multiprocessor, whereas with one gradient many rows of 4096 go two at a time.
+    """
+    block = min(key[0], WIDEST_BLOCK if key[0] <= WIDEST_BLOCK else 4096)
+    rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
+    ctas = max(1, min(4, 8192 // (block * rows)))
+    deepest = 3
+    many = 1 << key[1] > 32 * target.multiprocessors
+    block_bytes = streams * held_columns(block) * key[2]
+    if grads and block == 2048:
+        rows, ctas, deepest = 1, 2, 4
+    elif block == 1024 and many and grads > 1 and streams > 2:
+        rows, ctas, deepest = 1, 4, 4  # with a modulation: four rows' gradients and scales spill
+    elif block == 4096 and grads > 1 and streams == 2 and 3 * block_bytes <= target.shared_memory:
+        rows, ctas, deepest = 1, 1, 4
+    elif block == 4096 and is_unaligned(key):
+        rows, ctas = 1, 1  # masks and parts of vectors leave registers for one program
+    elif block == 4096 and many and grads == 1 and 4 * block_bytes <= target.shared_memory:
+        rows, ctas = 2, 1
+    tile, held = block * rows, (held_columns(block) if grads else block) * rows
+    room = 1 + target.shared_memory // (streams * held * key[2])
+    if 1 << key[1] <= rows * ctas * target.multiprocessors or room < 3 and held == tile:
+        room = 1
+    warps = target.warps(tile, 32 if rows > 3 or rows > 1 and tile > 4096 else 16, 16)
+    if 1 << key[1] <= target.multiprocessors:
+        # rows in two blocks or at any alignment have up to half as much again to hold
+        warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
+    if is_unaligned(key) and not key[1] and block == WIDEST_BLOCK:
+        warps = target.warps(tile, 16)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
+
+
+def bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
+    columns = key[0]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
+        for block in ({columns} if columns <= 8192 else {2048, 4096, min(columns, 16384)})
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6)
+        for hint in ("none", "stream")
+        if rows * block <= max(block, 8192)
+        and 8 <= rows * block // (warps * target.warp_size) <= 64
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and streams * (stages - 1) * rows * key[2] * max(block * ctas, held_columns(block)) <= target.shared_memory
+    ]
+
+
+def safe(target: Target, key: Key) -> LaunchConfig:
+    """One row a program in blocks of at most 4096 columns: legal everywhere."""
+    block = min(key[0], 4096)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
+
+
+def blocks_misfit(config: LaunchConfig, key: Key) -> str | None:
+    """Why a configuration has not the blocks of a kernel over row tiles, or None."""
+    if set(config.blocks) != {"BLOCK_SIZE", "ROWS"}:
+        return f"blocks must be BLOCK_SIZE and ROWS, got {dict(config.blocks)}"
+    return None
+
+
+def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
+    """`blocks_misfit`, for kernels whose grid is a number of programs a multiprocessor."""
+    return blocks_misfit(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+
+
+def forward_tunable(op: str, kernel: Any, *, widest: int = WIDEST_BLOCK, key: Callable[..., Key] = row_key) -> Tunable:
+    """The `fwd` tunable of an op whose forward works on row tiles; `widest` as in `fwd_heuristic`.
+
+    key: `aligned_key` where the kernel holds rows in two blocks
+    """
+    return Tunable(
+        op,
+        "fwd",
+        kernels=(kernel,),
+        key=key,
+        dims=DIMS,
+        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
+        safe=safe,
+        space=fwd_space,
+        valid=blocks_misfit,
+        ahead=few_elements,
+    )
