@@ -1,4 +1,5 @@
-"""What the chunked losses promise beside their numbers: memory, which gradients, torch.compile, Liger's signatures, errors."""
+"""What the chunked losses promise beside their numbers: memory, which gradients, torch.compile, Liger's signatures,
+errors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat, env
-from liger_hw.chunked_loss import _head, functional, grpo_loss
+from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
 from liger_hw.kernels.heads import chunk_plan, linear_head
 from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
@@ -205,10 +206,9 @@ def test_operators(generator):
     call = x, weight, None, target, None, [counts, None, tokens], "pairs", "dpo_sigmoid"
     numbers = [0.1, 1.0, 0.0, 1.0, 0.0, 0.0]
     for wanted in ((True, True, False), (False, False, False)):
-        torch.library.opcheck(
-            _head.chunked_loss.overload, (*call, numbers, _head.PAIR, 2, -100, 1.0, 1.0, *wanted), test_utils=pick
-        )
-    torch.library.opcheck(_head.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
+        numbers_and_flags = numbers, log_prob_loss.PAIR, 2, -100, 1.0, 1.0, *wanted
+        torch.library.opcheck(log_prob_loss.chunked_loss.overload, (*call, *numbers_and_flags), test_utils=pick)
+    torch.library.opcheck(log_prob_loss.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
 
 
 # -- Liger's names ---------------------------------------------------------------------------------------------------
@@ -235,11 +235,13 @@ LIGER = {  # liger-kernel 0.8.5: (constructor, forward)
     ),
     "LigerFusedLinearKTOLoss": (
         "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1",
-        "_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None, ref_bias=None, "
+        "_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None, "
+        "ref_bias=None, "
         "kl=None",
     ),
     "LigerFusedLinearGRPOLoss": (
-        "beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', "
+        "beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, "
+        "loss_type='dapo', "
         "max_completion_length=None, importance_sampling_level='token', sapo_temperature_pos=1.0, "
         "sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, "
         "vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0",
@@ -250,13 +252,16 @@ LIGER = {  # liger-kernel 0.8.5: (constructor, forward)
     "LigerFusedLinearJSDLoss": (
         "weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True, "
         "chunk_size=1024, return_soft_hard_loss=False",
-        "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None",
+        "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
+        "teacher_bias=None",
     ),
 }
 LIGER["LigerFusedLinearCosineSimilarityLoss"] = LIGER["LigerFusedLinearJSDLoss"]
 FUNCTIONS = {
-    "dpo": "_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1, "
-    "compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', "
+    "dpo": "_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, "
+    "ignore_index=-100, beta=0.1, "
+    "compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, "
+    "loss_type='sigmoid', "
     "label_smoothing=0.0, discopop_tau=0.05, alpha=1.0",
     "orpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, "
     "compiled=True, chunk_size=1",
@@ -264,13 +269,15 @@ FUNCTIONS = {
     "compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1",
     "simpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
     "compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1",
-    "kto": "_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None, "
+    "kto": "_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, "
+    "ref_bias=None, kl=None, "
     "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1",
     "grpo": "_input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
     "old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, epsilon_low=0.2, "
     "epsilon_high=0.2, loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
     "sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True, "
-    "chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
+    "chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, "
+    "vespo_lambda_pos=3.0, "
     "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None",
 }
 
@@ -314,8 +321,8 @@ def _dpo(**options):
 
 
 def _grpo(*args, x=_X, ids=_Y, mask=_Y, advantages=_A, **call):
-    options = {k: call.pop(k) for k in list(call) if k in ("loss_type", "delta", "importance_sampling_level", "temperature",
-               "max_completion_length", "sapo_temperature_pos", "use_ref_model")}  # fmt: skip
+    of_the_module = inspect.signature(chunked_loss.LigerFusedLinearGRPOLoss).parameters
+    options = {k: call.pop(k) for k in list(call) if k in of_the_module}
     loss = chunked_loss.LigerFusedLinearGRPOLoss(**{"use_ref_model": False, **options})
     return loss(x, _W, ids, mask, advantages, **call)
 
@@ -361,7 +368,10 @@ ERRORS = {
         lambda: chunked_loss.LigerFusedLinearORPOLoss()(_W, _X, _Y, None, _Y[:2]),
         r"nll_target must have shape \(4, 3\)",
     ),
-    "smoothing": (lambda: chunked_loss.LigerFusedLinearCPOLoss(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
+    "smoothing": (
+        lambda: chunked_loss.LigerFusedLinearCPOLoss(label_smoothing=1.5),
+        "label_smoothing must be between 0 and 1",
+    ),
     "labels": (lambda: _kto(_Y[:, 0]), "preference_labels must be a bool tensor, .* got torch.int64"),
     "no labels": (lambda: _kto(None), "preference_labels must be a bool tensor, .* got None"),
     "labels shape": (lambda: _kto(_L[:2]), r"preference_labels must have shape \(4,\)"),

@@ -153,7 +153,8 @@ def test_words_that_cannot_be(lane, narrow, generator, rest):
     "hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)]
 )
 def test_memory(n_rows, hidden, vocab):
-    """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one group."""
+    """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one
+    group."""
     kept = plan_kept(n_rows, hidden, vocab, 2)
     if kept is None:
         assert n_rows > kept_logits.MAX_SLABS * hidden

@@ -1,4 +1,4 @@
-"""The linear-head core: chunks, their boundaries, an order of rows, a second head, and the rows of log-probabilities."""
+"""The linear-head core: chunks, their boundaries, an order of rows, a second head, rows of log-probabilities."""
 
 from __future__ import annotations
 
@@ -103,20 +103,8 @@ MIB = 1 << 20
     "n_rows, vocab, options, heights, most",
     [
         (8192, 131072, {"with_targets": True}, (1536, 1536, 1280, 1280, 1280, 1280), 1484),
-        (
-            8192,
-            32768,
-            {"with_targets": True},
-            (4096, 4096),
-            576,
-        ),  # Liger 384; four chunks, with entries apart, 458, and 4% slower
-        (
-            32768,
-            1000,
-            {"with_targets": True},
-            (32768,),
-            328,
-        ),  # logits of fewer words than `hidden` are less than the states' gradient
+        (8192, 32768, {"with_targets": True}, (4096, 4096), 576),
+        (32768, 1000, {"with_targets": True}, (32768,), 328),  # logits are smaller than the states' gradient
         (8192, 131072, {"scale": 2, "heads": 2}, (2048,) * 4, 2150),
         (4096, 131072, {"heads": 2, "prefer_large": True}, (1024,) * 4, 1638),
         (8192, 32768, {"heads": 2, "prefer_large": True}, (4096,) * 2, 832),
@@ -126,7 +114,7 @@ MIB = 1 << 20
 )
 def test_memory_of_the_heads_we_compare(h200, n_rows, vocab, options, heights, most):
     """fused_linear_cross_entropy, JSD distillation, fused_linear_jsd and fused_linear_kl_div in bf16, hidden 4096:
-    gradients and logits. Liger 0.8.5 takes 1598 and 1472 MiB of fused_linear_jsd's (128256 words), 2052 and 896 of the last."""
+    gradients and logits in MiB, of the order of what Liger 0.8.5 takes."""
     chunks = plan_chunks(n_rows, 4096, vocab, 2, **options, device=h200)
     assert tuple(b - a for a, b in chunks.bounds) == heights
     logits = chunks.rows * vocab * 2 * options.get("heads", 1)
@@ -184,7 +172,8 @@ def test_a_set_budget_is_kept(monkeypatch):
 @pytest.mark.cpu
 @pytest.mark.parametrize("n_rows, mib", [(16384, 2950), (8192, 2000), (20000, 3000), (65536, 6000)])
 def test_a_budget_has_the_frequent_targets_sums(monkeypatch, n_rows, mib):
-    """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the budget."""
+    """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the
+    budget."""
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
     env.clear()
     try:
@@ -210,7 +199,10 @@ def test_second_logits_where_the_gradient_will_be(lane, generator, monkeypatch, 
     """The gradients of a slope of both heads' logits, of chunks 32, 16 and 12 rows tall, against fp64."""
     monkeypatch.setattr(chunk_plan, "STEP", 16)
     n_rows, hidden = 60, 48
-    draw = lambda *shape: torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)  # noqa: E731
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)
+
     (x, x2), (weight, weight2) = (draw(2, n_rows, hidden), draw(2, vocab, hidden) / 8)
     chunks = borrow_gradient_memory(Chunks.of([(0, 16), (16, 32), (32, 48), (48, 60)]), hidden, vocab)
     assert chunks.borrowed and chunks.bounds == ((0, 32), (32, 48), (48, 60))
@@ -223,7 +215,7 @@ def test_second_logits_where_the_gradient_will_be(lane, generator, monkeypatch, 
         assert (found.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
 
 
-# -- the targets' entries, accumulated separately --------------------------------------------------------------------------------
+# -- the targets' entries, accumulated separately --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -262,9 +254,9 @@ def test_targets_accumulated_separately(lane, generator, monkeypatch, vocab, dty
 @pytest.mark.parametrize("head", ["flat", "trained"])
 @pytest.mark.parametrize("count, vocab", [(3, 2048), (8, 2048), (8, 2047)])
 def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
-    """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of the
-    targets' entries nearly cancel: of eight chunks, all entries taken out, or the running sum alone, would miss it. Of
-    three, the running sum alone does on an H200 and not on the CPU: not asked."""
+    """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of
+    the targets' entries nearly cancel: of eight chunks, all entries taken out, or the running sum alone, would miss it.
+    Of three, the running sum alone does on an H200 and not on the CPU: not asked."""
     n_rows, hidden = 8192, 16
     frequency = 1 / torch.arange(1, vocab + 1).float()
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
@@ -351,7 +343,8 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_scaled_cross_entropy"])
 def test_losses_accumulate_their_targets_separately(lane, small_chunks, name, seed, monkeypatch):
-    """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the conformance suite."""
+    """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the
+    conformance suite."""
     seen = []
     real = linear_head.TargetEntries
     monkeypatch.setattr(linear_head, "TargetEntries", lambda *a: seen.append(1) or real(*a))
