@@ -40,6 +40,10 @@ class Candidate:
     source: str
     rejected: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        config, provenance = self.config.to_json(), dict(self.provenance)
+        return {**vars(self), "config": config, "provenance": provenance}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -55,23 +59,13 @@ class Explanation:
         return next(c for c in self.candidates if not c.rejected)
 
     def to_json(self) -> dict[str, Any]:
+        chosen = self.chosen.to_json()
         return {
             "tunable": self.tunable,
             "target": self.target.to_json(),
             "key": list(self.key),
-            "layer": self.chosen.layer,
-            "config": self.chosen.config.to_json(),
-            "provenance": dict(self.chosen.provenance),
-            "candidates": [
-                {
-                    "layer": c.layer,
-                    "config": c.config.to_json(),
-                    "provenance": dict(c.provenance),
-                    "source": c.source,
-                    "rejected": c.rejected,
-                }
-                for c in self.candidates
-            ],
+            **{name: chosen[name] for name in ("layer", "config", "provenance")},
+            "candidates": [candidate.to_json() for candidate in self.candidates],
         }
 
     def __str__(self) -> str:

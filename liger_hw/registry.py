@@ -422,7 +422,7 @@ def plans() -> list[Plan]:
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
     """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
-    device: a torch device, a Target, a device's or architecture's name (`h200`, `gfx942`), None: the current accelerator
+    device: a torch device, a Target, a name of a device or architecture (`h200`, `gfx942`), None: the accelerator
     Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
     import torch

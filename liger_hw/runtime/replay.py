@@ -218,8 +218,8 @@ class _Recorder(Observer, TorchDispatchMode):
             allocations.append(_allocation(tensor, given))
         if not results:
             give = _nothing
-        elif isinstance(result, tuple):
-            give = itemgetter(*places) if len(places) > 1 else lambda made: (made[places[0]],)
+        elif isinstance(result, tuple) and len(places) == 1:
+            give = lambda made: (made[places[0]],)  # noqa: E731
         else:
             give = itemgetter(*places)
         return given[0].device, tuple(allocations), tuple(self.steps), give
