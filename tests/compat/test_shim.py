@@ -68,7 +68,9 @@ from liger_kernel.ops import LigerSiLUMulFunction
 from liger_kernel.functional import rms_norm as bare
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
-from liger_hw.kernels import rms_norm, cross_entropy, swiglu
+from liger_hw.kernels.losses import cross_entropy
+from liger_hw.kernels.norms import rms_norm
+from liger_hw.kernels.pointwise import swiglu
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
 assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
 assert bare is rms_norm.liger_rms_norm
