@@ -21,7 +21,7 @@ from liger_hw import registry
 from liger_hw.autotune.record import everywhere, plan_for
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
-from liger_hw.kernels.norms.core import _norm_fwd_kernel
+from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator as _op
 from liger_hw.runtime import replay as _recorded
@@ -90,10 +90,11 @@ def inputs(rows=3, columns=64, dtype=torch.float32):
 
 
 def last(driver) -> tuple:
-    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd, then numbers."""
+    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd of x, residual, w, b, y, sum,
+    rstd; then numbers, of which the sixth is eps."""
     _, *given = driver.seen[-1]
     assert given[4] == "head"
-    return tuple(given[:4]), tuple(given[5:9]), tuple(given[9:])
+    return tuple(given[:4]), tuple(given[5:12][i] for i in (0, 2, 4, 6)), tuple(given[12:])
 
 
 def pointers(*tensors) -> tuple:
@@ -184,7 +185,7 @@ def test_layouts_that_differ_are_recorded_apart(driver, asked):
         given = [None if t is None else t.data_ptr() for t in call[:2]]
         _, found, rest = last(driver)
         assert found == (*given, *pointers(y, rstd)) and y.dtype is call[0].dtype
-        assert rest[0] == call[0].stride(0) and rest[3] == (call[2] if len(call) > 2 else 1e-6)
+        assert rest[0] == call[0].stride(0) and rest[5] == (call[2] if len(call) > 2 else 1e-6)
     assert len(asked) == 2 * len(calls)
 
 
@@ -373,7 +374,7 @@ def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through
         calls.append(z)
         return part(part(x, y, z) * 2, y, z)
 
-    driver.kernel = lambda x, y, out, *rest: ctypes.memmove(out, x, 3 * 64 * 4)
+    driver.kernel = lambda x, y, w, b, out, *rest: ctypes.memmove(out, x, 3 * 64 * 4)
     call = probe(launcher, recorded=False)
     with torch.set_grad_enabled(through_dispatcher):  # grad mode alone sends a call there
         for _ in range(4):
@@ -437,7 +438,7 @@ def test_zeros_are_written_again(probe, driver):
     def launcher(x, y, z):
         return _launched(x, y, torch.empty_like(x).zero_())
 
-    def add_one(x, y, out, *rest):
+    def add_one(x, y, w, b, out, *rest):
         values = (ctypes.c_float * 192).from_address(out)
         values[:] = [value + 1 for value in values]
 
@@ -516,7 +517,7 @@ def test_a_tensor_in_place_of_a_number_is_of_this_call(probe, driver):
     with torch.no_grad():
         for value in (1.0, 1.0, 2.0, 3.0):
             call(x, None, torch.tensor(value))
-            assert last(driver)[2][3] == value
+            assert last(driver)[2][5] == value
 
 
 @cpu

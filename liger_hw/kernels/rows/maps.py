@@ -5,8 +5,8 @@ tiles and again, from cache, for the result. Both kernels of such an op take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
-then WHOLE_ROW (2 where, besides, every program has one tile and there are few: no loop needs to stand before its load) and
-the plan's BLOCK_SIZE, ROWS, STAGES, LOAD_CACHE and LOAD_EVICT.
+then WHOLE_ROW (2 where, besides, every program has one tile and there are few: no loop needs to stand before its load)
+and the plan's BLOCK_SIZE, ROWS, STAGES, LOAD_CACHE and LOAD_EVICT.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
     Rows whose fp32 copies would spill go in tiles, on a grid so small that the second sweep finds some of them in L2.
-    While all rows fit the device at once each has a program of its own: 257 x 777 takes softmax 1.64 us forward and 1.99
-    backward on the H200, 1.76 and 2.33 two rows at a time (2026-11-22).
+    While all rows fit the device at once each has a program of its own: 257 x 777 takes softmax 1.64 us forward and
+    1.99 backward on the H200, 1.76 and 2.33 two rows at a time (2026-11-22).
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -96,7 +96,8 @@ def row_tunables(
 def row_operators(
     fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any]
 ) -> tuple:
-    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` computes the latter in torch."""
+    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` computes the latter in
+    torch."""
 
     def forward(x):
         x = row_major(x)
