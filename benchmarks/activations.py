@@ -28,9 +28,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or asking for dev
 import torch
 import transformers  # noqa: F401  imported once, before the forks
 
-from liger_hw.bench import e2e, report
+from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.cli._values import table
+from liger_hw.text import table
 from liger_hw.recompute.levels import in_words
 from liger_hw.recompute.planner import Planner, of_module
 
@@ -41,7 +41,7 @@ FAMILIES = ("mistral", "llama3", "qwen3", "gemma2")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mistral", choices=e2e.MODELS)
+    parser.add_argument("--model", default="mistral", choices=training.MODELS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
@@ -107,7 +107,7 @@ def check() -> Iterator[dict[str, Any]]:
     for name in FAMILIES:
         plan = e2e.Plan(model=name, layers=2, batch=2, seq=512, hidden=512)
         for dtype, autocast in (("bfloat16", False), ("float32", True)):
-            model = e2e.build(e2e.Plan(**{**asdict(plan), "dtype": dtype}), torch.device("cuda"))
+            model = training.build(e2e.Plan(**{**asdict(plan), "dtype": dtype}).training, torch.device("cuda"))
             getattr(patches, f"apply_liger_kernel_to_{plan.shape.family}")(model=model)
             ids = torch.randint(plan.shape.vocab, (2, 512), device="cuda")
             results = {}
@@ -134,8 +134,8 @@ def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model=options.model, layers=options.layers, batch=options.batch, seq=options.seq, hidden=options.hidden
     )
     device = with_index(options.device)
-    with e2e._patched("hf" if library == "hf" else library, plan.shape.family):
-        model = e2e.build(plan, device)
+    with training.patched(library, plan.shape.family, device):
+        model = training.build(plan.training, device)
         if options.no_window:
             model.config.sliding_window = None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -164,7 +164,7 @@ def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     except (torch.OutOfMemoryError, NothingFits) as error:
                         notes[name] = {"error": str(error).splitlines()[0][:160]}
                         optimizer.zero_grad(set_to_none=True)
-                        e2e._release(device)
+                        training.release(device)
                     if dial is not None:
                         notes[name] |= {"levels": in_words(dial.levels), **_predicted(planner, dial.levels)}
                         dial.revert()

@@ -20,14 +20,13 @@ import time
 from pathlib import Path
 
 import torch
+from share import rows_in, untaken
 
 from liger_hw import registry
 from liger_hw.autotune import measure, space, store
-from liger_hw.autotune.clock import Clock
-from liger_hw.autotune.remote import CompilePool
+from liger_hw.autotune.workers import CompilePool
 from liger_hw.backends import target_of
 from liger_hw.bench.report import save
-from liger_hw.bench.share import rows_in, untaken
 
 SHAPES = [
     *(("rms_norm", s) for s in ((700, 3072), (1500, 3584), (3000, 5120), (6000, 3072), (12000, 2560), (50000, 3072))),
@@ -79,7 +78,9 @@ def planned_at(op, sizes, clock, target, tables, most, pool):
         todo.append((named[variant], key, answer, configs))
         for config in configs:
             recipe = f"{named[variant].name} {sizes} {config.to_text()}"
-            pool.submit(recipe, [op.name, list(sizes), "bfloat16", variant, config.to_json()])
+            request = {"op": op.name, "sizes": sizes, "dtype": "bfloat16", "tunable": named[variant].name}
+            request |= {"target": target.to_json(), "config": config.to_json()}
+            pool.submit(recipe, "candidate", request)
     return bench, todo
 
 
@@ -172,11 +173,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     problems = []
     todo = in_turns()[: arguments.shapes]
-    with Clock(torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")) as clock:
+    with measure.Clock(
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    ) as clock:
         target = target_of(clock.device)
         tables = store.layers(target)
         workers = 0 if clock.on_cpu else arguments.workers or max(2, (os.cpu_count() or 2) - 2)
-        pool = CompilePool({**target.to_json(), "warp_sizes": list(target.warp_sizes)}, workers)
+        pool = CompilePool(workers, seconds=60.0)
 
         def keep():
             found = verdict(rows_in(folder), target.name, round(time.monotonic() - began, 1), problems)

@@ -33,13 +33,17 @@ OPS = {
 
 def one(arm: str, name: str, size: str, device: str) -> dict[str, float]:
     """Seconds of the import, of the first call and of the second, in this process."""
+    import sweep
     import torch
 
+    from liger_hw import registry
     from liger_hw.bench import floors, ops, peers
     from liger_hw.bench.inputs import Work
     from liger_hw.bench.timing import Meter
 
-    case = ops.cases([name], [size], torch.float32 if device == "cpu" else torch.bfloat16)[0]
+    op = sweep.chunked_losses.OPS.get(name) or registry.get_op(name)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = ops.Case(op, size, tuple(map(int, size.split("x"))), dtype)
     synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
     work = Work(lambda: None, [ops.make_inputs(case, case.sizes, torch.device(device), 0)], backward=True)
     warm = torch.ones(256, 256, device=device, requires_grad=True)

@@ -4,64 +4,42 @@
     python benchmarks/launches.py write after.json             in the newer one
     python benchmarks/launches.py compare before.json after.json
 
-`write` traces the forward and backward of each case of `liger-hw bench --sizes table` and `--sizes many` on a described
+`write` traces the forward and backward of each case of `benchmarks/sweep.py table` and `many` on a described
 device (nothing runs, no GPU is needed) and keeps, for each launch, the grid, the compiler's options and a hash of the
-kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be timed
-again, all others launch the same code. The options of an op that its shared tests run are traced too, at its first small size.
+kernel's Triton IR without names and locations. `compare` lists the cases in which any of these differ: those must be
+timed again (`compare_commits.py`), all others launch the same code. The options of an op that its shared tests run are
+traced too, at its first small size.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import re
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import torch
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import sweep
+
 from liger_hw import registry
 from liger_hw.autotune import compile as ahead
-from liger_hw.autotune import ttir
-from liger_hw.backends import known_target, target_of  # noqa: F401
-from liger_hw.bench.cases import cases
+from liger_hw.backends import known_target
 
 _LOCATION = re.compile(r"\s*loc\(.*\)$|^#loc.*$|^\s*loc\(.*$")
 _NAMED = re.compile(r'@"?[\w.$]+"?')
 
 
-class _Pointer:
-    """Looks to Triton's binder like a tensor."""
-
-    def __init__(self, dtype: str, aligned: bool, small: bool) -> None:
-        self.dtype = getattr(torch, dtype)
-        self._address, self._range = 0 if aligned else 4, 1 << 20 if small else 1 << 40
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def ptr_range(self) -> int:
-        return self._range
-
-
 def ir_hash(launch: ahead.Launch, known: dict) -> str:
     """A hash of the launched kernel's TTIR, without the names of functions and the locations of lines."""
-    from importlib import import_module
-
-    from triton.backends.compiler import GPUTarget
-
     key = launch.kernel, launch.args, launch.options
     if key not in known:
-        module, name = launch.kernel.split(":")
-        kernel = getattr(import_module(module), name)
-        args = [_Pointer(*arg[1:]) if isinstance(arg, tuple) and arg[:1] == ("ptr",) else arg for arg in launch.args]
-        device = SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-        text = ttir.lower(kernel, args, dict(launch.options), device).asm["ttir"]
+        text = ahead.lower(launch.kernel, launch.args, dict(launch.options), capability=90).asm["ttir"]
         lines = [_LOCATION.sub("", line) for line in text.splitlines()]
         lines = [re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", line)).strip() for line in lines]
         lines = [re.sub(r"%[A-Za-z_]\w*", "%v", line) for line in lines]
@@ -74,12 +52,9 @@ def write(path: str, device: str, only: list[str]) -> None:
     known: dict = {}
     found: dict[str, list] = {}
     names = only or list(registry.ops())
-    wanted = [(case.op.name, case.sizes, case.dtype, {}) for case in cases(names, ["table"])]
+    wanted = [(case.op.name, case.sizes, case.dtype, {}) for case in sweep.cases_of("table", names)]
     for name in names:
-        try:
-            wanted += [(case.op.name, case.sizes, case.dtype, {}) for case in cases([name], ["many"])]
-        except ValueError:
-            pass  # not one of the ops that are measured at many shapes
+        wanted += [(case.op.name, case.sizes, case.dtype, {}) for case in sweep.cases_of("many", [name])]
         op = registry.get_op(name)
         small = (op.small or tuple(op.workloads.values()))[0]
         wanted += [(name, small, dtype, options) for options in op.options for dtype in (torch.float32, torch.bfloat16)]
@@ -100,7 +75,7 @@ def write(path: str, device: str, only: list[str]) -> None:
     print(f"{len(found)} cases, {len(known)} kernels -> {path}")
 
 
-def compare(before: str, after: str) -> int:
+def compare(before: str, after: str, cases: str | None = None) -> int:
     with open(before) as one, open(after) as other:
         old, new = json.load(one), json.load(other)
     changed = [label for label in new if label in old and new[label] != old[label]]
@@ -119,11 +94,22 @@ def compare(before: str, after: str) -> int:
             elif a != b:
                 what.append(f"{a} -> {b}")
         print(f"{label}: {'; '.join(what)[:300]}")
+    if cases:
+        with open(cases, "w") as file:
+            json.dump([_case(label) for label in changed], file)
     gone, fresh = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
     print(
-        f"{len(changed)} of {len(new)} cases launch something else; {len(gone)} are gone {gone[:5]}, {len(fresh)} are new {fresh[:5]}"
+        f"{len(changed)} of {len(new)} cases launch something else; "
+        f"{len(gone)} are gone {gone[:5]}, {len(fresh)} are new {fresh[:5]}"
     )
     return bool(changed or gone)
+
+
+def _case(label: str) -> list:
+    """[op, sizes, dtype, options] of a label, as `benchmarks/compare_commits.py` takes them."""
+    op, sizes, dtype, *options = label.split(" ", 3)
+    text = re.sub(r"torch\.\w+", r"'\g<0>'", options[0]) if options else "{}"  # a dtype, by its name
+    return [op, [int(size) for size in sizes.split("x")], dtype, ast.literal_eval(text)]
 
 
 def main() -> int:
@@ -136,9 +122,10 @@ def main() -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before")
     comparing.add_argument("after")
+    comparing.add_argument("--json", metavar="FILE", help="write the cases that changed")
     told = parser.parse_args()
     if told.command == "compare":
-        return compare(told.before, told.after)
+        return compare(told.before, told.after, told.json)
     write(told.path, told.device, told.ops)
     return 0
 

@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 
 import torch
+from share import rows_in, untaken
 
 from liger_hw import registry
 from liger_hw.autotune import measure
-from liger_hw.autotune.clock import Clock
 from liger_hw.backends import target_of
 from liger_hw.bench import report
-from liger_hw.bench.share import rows_in, untaken
 from liger_hw.bench.timing import with_index
 
 AIMS = {
@@ -120,7 +119,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [(name, sizes, aim) for name in arguments.ops.split(",") for sizes, aim in AIMS[name].items()]
     machine = report.machine(device, os.environ.get("LIGER_COMMIT"))
-    with Clock(device) as clock:
+    with measure.Clock(device) as clock:
         gb_s = machine["copy_gb_s"] = clock.copy_bandwidth()
         for place in untaken(folder, len(todo)):
             if time.monotonic() - began > arguments.budget:

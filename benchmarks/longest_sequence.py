@@ -29,9 +29,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 from activations import GIB, LEVELS, train_step
 
-from liger_hw.bench import e2e, report
+from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.cli._values import table
+from liger_hw.text import table
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
 
@@ -42,7 +42,7 @@ FIRST, FULLER, LESS = 0.98, 0.995, 0.95
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mistral", choices=e2e.MODELS)
+    parser.add_argument("--model", default="mistral", choices=training.MODELS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--tries", type=int, default=3, help="a level")
@@ -58,8 +58,8 @@ def main() -> int:
     found: dict[str, Any] = {"options": vars(options), "machine": report.machine(device), "levels": []}
     found["allocator"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     print("allocator:", found["allocator"], flush=True)
-    with e2e._patched("liger_hw", plan.shape.family):
-        model = e2e.build(plan, device)
+    with training.patched("liger_hw", plan.shape.family, device):
+        model = training.build(plan.training, device)
         model.config.sliding_window = None  # flash attention, which needs no mask
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         attempt = Attempt(model, optimizer, plan.shape.vocab, device)
@@ -87,7 +87,7 @@ def main() -> int:
 def reachable(device: torch.device) -> int:
     """Bytes of the device that torch has or could have."""
     module = torch.get_device_module(device)
-    e2e._release(device)
+    training.release(device)
     return module.mem_get_info(device)[0] + module.memory_reserved(device)
 
 
@@ -106,14 +106,14 @@ class Attempt:
         import liger_hw
 
         ids = torch.randint(self.vocab, (1, seq), device=self.device)
-        e2e._release(self.device)
+        training.release(self.device)
         try:
             with liger_hw.activations(level, self.model):
                 return train_step(self.model, self.optimizer, ids)
         except torch.OutOfMemoryError as error:
             self.failure = numbers(str(error))
         self.optimizer.zero_grad(set_to_none=True)
-        e2e._release(self.device)
+        training.release(self.device)
         return None
 
 

@@ -17,7 +17,7 @@ SHOWN = {
     **dict.fromkeys(("orpo", "cpo", "simpo", "kto", "dpo", "grpo", "grpo_sequence"), ("8x1024x4096x131072",)),
     **dict.fromkeys(("jsd_distillation", "cosine_distillation"), ("4x1024x4096x131072",)),
 }
-"""`liger-hw bench --sizes losses`, in the order of the table."""
+"""`python benchmarks/sweep.py losses`, in the order of the table."""
 
 PEERS = {"liger": "Liger 0.8.5", "compile": "torch.compile", "torch": "torch", "quack": "quack 0.6.5"}
 PEERS |= {"cce": "CCE 25.1.1", "cce_exact": "CCE, exact"}

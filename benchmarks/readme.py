@@ -21,10 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import losses_page  # noqa: E402
-import published  # noqa: E402
+import losses_page
+import published
+import size_plots
 
-from liger_hw.bench import plots, report  # noqa: E402
+from liger_hw.bench import plots, report
 
 ARMS = {"liger_hw": "liger_hw", "liger": "Liger 0.8.5", "compile": "torch.compile", "quack": "quack 0.6.5"}
 SHOWN = {
@@ -86,7 +87,7 @@ def ops_table() -> str:
 
 
 def shapes_table() -> str:
-    """A row an op over the shapes of `--sizes many`."""
+    """A row an op over the shapes of `sweep.py many`."""
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
     best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
@@ -397,8 +398,8 @@ def draw() -> None:
         plots.bars(rows, ROOT / "docs" / "ops.png")
     if (published.RESULTS / published.MANY).exists():
         rows = report.load(published.RESULTS / published.MANY)["rows"]
-        plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")
-        plots.speed_by_size(rows, ROOT / "docs" / "shapes-speed.png")
+        size_plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")
+        size_plots.speed_by_size(rows, ROOT / "docs" / "shapes-speed.png")
 
 
 def main(arguments: list[str] | None = None) -> int:

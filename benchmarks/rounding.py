@@ -19,7 +19,7 @@ import argparse
 import torch
 
 from liger_hw.kernels.heads.head_targets import FREQUENT
-from liger_hw.kernels.losses.distill_reference import Distillation, distill_slopes
+from liger_hw.kernels.losses.distill_rows import Distillation, distill_slopes
 from liger_hw.kernels.losses.divergence_rows import JSD, KL, TVD
 
 CHUNKS = (4, 6, 8)

@@ -68,18 +68,18 @@ def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any,
 def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[str, Any]]:
     """What is timed: each kernel of an op's own at each key that its chosen workloads launch, with its candidates."""
     from liger_hw import registry
-    from liger_hw.autotune import plan
+    from liger_hw.autotune.jobs import scan
 
-    scan, jobs = plan.traced(target), {}
+    launched_by, jobs = scan(target), {}
     for op in ops:
         for workload, sizes in workloads_of(op):
             try:
-                launched = scan(op.name, sizes, "bfloat16")
+                launched = launched_by(op.name, sizes, "bfloat16")
             except Exception as error:
                 print(f"{op.name} {sizes}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             for name, key in launched:
-                tunable, (owner, variant) = registry._tunables[name], name.split(".")
+                tunable, (owner, variant) = registry.get_tunable(name), name.split(".")
                 if owner != op.name or (name, key) in jobs:
                     continue  # another op's kernel is timed with that op
                 configs = candidates_of(tunable, target, key, shipped.get((owner, variant, key)), most)
@@ -91,15 +91,16 @@ def jobs_of(ops: list[Any], target: Any, shipped: dict, most: int) -> list[dict[
 def certify(job: tuple) -> list[dict[str, Any]]:
     """In a worker process: for each candidate, the certificates of every kernel whose launch depends on it."""
     from liger_hw.autotune import static
+    from liger_hw.autotune.compile import compile_here
     from liger_hw.autotune.jobs import Job
     from liger_hw.backends import LaunchConfig, Target
 
     op, variant, key, sizes, dtype, configs, target = job
-    target = Target(**{**target, "warp_sizes": tuple(target["warp_sizes"])})
+    target = Target.from_json(target)
     one = Job(op, variant, tuple(key), tuple(sizes), dtype)
     traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
     return [
-        {"config": config, "kernels": [c.to_json() for c in map(static.compile_here, launches)]}
+        {"config": config, "kernels": [c.to_json() for c in map(compile_here, launches)]}
         for config, launches in zip(configs, static.decided_by(one.name, traced))
     ]
 
@@ -109,7 +110,6 @@ def collect(arguments: argparse.Namespace) -> None:
 
     from liger_hw import registry
     from liger_hw.autotune import measure, store
-    from liger_hw.autotune.clock import Clock
     from liger_hw.backends import target_of
 
     began = time.monotonic()
@@ -133,7 +133,7 @@ def collect(arguments: argparse.Namespace) -> None:
         task = (job["op"], job["variant"], job["key"], job["sizes"], "bfloat16", configs, target.to_json())
         job["task"] = pool.apply_async(certify, (task,))
     records, place, bench = [], None, None
-    with Clock(device) as clock:
+    with measure.Clock(device) as clock:
         copy_gbs = clock.copy_bandwidth()
         registry.set_tables(target, [])
         for number, job in enumerate(jobs):
@@ -214,24 +214,44 @@ BOUNDS = {
 }
 
 
+def from_record(record: dict[str, Any], target: Any) -> Any:
+    """A certificate from what `Certificate.to_json` gave."""
+    from liger_hw.autotune.compile import Launch, certificate_from
+    from liger_hw.backends import LaunchConfig
+
+    launch = Launch(
+        target=target,
+        tunable=record["tunable"],
+        key=tuple(record["key"]),
+        layer=record["layer"],
+        config=LaunchConfig.from_json(record["config"]),
+        kernel=f"{record['tunable']}:{record['kernel']}",
+        args=(),
+        options=(),
+        grid=tuple(record["grid"]),
+        sizes=tuple(record["sizes"]),
+    )
+    return certificate_from(launch, record)
+
+
 class Data:
     """The measurements, as the model sees them: per launch, `works` of each candidate's kernels and its median time."""
 
     def __init__(self, path: str) -> None:
-        from liger_hw.autotune import model, static
+        from liger_hw.autotune import static
         from liger_hw.backends import Target, backend
 
         with opened(path) as file:
             self.raw = json.load(file)
-        self.target = Target(**{**self.raw["target"], "warp_sizes": tuple(self.raw["target"]["warp_sizes"])})
+        self.target = Target.from_json(self.raw["target"])
         self.pace = backend(self.target.vendor).pace(self.target)
         self.launches, self.left_out = [], 0
         for launch in self.raw["launches"]:
             works, times, configs = [], [], []
             for candidate in launch["candidates"]:
                 try:
-                    certificates = [static.from_record(kernel, self.target) for kernel in candidate["kernels"]]
-                    found = [model.work_of(certificate) for certificate in certificates]
+                    certificates = [from_record(kernel, self.target) for kernel in candidate["kernels"]]
+                    found = [static.work_of(certificate) for certificate in certificates]
                 except ValueError:
                     found = []
                 if found and candidate["us"]:
@@ -247,10 +267,10 @@ class Data:
                 self.launches.append({**names, "works": works, "us": times, "configs": configs})
 
     def predicted(self, launch: dict, rates: Any, latency: float) -> list[float]:
-        from liger_hw.autotune import model
+        from liger_hw.autotune import static
 
         pace = replace(self.pace, latency=latency)
-        return [sum(model.microseconds(w, self.target, pace, rates) for w in works) for works in launch["works"]]
+        return [sum(static.microseconds(w, self.target, pace, rates) for w in works) for works in launch["works"]]
 
 
 def outcome(times: list[float], predicted: list[float], level: str = "binary") -> dict[str, Any]:
@@ -297,13 +317,13 @@ def loss(data: Data, launches: list[dict], rates: Any, latency: float) -> float:
 
 def fit(data: Data, launches: list[dict], steps: int, seed: int = 0) -> tuple[Any, float]:
     """Rates (and the latency) that lower the loss on `launches`: a random walk within physical bounds from the middle."""
-    from liger_hw.autotune import model
+    from liger_hw.autotune import static
 
     chances = random.Random(seed)
     point = {name: math.sqrt(max(low, 0.1) * high) for name, (low, high) in BOUNDS.items()}
 
     def at(point: dict) -> tuple[Any, float]:
-        return replace(model.RATES, **{k: v for k, v in point.items() if k != "latency"}), point["latency"]
+        return replace(static.RATES, **{k: v for k, v in point.items() if k != "latency"}), point["latency"]
 
     best = loss(data, launches, *at(point))
     for step in range(steps):
@@ -334,13 +354,13 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    from liger_hw.autotune import model
+    from liger_hw.autotune import static
     from liger_hw.autotune.static import MARGINS
 
     data = Data(arguments.file)
     rows = []
     for launch in data.launches:
-        predicted = data.predicted(launch, model.RATES, data.pace.latency)
+        predicted = data.predicted(launch, static.RATES, data.pace.latency)
         names = {name: launch[name] for name in ("op", "variant", "workload", "key", "sizes")}
         found = outcome(launch["us"], predicted)
         times = {
@@ -381,7 +401,8 @@ def leave_out(data: Data, steps: int) -> dict[str, Any]:
 
 def modelled(arguments: argparse.Namespace) -> None:
     """The same judgement where kernels go no further than TTIR, as they do for targets without a compiler."""
-    from liger_hw.autotune import model, static
+    from liger_hw.autotune import static
+    from liger_hw.autotune.compile import compile_here
     from liger_hw.autotune.jobs import Job
     from liger_hw.backends import LaunchConfig, backend
 
@@ -397,8 +418,8 @@ def modelled(arguments: argparse.Namespace) -> None:
             for launches in traced:
                 for one in launches:
                     if one.same() not in compiled:
-                        compiled[one.same()] = static.compile_here(one)
-                predicted.append(model.time_of(replace(compiled[one.same()], launch=one) for one in launches))
+                        compiled[one.same()] = compile_here(one)
+                predicted.append(static.time_of(replace(compiled[one.same()], launch=one) for one in launches))
         except Exception as error:  # the kernel has changed since it was measured
             print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
             continue

@@ -25,13 +25,14 @@ from typing import Any, Iterable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from liger_hw import registry  # noqa: E402
-from liger_hw.autotune import plan, store, tables  # noqa: E402
-from liger_hw.autotune.compile import Workers  # noqa: E402
-from liger_hw.autotune.jobs import Job  # noqa: E402
-from liger_hw.autotune.static import StaticTuner  # noqa: E402
-from liger_hw.backends import Target, backend, known_target  # noqa: E402
-from liger_hw.registry import Entry  # noqa: E402
+from liger_hw import registry
+from liger_hw.autotune import jobs as planning
+from liger_hw.autotune import store, tables
+from liger_hw.autotune.jobs import Job
+from liger_hw.autotune.static import StaticTuner
+from liger_hw.autotune.workers import CompilePool
+from liger_hw.backends import Target, backend, known_target
+from liger_hw.registry import Entry
 
 JUDGED = ROOT / "benchmarks" / "results" / "static-tables.json"
 DTYPE = "bfloat16"
@@ -80,15 +81,15 @@ def label(job: Job) -> str:
 
 def stamp(target: Target, job: Job) -> dict[str, str]:
     """What a judgement of the job rests on, beside the model: another stamp makes it out of date."""
-    tunable = registry._tunables[job.name]
+    tunable = registry.get_tunable(job.name)
     heuristic = tunable.heuristic(target, job.key)
     return {"kernels": tunable.kernel_hash(), "heuristic": store.digest(heuristic.to_json())[:12]}
 
 
 def planned(target: Target, ops: Iterable[str]) -> list[Job]:
     """A job for each kernel that the ops launch at their first workload."""
-    wanted = list({op: (op, sizes) for op, sizes in reversed(plan.shapes(ops, [], [], [], []))}.values())[::-1]
-    found, problems = plan.jobs(wanted, DTYPE, plan.traced(target))
+    wanted = list({op: (op, sizes) for op, sizes in reversed(planning.shapes(ops, [], [], [], []))}.values())[::-1]
+    found, problems = planning.from_shapes(wanted, DTYPE, planning.scan(target))
     for problem in problems:
         print(f"{target.arch}: not planned: {problem}", file=sys.stderr)
     return found
@@ -98,9 +99,9 @@ def of_entry(target: Target, name: tables.Name, entry: Entry) -> Job | None:
     """The job of a stored entry; None when nothing launches this key at its sizes any more."""
     sizes, dtype = tuple(entry.provenance["sizes"]), entry.provenance["dtype"]
     op, variant, key = name
-    if f"{op}.{variant}" not in registry._tunables:
+    if f"{op}.{variant}" not in registry.tunables():
         return None
-    launched = plan.traced(target)(op, sizes, dtype)
+    launched = planning.scan(target)(op, sizes, dtype)
     return Job(op, variant, key, sizes, dtype) if (f"{op}.{variant}", key) in launched else None
 
 
@@ -115,7 +116,7 @@ def is_guess(entry: Entry) -> bool:
 
 
 def is_stale(name: tables.Name, entry: Entry) -> bool:
-    tunable = registry._tunables.get(f"{name[0]}.{name[1]}")
+    tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
     return tunable is None or entry.kernel_hash != tunable.kernel_hash()
 
 
@@ -212,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     ops = asked(arguments)
     judged = read_judged()
     failed = late = 0
-    with Workers(arguments.workers, timeout=120.0) as workers:
+    with CompilePool(arguments.workers, seconds=120.0) as pool:
         for name in arguments.archs or archs():
             arch = Arch(name, judged)
             jobs = arch.rechecks(ops) if arguments.recheck else arch.searches(ops)
@@ -220,7 +221,7 @@ def run(arguments: argparse.Namespace) -> int:
                 promising = likely(arch.target)
                 jobs = [job for job in jobs if (job.op, job.variant, job.key) in promising]
             started = time.monotonic()
-            tuner = StaticTuner(arch.target, workers, candidates=arguments.candidates)
+            tuner = StaticTuner(arch.target, pool, candidates=arguments.candidates)
             for number, job in enumerate(jobs):
                 if arguments.seconds and time.monotonic() - began > arguments.seconds:
                     late += len(jobs) - number

@@ -18,7 +18,9 @@ join() { # NAME DIR: the rows so far as one file
 import sys
 from pathlib import Path
 import torch
-from liger_hw.bench import report, share
+sys.path.insert(0, "benchmarks")
+import share
+from liger_hw.bench import report
 folder = Path(sys.argv[2])
 taken, n = (len(list(folder.glob(f"[0-9]*.{what}"))) for what in ("timed", "json"))
 rows = [r for r in share.rows_in(folder) if not (r["status"] == "absent" and " has no " in r["note"])]
@@ -39,10 +41,10 @@ P
 }
 phase() { # NAME WARM UNTIL FILE PEERS SIZES: warm for WARM seconds, then time until UNTIL (seconds of this call)
   local name=$1 warm=$2 until=$3 file=$4 against=$5 sizes=$6 dir=$W/$1
-  local args="--sizes $sizes --against $against --repeats 3 --share $dir ${LIGER_COMMIT:+--commit $LIGER_COMMIT}"
+  local args="$sizes --against $against --repeats 3 --share $dir ${LIGER_COMMIT:+--commit $LIGER_COMMIT}"
   if [ $warm -gt 0 ]; then
     for g in $(seq 0 $((GPUS-1))); do for k in $(seq $EACH); do
-      CUDA_VISIBLE_DEVICES=$g OMP_NUM_THREADS=1 timeout -k 5 $((warm+12)) $PY -m liger_hw bench $args --warm --budget $warm > $W/$name-warm$g-$k.log 2>&1 &
+      CUDA_VISIBLE_DEVICES=$g OMP_NUM_THREADS=1 timeout -k 5 $((warm+12)) $PY benchmarks/sweep.py $args --warm --budget $warm > $W/$name-warm$g-$k.log 2>&1 &
     done; done; wait
     say "$name warm: $(ls $dir | grep -c warm) cases"
   fi
@@ -51,7 +53,7 @@ phase() { # NAME WARM UNTIL FILE PEERS SIZES: warm for WARM seconds, then time u
     for try in 1 2 3 4 5; do
       local left=$((until-(SECONDS-t0))); [ $left -lt 12 ] && break
       now=$(ls $dir | grep -c timed); [ $now -eq $before ] && break; before=$now
-      CUDA_VISIBLE_DEVICES=$g OMP_NUM_THREADS=8 timeout -s INT -k 8 $((left+6)) $PY -m liger_hw bench $args --budget $((left-4)) --brief --json $W/$name-$g.json >> $W/$name-$g.out 2>> $W/$name-$g.log && break
+      CUDA_VISIBLE_DEVICES=$g OMP_NUM_THREADS=8 timeout -s INT -k 8 $((left+6)) $PY benchmarks/sweep.py $args --budget $((left-4)) --json $W/$name-$g.json >> $W/$name-$g.out 2>> $W/$name-$g.log && break
     done
   }
   for g in $(seq 0 $((GPUS-1))); do one $g & done; wait
@@ -65,5 +67,4 @@ case $WHAT in
   table) table ${WARM:-75} $TOTAL ;;
   many) many ${WARM:-120} $TOTAL ;;
   both) table ${WARM:-75} $((TOTAL*2/5)); many ${WARM:-120} $TOTAL ;;
-  try) phase try 15 $TOTAL $OUT/try.json.gz torch,liger 8x16@fp32,9x16@fp32 ;;  # on a machine without a GPU
 esac

@@ -34,15 +34,14 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
     """Each distinct kernel that the ops launch on an architecture: `id`, `about` it, and the compiler's `job`."""
     from liger_hw import registry
     from liger_hw.autotune import compile as aot
-    from liger_hw.autotune import matrix
     from liger_hw.backends import known_target
 
     registry.ops()  # an op may launch another's kernels
     found: dict[str, dict[str, Any]] = {}
     for op in ops:
-        for case, launch in matrix.launches(registry.get_op(op), known_target(arch), depth):
-            job = aot._job(launch)
-            source = registry._tunables[launch.tunable].kernel_hash()
+        for case, launch in aot.trace_cases(registry.get_op(op), known_target(arch), depth):
+            job = aot.request_of(launch)
+            source = registry.get_tunable(launch.tunable).kernel_hash()
             what = arch, source, launch.kernel, job["args"], sorted(job["options"].items())
             about = {
                 "op": launch.tunable.split(".")[0],
@@ -115,11 +114,13 @@ def compiled(
     kernels: list[dict[str, Any]], workers: int, timeout: float, deadline: float
 ) -> Iterator[tuple[dict, dict]]:
     """(kernel, what is kept of its answer) as they come, until the deadline."""
-    from liger_hw.autotune.compile import Workers
+    from liger_hw.autotune.workers import CompilePool
 
-    with Workers(workers, timeout) as processes:
-        for index, answer in processes.run([kernel["job"] for kernel in kernels]):
-            yield kernels[index], judged(kernels[index], answer)
+    with CompilePool(workers, timeout) as pool:
+        for kernel in kernels:
+            pool.submit(kernel["id"], "compile", kernel["job"])
+        for kernel in kernels:
+            yield kernel, judged(kernel, pool.wait(kernel["id"]))
             if time.monotonic() > deadline:
                 return
 
@@ -190,7 +191,7 @@ def _document(head: dict[str, Any], records: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from liger_hw.autotune.matrix import DEPTHS
+    from liger_hw.autotune.compile import DEPTHS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where journal and result are kept")

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 EVIDENCE = ROOT / "ci" / "evidence"
 PAGE = ROOT / "docs" / "support.md"
 DEPTHS = ("quick", "deep", "full")
-"""Of liger_hw/autotune/matrix.py, which needs torch."""
+"""Of liger_hw/autotune/compile.py, which needs torch."""
 STATES = {
     "measured": ("**M**", "timed on such a device, results checked there"),
     "compile-proven": (

@@ -1,4 +1,4 @@
-"""What the registry's layers answer: stored entries, candidates, and the explanation of a choice.
+"""What the registry is asked and what its layers answer: keys, stored entries, candidates, the explanation of a choice.
 
 Values only; `registry` makes and chooses them, and has the same names.
 """
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping
 
 from .backends import LaunchConfig, Target
-from .ops import Key
+
+Key = tuple[int, ...]
+"""What a launch is looked up by: problem sizes, rounded as the tunable says, and bytes an element."""
 
 LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
 

@@ -28,10 +28,10 @@ log = logging.getLogger("liger_hw")
 def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
 
-    device: this rank's device (default: the current accelerator, or the CPU). Collective: every rank must call it.
-    What any rank has set aside as failing is set aside on all. Holds until `registry.reload()`. Without an initialised
-    process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
-    other kernel sources, another LIGER_HW_DETERMINISTIC) or when one cannot use its LIGER_HW_LOCK_FILE.
+    device: this rank's device (default: the current accelerator, or the CPU). Collective: every rank must call it. What
+    any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
+    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices, other
+    kernel sources, another LIGER_HW_DETERMINISTIC) or when one cannot use its LIGER_HW_LOCK_FILE.
     """
     import torch.distributed as dist
 
@@ -39,7 +39,9 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     if not (dist.is_available() and dist.is_initialized()):
         return digest(target)
     try:
-        failed = [[list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in _failed(target).items()]
+        failed = [
+            [list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in registry.quarantined(target).items()
+        ]
         mine = {"layers": _as_json(target) if dist.get_rank(group) == 0 else [], "failed": failed}
     except env.SettingError as error:  # raised alone, it would leave the other ranks waiting
         mine = {"refused": str(error)}
@@ -51,13 +53,9 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     layers = []
     for layer, records in everyone[0]["layers"]:
         layers.append((layer, dict(tables.from_record(record, source) for record in records)))
-    with registry._lock:
-        for rank in everyone:
-            for (arch, tunable), key, config, reason in rank["failed"]:
-                registry._quarantined.setdefault((arch, tunable, tuple(key), config), reason)
-        for mark in [mark for mark in registry._quarantined_before if mark[0] == target.arch]:
-            del registry._quarantined_before[mark]  # this rank's own disk; what still counts of it was gathered
-        registry.set_tables(target, layers)
+    failed = [one for rank in everyone for one in rank["failed"]]
+    marks = {(*names, tuple(key), config): reason for names, key, config, reason in reversed(failed)}
+    registry.set_tables(target, layers, marks)
     facts = facts_of(target)
     reports = _all_gather(facts, group)
     wrong = [
@@ -68,7 +66,8 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     if wrong:
         raise RuntimeError(
             f"liger_hw.distributed.sync: {len(wrong)} of {len(reports)} ranks would launch other kernels than rank 0. "
-            f"{'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, or pin with LIGER_HW_LOCK_FILE"
+            f"{'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, "
+            "or pin with LIGER_HW_LOCK_FILE"
         )
     found = _hash(facts)
     if dist.get_rank(group) == 0:
@@ -83,7 +82,8 @@ def digest(target: Target | None = None) -> str:
 
 def facts_of(target: Target) -> dict[str, Any]:
     """What the digest covers, as JSON data."""
-    kernels = {tunable.name: tunable.kernel_hash() for op in registry.ops().values() for tunable in op.tunables}
+    tunables = registry.tunables()
+    kernels = {name: tunable.kernel_hash() for name, tunable in tunables.items()}
     configurations = [
         [
             layer,
@@ -95,27 +95,14 @@ def facts_of(target: Target) -> dict[str, Any]:
     ]
     return {
         "target": {k: v for k, v in json.loads(json.dumps(target.to_json())).items() if k != "name"},
-        "deterministic": registry._deterministic(),
+        "deterministic": registry.is_deterministic(),
         "kernels": _hash(kernels),
-        "overrides": [[scope, config.to_text()] for scope, config in registry._overrides],
-        "environment": [f"{t.name}={forced[1]}" for t in registry._all_tunables() if (forced := registry._forced(t))],
-        "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in _failed(target)),
+        "overrides": [[scope, config.to_text()] for scope, config in registry.overrides()],
+        "environment": [f"{t.name}={forced[1]}" for t in tunables.values() if (forced := registry.forced_config(t))],
+        "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in registry.quarantined(target)),
         "interpreted": env.get("LIGER_HW_INTERPRET"),
         "configurations": configurations,
     }
-
-
-def _failed(target: Target) -> dict[tuple, str]:
-    """What is set aside as failing -> reason: in this process, and on `target` in earlier ones of the same kernels."""
-    known = {tunable.name: tunable.kernel_hash() for tunable in registry._all_tunables()}
-    with registry._lock:
-        registry.tables(target)  # also reads what failed in earlier processes
-        before = {
-            mark: reasons[known[mark[1]]]
-            for mark, reasons in registry._quarantined_before.items()
-            if mark[0] == target.arch and known.get(mark[1]) in reasons
-        }
-        return {**before, **registry._quarantined}
 
 
 def _hash(data: Any) -> str:

@@ -1,26 +1,26 @@
 """The table of ops: what a kernel file registers, and the keys that kernels share.
 
-`register(Op(...))` at the end of each `kernels/<op>.py` adds a line; tests, bench, tuner and CLI iterate over `ops()`.
-Everything here is also a name of `registry`, which is where callers take it from.
+`register(Op(...))` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`. Everything
+here is also a name of `registry`, which is where callers take it from.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
 from . import env
+from .answers import Candidate, Key
+from .backends import LaunchConfig, Target, backend
 from .kernels import EXPORTS, home_of
 
 if TYPE_CHECKING:
-    from .registry import Tunable
-
-Key = tuple[int, ...]
+    import torch
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two >= n (1 for n <= 1). Triton's own costs 1.8 us a call."""
+    """Smallest power of two >= n (1 for n <= 1). Triton's own is many times slower."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
@@ -33,6 +33,123 @@ def expect(value: Any, kinds: Any, name: str, expected: str) -> None:
     """Raise `TypeError` that says what was expected unless `value` is of these types."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}: {value!r}")
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter in this process (decided when they are decorated)."""
+    from .runtime.triton_import import INTERPRET
+
+    return INTERPRET
+
+
+class Plan:
+    """A resolved launch: the configuration, lowered to what the launcher passes to the kernel and to Triton.
+
+    layer, config, provenance, source: the registry's answer and where it came from
+    constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
+    STAGES, LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and AHEAD (launched with programmatic dependent
+    launch)
+    options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
+    programs: programs of a persistent grid, 0 when the configuration is not persistent
+    compiled: specialisation -> compiled kernel (see `runtime/launch.py`), or None where Triton's own launcher is used
+    """
+
+    __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance", "source")
+    __slots__ += ("constexprs", "options", "programs", "compiled")
+
+    def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
+        vendor, config = backend(target.vendor), chosen.config
+        self.tunable, self.target, self.device, self.key = tunable, target, device, key
+        self.layer, self.config, self.provenance, self.source = chosen.layer, config, chosen.provenance, chosen.source
+        cache, evict = vendor.load_hint(config.hint)
+        interpreted = interpreting()
+        dependent = vendor.dependent_launch(target) if tunable.ahead and tunable.ahead(key) and not interpreted else {}
+        self.constexprs = {
+            **config.blocks,
+            "STAGES": config.num_stages,
+            "LOAD_CACHE": cache,
+            "LOAD_EVICT": evict,
+            "FAST_LOG2": vendor.fast_log2 and not interpreted,
+            "AHEAD": bool(dependent),
+        }
+        self.options = vendor.lower(config) | dependent
+        self.programs = config.ctas_per_mp * target.multiprocessors
+        fast = vendor.fast_launch and not interpreted and env.get("LIGER_HW_FAST_LAUNCH")
+        self.compiled: dict | None = {} if fast else None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.tunable.name} {self.key} on {self.target.arch}: {self.layer} {self.config.to_text()})"
+
+
+class Tunable:
+    """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
+
+    kernels: the jit functions it launches; a stored entry is valid for their code and what they call
+    key: (problem sizes..., itemsize) -> Key, the same function that the launcher calls; `dims` names the sizes
+    heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
+    space: (target, key) -> candidates for the tuner
+    neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
+    valid: (config, key) -> reason it cannot serve this key, or None; it may rely on every block having a value
+    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, use programmatic dependent launch
+    (`runtime/dependent_launch.py`)
+    """
+
+    resolve: Callable[["Tunable", Any, Key], Plan]
+    """Answers what `plans` does not hold yet; `registry` sets it."""
+
+    def __init__(
+        self,
+        op: str,
+        variant: str,
+        *,
+        kernels: tuple[Any, ...],
+        key: Callable[..., Key],
+        dims: tuple[str, ...],
+        heuristic: Callable[[Target, Key], LaunchConfig],
+        safe: Callable[[Target, Key], LaunchConfig],
+        space: Callable[[Target, Key], Iterable[LaunchConfig]],
+        neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
+        valid: Callable[[LaunchConfig, Key], str | None] | None = None,
+        ahead: Callable[[Key], bool] | None = None,
+    ) -> None:
+        self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
+        self.kernels, self.key, self.dims = kernels, key, dims
+        self.heuristic, self.safe, self.space = heuristic, safe, space
+        self.neutral, self.valid, self.ahead = neutral, valid, ahead
+        self.plans: dict[tuple[Any, Key], Plan] = {}
+        self._hash: str | None = None
+
+    def plan(self, device: "torch.device", key: Key) -> Plan:
+        """The resolved launch for a tensor's device and a tuning key."""
+        plan = self.plans.get((device, key))
+        return plan if plan is not None else self.resolve(device, key)
+
+    def kernel_hash(self) -> str:
+        """Hash of the kernels and all they call, names and layout aside (`runtime/kernel_hash.py`)."""
+        if self._hash is None:
+            from .runtime.kernel_hash import kernel_hash
+
+            self._hash = kernel_hash(self.kernels)
+        return self._hash
+
+    def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
+        """Why `config` cannot be launched for `key` on `target`, or None."""
+        reason = backend(target.vendor).illegal(target, config) or self._misnamed(target, key, config)
+        if reason is None and self.valid is not None:
+            reason = self.valid(config, key)
+        return reason
+
+    def _misnamed(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
+        """The blocks are what the kernels name them, as in the heuristic or the safe configuration: each is a constexpr
+        parameter of a kernel, so one too few would be a KeyError at the launch, and one too many would change nothing.
+        """
+        try:
+            named = [set(own(target, key).blocks) for own in (self.heuristic, self.safe)]
+        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+            return f"{key} is no key of {self.name}"
+        if set(config.blocks) in named:
+            return None
+        return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +190,6 @@ class Sample:
 
 
 _ops: dict[str, Op] = {}
-_tunables: dict[str, Tunable] = {}
 
 
 def register(op: Op) -> Op:
@@ -84,9 +200,17 @@ def register(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
     _ops[op.name] = op
     env.know_op(op.name)
-    for tunable in op.tunables:
-        _tunables[tunable.name] = tunable
     return op
+
+
+def unregister(name: str) -> None:
+    """Take an op out of the table again, as a test does with an op of its own."""
+    del _ops[name]
+
+
+def registered() -> tuple[Tunable, ...]:
+    """The tunables of the ops whose files are imported so far; only those can have been launched."""
+    return tuple(tunable for op in tuple(_ops.values()) for tunable in op.tunables)
 
 
 def ops() -> Mapping[str, Op]:
@@ -97,7 +221,7 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; imports its file only. Raises `ValueError` with the nearest names, `TypeError` for no name."""
+    """The op of this name; imports its file only. Raises `ValueError` that lists the nearest names."""
     expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]
@@ -112,6 +236,11 @@ def get_op(name: str) -> Op:
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
         raise ValueError(f"unknown op {name!r}; {hint}")
     return _ops[name]
+
+
+def tunables() -> dict[str, Tunable]:
+    """Every tunable of every op, by its full name (`rms_norm.bwd`); imports the kernel files on first use."""
+    return {tunable.name: tunable for op in ops().values() for tunable in op.tunables}
 
 
 def get_tunable(name: str) -> Tunable:

@@ -1,6 +1,6 @@
 """Which launch configuration an op's kernel uses on the device at hand. Read this file first.
 
-An op (`kernels/<op>.py`) declares one `Tunable` for each kernel it launches ("fwd", "bwd"). A launcher asks
+An op (`kernels/<family>/<op>.py`) declares one `Tunable` for each kernel that it launches ("fwd", "bwd") and asks
 
     plan = FWD.plan(x.device, key)          # one dictionary hit, at most 0.5 us
 
@@ -12,38 +12,45 @@ legal answer wins:
     2 user cache                                    6 the op's heuristic, from Target fields
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
-A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is
-recorded in `misses()`. `explain()` shows every candidate and why it was or was not taken.
+A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted
+in `misses()`. A configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every
+candidate and why it was or was not taken.
 
-The table of ops is in `ops.py`, what a layer answers in `answers.py`; callers take their names from here.
+Below this file: `ops.py` (the table of ops, Tunable, Plan), `answers.py` (what a layer answers), `autotune/store.py`
+(what is stored), `autotune/notes.py` (what this process notes for later ones). Callers take all their names from here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
-import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 from . import env
-from .answers import LAYERS, Candidate, Entry, Explanation  # noqa: F401  callers take LAYERS from here
+from .answers import LAYERS, Candidate, Entry, Explanation, Key  # noqa: F401  callers take all of these from here
+from .autotune import notes, store
+from .autotune.notes import is_quiet
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
 from .ops import (  # noqa: F401
-    Key,
     Op,
+    Plan,
     Sample,
-    _ops,
-    _tunables,
+    Tunable,
     expect,
     get_op,
     get_tunable,
+    interpreting,
     next_power_of_2,
     ops,
     register,
+    registered,
     row_key,
+    tunables,
+    unregister,
 )
 
 if TYPE_CHECKING:
@@ -52,177 +59,76 @@ if TYPE_CHECKING:
 log = logging.getLogger("liger_hw")
 
 _ALWAYS_TAKEN = ("heuristic", "safe")
-
-
-class Plan:
-    """A resolved launch: the configuration, lowered, and what the fast launcher compiled for it.
-
-    constexprs: what a kernel's tunable parameters may be named (its blocks, STAGES, LOAD_CACHE, LOAD_EVICT, FAST_LOG2, AHEAD)
-    options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
-    programs: programs of a persistent grid, 0 when the configuration is not persistent
-    compiled: specialisation -> compiled kernel, or None where only Triton's own launcher is used
-    """
-
-    __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance", "source")
-    __slots__ += ("constexprs", "options", "programs", "compiled")
-
-    def __init__(self, tunable: "Tunable", target: Target, device: Any, key: Key, chosen: Candidate) -> None:
-        vendor = backend(target.vendor)
-        self.tunable, self.target, self.device, self.key = tunable, target, device, key
-        self.layer, self.config, self.provenance, self.source = (
-            chosen.layer,
-            chosen.config,
-            chosen.provenance,
-            chosen.source,
-        )
-        cache, evict = vendor.load_hint(chosen.config.hint)
-        early = vendor.ahead(target) if tunable.ahead and tunable.ahead(key) and not interpreting() else {}
-        self.constexprs = {
-            **chosen.config.blocks,
-            "STAGES": chosen.config.num_stages,
-            "LOAD_CACHE": cache,
-            "LOAD_EVICT": evict,
-            "FAST_LOG2": vendor.fast_log2 and not interpreting(),
-            "AHEAD": bool(early),
-        }
-        self.options = vendor.lower(chosen.config) | early
-        self.programs = chosen.config.ctas_per_mp * target.multiprocessors
-        fast = (
-            _state["pretend"] is None and not interpreting() and vendor.fast_launch and env.get("LIGER_HW_FAST_LAUNCH")
-        )
-        self.compiled: dict | None = {} if fast else None
-
-    def __repr__(self) -> str:
-        return f"Plan({self.tunable.name} {self.key} on {self.target.arch}: {self.layer} {self.config.to_text()})"
-
-
-class Tunable:
-    """One kernel launch that has a configuration: `op.variant`.
-
-    kernels: the jit functions it launches (an entry is valid for their code and what they call)
-    key: (problem sizes..., itemsize) -> Key, the same function the launcher calls; `dims` names the sizes
-    heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
-    space: (target, key) -> candidates for the tuner
-    neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
-    valid: (config, key) -> reason it cannot serve this key, or None
-    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, are to be launched early: see runtime/dependent_launch.py
-    """
-
-    def __init__(
-        self,
-        op: str,
-        variant: str,
-        *,
-        kernels: tuple[Any, ...],
-        key: Callable[..., Key],
-        dims: tuple[str, ...],
-        heuristic: Callable[[Target, Key], LaunchConfig],
-        safe: Callable[[Target, Key], LaunchConfig],
-        space: Callable[[Target, Key], Iterable[LaunchConfig]],
-        neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
-        valid: Callable[[LaunchConfig, Key], str | None] | None = None,
-        ahead: Callable[[Key], bool] | None = None,
-    ) -> None:
-        self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
-        self.kernels, self.key, self.dims = kernels, key, dims
-        self.heuristic, self.safe, self.space = heuristic, safe, space
-        self.neutral, self.valid, self.ahead = neutral, valid, ahead
-        self._plans: dict[tuple[Any, Key], Plan] = {}
-        self._hash: str | None = None
-
-    def plan(self, device: "torch.device", key: Key) -> Plan:
-        """The resolved launch for a tensor's device and a tuning key."""
-        plan = self._plans.get((device, key))
-        return plan if plan is not None else _resolve(self, device, key)
-
-    def kernel_hash(self) -> str:
-        """Hash of the kernels and all they call, names and layout aside (`runtime/kernel_hash.py`)."""
-        if self._hash is None:
-            from .runtime.kernel_hash import kernel_hash
-
-            self._hash = kernel_hash(self.kernels)
-        return self._hash
-
-    def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
-        """Why `config` cannot be launched for `key` on `target`, or None."""
-        reason = backend(target.vendor).illegal(target, config)
-        if reason is None and self.valid is not None:
-            reason = self.valid(config, key)
-        return reason
-
+Layers = list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]
+"""(name of a layer, its entries), best first."""
+Mark = tuple[str, str, Key, str]
+"""A configuration that failed to launch: (arch, tunable, key, text of the configuration)."""
 
 _lock = threading.RLock()
 _overrides: list[tuple[str, LaunchConfig]] = []
 _pretended: list[list[Target]] = []
-_quarantined: dict[tuple[str, str, Key, str], str] = {}
-_quarantined_before: dict[tuple[str, str, Key, str], dict[str, str]] = {}
+_quarantined: dict[Mark, str] = {}
+_quarantined_before: dict[Mark, dict[str, str]] = {}
 """(arch, tunable, key, configuration) that failed in an earlier process -> {kernel hash it failed with: reason}"""
-_tables: dict[Target, list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]] = {}
+_tables: dict[Target, Layers] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
-recordings: dict[tuple, Any] = {}
-"""What operators did with the plans they were given (see `runtime/replay.py`); another dictionary once plans changed."""
-_state: dict[str, Any] = {"pretend": None, "deterministic": None}
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter in this process (decided when they are decorated)."""
-    from .runtime.triton_import import INTERPRET
-
-    return INTERPRET
+replay_cache: dict[tuple, Any] = {}
+"""What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that
+what another thread records meanwhile goes with the old one."""
+tune_on_miss: Callable[[Tunable, Target, Any, Key], bool] | None = None
+"""(tunable, target, device, key) -> whether an entry was stored; `autotune/inline.py` sets it."""
+_deterministic: bool | None = None
+"""What `set_deterministic` said last."""
 
 
 # -- resolution ------------------------------------------------------------------------------------------------------
 
 
 def _target(device: Any) -> Target:
-    return _state["pretend"] or target_of(device)
+    return pretended() or target_of(device)
 
 
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
+    """What `Tunable.plan` asks where it has no plan yet."""
     with _lock:
-        target = _target(device)
-        quiet = is_quiet()
+        target, quiet = _target(device), is_quiet()
         chosen = choose(tunable, target, key)
-        if chosen.layer in _ALWAYS_TAKEN:
-            from .autotune import persist
-
+        if chosen.layer in _ALWAYS_TAKEN and not pretended():
             name = tunable.op, tunable.variant, key
-            if not _state["pretend"]:
-                _misses[name] = target
-            persist.note_miss(name, target, device)
-            if not quiet and env.get("LIGER_HW_AUTOTUNE") and persist.tune_now(tunable, target, device, key):
+            _misses[name] = target
+            if device.type != "cpu":
+                notes.note_miss(name, target)
+            if not quiet and env.get("LIGER_HW_AUTOTUNE") and _tune(tunable, target, device, key):
                 chosen = choose(tunable, target, key)
         plan = Plan(tunable, target, device, key, chosen)
         if not quiet or target in _tables:  # else the tables are still unread: ask again when files may be opened
-            tunable._plans[device, key] = plan
+            tunable.plans[device, key] = plan
         return plan
 
 
+Tunable.resolve = _resolve
+
+
+def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
+    if target.vendor == "cpu" and not interpreting():
+        return False
+    if tune_on_miss is None:
+        importlib.import_module(f"{__package__}.autotune.inline")  # it is above the registry, and registers itself
+    return tune_on_miss(tunable, target, device, key)
+
+
 def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
-    for candidate in _candidates(tunable, target, key):
-        if not candidate.rejected:
-            return candidate
-        if candidate.layer == "explicit":
-            log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
+    """The first legal answer of the layers for one key. Resolves nothing and notes no miss."""
+    with _lock:
+        for candidate in _candidates(tunable, target, key):
+            if not candidate.rejected:
+                return candidate
+            if candidate.layer == "explicit":
+                log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
     raise RuntimeError(
         f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
     )
-
-
-def is_quiet() -> bool:
-    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    for name in ("cuda", "xpu"):
-        module = getattr(torch, name, None)
-        capturing = getattr(module, "is_current_stream_capturing", None)
-        if capturing is not None and module.is_initialized() and capturing():
-            return True
-    return False
 
 
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidate]:
@@ -230,14 +136,14 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
     tables(target)  # also reads what failed before, which may be an explicit configuration
     heuristic = tunable.heuristic(target, key)
     for layer, config, provenance, source, stale in _offers(tunable, target, key, heuristic):
-        if _deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
+        if is_deterministic() and layer not in _ALWAYS_TAKEN and layer != "explicit":
             config = _keep_numerics(tunable, heuristic, config)
         reason = stale or tunable.illegal(target, key, config)
-        if not reason and layer != "safe":  # the last resort is never set aside: what fails there is raised
+        if not reason and layer != "safe":  # the last resort is never quarantined: what fails there is raised
             mark = target.arch, tunable.name, key, config.to_text()
-            reason = _quarantined.get(mark, "")
+            reason = _quarantined.get(mark)
             if not reason and mark in _quarantined_before:
-                reason = _quarantined_before[mark].get(tunable.kernel_hash(), "")
+                reason = _quarantined_before[mark].get(tunable.kernel_hash())
         yield Candidate(layer, config, provenance, source, reason or "")
 
 
@@ -245,7 +151,7 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield "explicit", config, {"kind": "explicit"}, "override()", ""
-    forced = _forced(tunable)
+    forced = forced_config(tunable)
     if forced is not None:
         name, text = forced
         try:
@@ -264,11 +170,11 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
     yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""
 
 
-def _forced(tunable: Tunable) -> tuple[str, str] | None:
-    """The environment's configuration, read once."""
+def forced_config(tunable: Tunable) -> tuple[str, str] | None:
+    """(variable, JSON text) of the configuration that `LIGER_HW_CONFIG_<OP>` forces, or None; read once."""
     if tunable.name not in _explicit:
         _explicit[tunable.name] = env.explicit_config(tunable.op, tunable.variant)
-        variants = [one.variant for one in _tunables.values() if one.op == tunable.op]
+        variants = [one.variant for one in registered() if one.op == tunable.op]
         for name in env.unknown_variants(tunable.op, variants):
             if name not in _explicit:
                 _explicit[name] = None  # once
@@ -283,12 +189,12 @@ def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConf
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
 
 
-def _deterministic() -> bool:
-    chosen = _state["deterministic"]
-    return env.get("LIGER_HW_DETERMINISTIC") if chosen is None else chosen
+def is_deterministic() -> bool:
+    """Whether numerics-affecting knobs are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
+    return env.get("LIGER_HW_DETERMINISTIC") if _deterministic is None else _deterministic
 
 
-def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]:
+def tables(target: Target) -> Layers:
     """(layer, entries) of everything stored for a target, best layer first; read once, then kept.
 
     Empty, and not kept, while a graph is captured or torch.compile traces: no file is opened then.
@@ -297,19 +203,52 @@ def tables(target: Target) -> list[tuple[str, Mapping[tuple[str, str, Key], Entr
     if found is None:
         if is_quiet():
             return []
-        from .autotune import notes, store
-
         found = _tables.setdefault(target, store.layers(target))
         for name, key, config, reason, made_for in notes.read_quarantined(target):
             _quarantined_before.setdefault((target.arch, name, key, config.to_text()), {})[made_for] = reason
     return found
 
 
-def set_tables(target: Target, layers: list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]) -> None:
-    """Answer for `target` from these tables only (until `reload()`); what `distributed.sync` does on every rank."""
+def set_tables(target: Target, layers: Layers, quarantined: Mapping[Mark, str] | None = None) -> None:
+    """Answer for `target` from these tables only, until `reload()`. `distributed.sync` does this on every rank.
+
+    quarantined: replaces what earlier processes quarantined on this architecture
+    """
     with _lock:
         _tables[target] = layers
+        if quarantined is not None:
+            for mark in [mark for mark in _quarantined_before if mark[0] == target.arch]:
+                del _quarantined_before[mark]
+            for mark, reason in quarantined.items():
+                _quarantined.setdefault(mark, reason)
         invalidate()
+
+
+def add_entries(target: Target, entries: Mapping[tuple[str, str, Key], Entry]) -> None:
+    """Answer from these new entries of the user cache too; keys without a plan see them at once."""
+    with _lock:
+        layers = tables(target)
+        place = sum(layer == "lock" for layer, _ in layers)
+        layers.insert(place, ("user", entries))
+
+
+@contextlib.contextmanager
+def only_tables(target: Target, layers: Layers) -> Iterator[None]:
+    """Answer for `target` from these tables only inside a `with` block; what was missed inside is forgotten."""
+    with _lock:
+        before, missed = _tables.get(target), dict(_misses)
+        set_tables(target, layers)
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is None:
+                _tables.pop(target, None)
+            else:
+                _tables[target] = before
+            _misses.clear()
+            _misses.update(missed)
+            invalidate()
 
 
 # -- what callers may change -----------------------------------------------------------------------------------------
@@ -317,17 +256,20 @@ def set_tables(target: Target, layers: list[tuple[str, Mapping[tuple[str, str, K
 
 def invalidate() -> None:
     """Forget every resolved plan; the next launch resolves again."""
-    global recordings
     with _lock:
-        recordings = {}  # a new one: what another thread records meanwhile goes with the old
-        for tunable in _tunables.values():
-            tunable._plans.clear()
+        drop_replays()
+        for tunable in registered():
+            tunable.plans.clear()
+
+
+def drop_replays() -> None:
+    """Forget every recorded call: some plan that it was made with no longer holds."""
+    global replay_cache
+    replay_cache = {}
 
 
 def reload() -> None:
-    """Read the environment and every table again. What failed at launch in this process stays set aside."""
-    from .autotune import store
-
+    """Read the environment and every table again. What failed at launch in this process stays quarantined."""
     with _lock:
         env.clear()
         store.forget_warnings()
@@ -341,8 +283,8 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type. A
-    configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type.
+    A configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
     """
     expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
     expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
@@ -351,16 +293,8 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     known = [op.name, *(tunable.name for tunable in op.tunables)]
     if scope not in known:
         raise ValueError(f"unknown variant {scope!r}; known: {', '.join(known)}")
-    item = (scope, config)
-    with _lock:
-        _overrides.append(item)
-        invalidate()
-    try:
+    with _pushed(_overrides, (scope, config)):
         yield
-    finally:
-        with _lock:
-            _overrides[:] = [other for other in _overrides if other is not item]
-            invalidate()
 
 
 @contextlib.contextmanager
@@ -370,18 +304,33 @@ def pretend(target: Target) -> Iterator[None]:
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
-    item = [target]  # equal targets may be pretended at once, and blocks may end in any order
+    with _pushed(_pretended, [target]):  # a list, as equal targets may be pretended at once
+        yield
+
+
+@contextlib.contextmanager
+def _pushed(stack: list, item: Any) -> Iterator[None]:
+    """`item` on top of a stack inside a `with` block; blocks may end in any order, as in threads and generators."""
     with _lock:
-        _pretended.append(item)
-        _state["pretend"] = target
+        stack.append(item)
         invalidate()
     try:
         yield
     finally:
         with _lock:
-            _pretended[:] = [other for other in _pretended if other is not item]
-            _state["pretend"] = _pretended[-1][0] if _pretended else None
+            stack[:] = [other for other in stack if other is not item]
             invalidate()
+
+
+def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
+    """(scope, configuration) of every `override` that is open, the innermost last."""
+    return tuple(_overrides)
+
+
+def pretended() -> Target | None:
+    """The target of the innermost `pretend` that is open."""
+    innermost = _pretended[-1:]
+    return innermost[0][0] if innermost else None
 
 
 def set_deterministic(on: bool | None) -> None:
@@ -389,39 +338,71 @@ def set_deterministic(on: bool | None) -> None:
 
     None returns to `LIGER_HW_DETERMINISTIC`.
     """
+    global _deterministic
     expect(on, (bool, type(None)), "on", "True, False or None")
     with _lock:
-        _state["deterministic"] = on
+        _deterministic = on
         invalidate()
 
 
-def quarantine(plan: Plan, error: BaseException) -> bool:
-    """Set a configuration aside after it failed to launch; returns whether another layer can answer."""
-    from .autotune import persist
+def reset() -> None:
+    """As in a new process: `reload()`, and nothing is overridden, pretended, deterministic, quarantined or missed."""
+    global _deterministic
+    with _lock:
+        _deterministic = None
+        for learned in (_overrides, _pretended, _quarantined, _misses):
+            learned.clear()
+        notes.forget()
+        reload()
 
+
+def quarantine(plan: Plan, error: BaseException) -> bool:
+    """No longer use a configuration that failed to launch; returns whether another layer can answer.
+
+    It is kept on disk for later processes too: not where it may be the interpreter or a test that failed (CPU tensors,
+    a pretended target). On every device of the architecture its plans for this key are dropped.
+    """
     if plan.layer == "safe":
         return False
-    global recordings
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     with _lock:
-        recordings = {}
-        plans = plan.tunable._plans
-        for name, other in list(plans.items()):  # every device's: what is set aside is, for all of an architecture
+        drop_replays()
+        plans = plan.tunable.plans
+        for name, other in list(plans.items()):
             if (other.key, other.config) == (plan.key, plan.config):
                 del plans[name]
         mark = (plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text())
         if mark in _quarantined:  # another thread or device met it first
             return True
         _quarantined[mark] = f"failed at launch: {reason}"
-        persist.note_failure(plan, _quarantined[mark], error)
-    log.warning(
-        "liger_hw: %s configuration %s of %s failed and is set aside: %s",
-        plan.layer,
-        plan.config.to_text(),
-        plan.tunable.name,
-        reason,
-    )
+        if plan.device.type != "cpu" and not pretended():
+            notes.note_failure(plan, _quarantined[mark], error)
+    failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
+    log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
     return True
+
+
+def quarantined(target: Target | None = None) -> dict[Mark, str]:
+    """What failed to launch in this process -> why; with a target, also what failed there in earlier ones."""
+    with _lock:
+        if target is None:
+            return dict(_quarantined)
+        tables(target)  # also reads what failed in earlier processes
+        known = {name: tunable.kernel_hash() for name, tunable in tunables().items()}
+        before = {
+            mark: reasons[known[mark[1]]]
+            for mark, reasons in _quarantined_before.items()
+            if mark[0] == target.arch and known.get(mark[1]) in reasons
+        }
+        return {**before, **_quarantined}
+
+
+def release(marks: Iterable[Mark]) -> None:
+    """Give configurations that failed in this process another chance."""
+    with _lock:
+        for mark in marks:
+            _quarantined.pop(mark, None)
+        invalidate()
 
 
 def misses() -> dict[tuple[str, str, Key], Target]:
@@ -432,11 +413,7 @@ def misses() -> dict[tuple[str, str, Key], Target]:
 def plans() -> list[Plan]:
     """Every launch this process resolved so far."""
     with _lock:
-        return [plan for tunable in _tunables.values() for plan in tunable._plans.values()]
-
-
-def _all_tunables() -> list[Tunable]:
-    return [tunable for op in ops().values() for tunable in op.tunables]
+        return [plan for tunable in registered() for plan in tunable.plans.values()]
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------
@@ -445,7 +422,7 @@ def _all_tunables() -> list[Tunable]:
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
     """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
-    device: a torch device, a Target, a device's or an architecture's name (`h200`, `gfx942`), None: the current accelerator.
+    device: a torch device, a Target, a device's or architecture's name (`h200`, `gfx942`), None: the current accelerator
     Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
     import torch
@@ -474,11 +451,12 @@ def explain_tunable(tunable: Tunable, target: Target, key: Key) -> Explanation:
 
 
 def target_named(device: Any) -> Target:
+    """The Target of a torch device, or of a device's or an architecture's name; None is the current accelerator."""
     import torch
 
     if device is None:
-        if _state["pretend"]:
-            return _state["pretend"]
+        if pretended():
+            return pretended()
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     if isinstance(device, str):
         try:

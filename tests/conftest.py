@@ -60,9 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["LIGER_HW_CACHE_DIR"] = cache  # never the user's
 
     def forget() -> None:
-        persist = sys.modules.get("liger_hw.autotune.persist")
-        if persist is not None:
-            persist.mute()  # else misses are written into the removed folder at exit
+        notes = sys.modules.get("liger_hw.autotune.notes")
+        if notes is not None:
+            notes.mute()  # else misses are written into the removed folder at exit
         shutil.rmtree(cache, ignore_errors=True)
 
     config.add_cleanup(forget)
@@ -218,20 +218,23 @@ def generator(seed: int):
 def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The registry without anything resolved, stored, overridden or set aside, before and after the test."""
     from liger_hw import registry
-    from liger_hw.autotune import persist
 
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
-    state = dict(registry._state)
-
-    def wipe() -> None:
-        registry._quarantined.clear()
-        registry._misses.clear()
-        persist._missed.clear()
-        registry._overrides.clear()
-        registry.reload()
-
-    wipe()
+    registry.reset()
     yield registry
     monkeypatch.undo()
-    registry._state.update(state)
-    wipe()
+    registry.reset()
+
+
+@pytest.fixture
+def no_failed_configuration():
+    """In production a configuration that fails is quarantined and the next layer answers; a test must see it."""
+    from liger_hw import registry
+
+    before = registry.quarantined()
+    yield
+    failed = {mark: why for mark, why in registry.quarantined().items() if mark not in before}
+    registry.release(failed)
+    assert not failed, "\n".join(
+        f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items()
+    )

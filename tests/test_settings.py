@@ -40,7 +40,7 @@ def test_another_type_is_named(clean_registry, call, said):
         if hasattr(held, "__enter__"):
             with held:
                 pass
-    assert not registry._overrides and not registry._state["pretend"]
+    assert not registry.overrides() and registry.pretended() is None
 
 
 def test_values_no_configuration_has_are_named(clean_registry):
@@ -67,7 +67,7 @@ def test_contexts_may_end_in_any_order(clean_registry):
     same.__exit__(None, None, None)
     assert arch() == "gfx942"
     two.__exit__(None, None, None)
-    assert arch() == "cpu" and registry._state["pretend"] is None
+    assert arch() == "cpu" and registry.pretended() is None
 
     first, second = registry.override("rms_norm", CONFIG), registry.override("rms_norm", CONFIG)
     first.__enter__(), second.__enter__()

@@ -10,6 +10,7 @@ from ..registry import Op, Sample
 from .record import tensors_in
 
 CHUNK = 1 << 25
+"""Elements that are compared at once."""
 SAMPLED = 1 << 28
 """Of a tensor with more elements, eight chunks evenly spread, the first and the last among them, are compared."""
 _NORM = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -21,7 +22,7 @@ _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch
 def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
     """Why two tensors are not the same result up to rounding, or `""`. Works in chunks: no full-size copies.
 
-    An element that is NaN in both was written by neither (a work buffer, poisoned) and counts as equal.
+    An element that is NaN in both counts as equal: it belongs to a work buffer that neither wrote.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{tuple(found.shape)} {found.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
@@ -36,11 +37,11 @@ def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
     wide = torch.promote_types(found.dtype, torch.float32)
     difference = torch.zeros((), dtype=torch.float64, device=a.device)
     size, count = difference.clone(), difference.clone()
-    strangers = torch.zeros((), dtype=torch.int64, device=a.device)
+    unmatched = torch.zeros((), dtype=torch.int64, device=a.device)
     for start in starts:
         x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
         finite = torch.isfinite(y)
-        strangers += ((torch.isfinite(x) != finite) | (~finite & (x != y) & ~(x.isnan() & y.isnan()))).sum()
+        unmatched += ((torch.isfinite(x) != finite) | (~finite & (x != y) & ~(x.isnan() & y.isnan()))).sum()
         x, y = torch.where(finite, x, 0), torch.where(finite, y, 0)
         difference += (x - y).double().square().sum()
         size += y.double().square().sum()
@@ -51,7 +52,7 @@ def disagreement(found: torch.Tensor, expected: torch.Tensor) -> str:
         x, y = a[start : start + CHUNK].to(wide), b[start : start + CHUNK].to(wide)
         gap = torch.where(torch.isfinite(y), (x - y).abs() / (y.abs() + rms).clamp(min=1e-30), 0)
         worst = torch.maximum(worst, gap.nan_to_num(nan=0.0).max())
-    wrong, relative, single = int(strangers), float((difference / size.clamp(min=1e-60)).sqrt()), float(worst)
+    wrong, relative, single = int(unmatched), float((difference / size.clamp(min=1e-60)).sqrt()), float(worst)
     if wrong:
         return f"{wrong} elements are NaN or infinite on one side only"
     if relative > _NORM[found.dtype]:

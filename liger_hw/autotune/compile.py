@@ -2,13 +2,13 @@
 
 `trace` runs an op forward and backward on fake tensors (no memory, no arithmetic) while the registry pretends to be the
 target. The real launchers run; each launch is recorded with exactly what Triton would specialise it on: dtypes, pointer
-alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the stock
-Triton compiler in worker processes, where an abort or a hang of the compiler is a finding and not the end, and reads
-registers, spills, shared memory, occupancy, memory widths and the instruction mix from the binary. For a target that the
-Triton at hand has no compiler for, kernels go as far as TTIR (`ttir.py`).
+alignment and range, integers that are 1, divisible by 16 or wide. `certify` compiles the recorded launches with the
+stock Triton compiler in worker processes and reads registers, spills, shared memory, occupancy, access widths and the
+instruction mix from the binary. An abort or a hang of the compiler is a finding. Where the Triton at hand has no
+compiler for the target, kernels are lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
 
-    with Workers(2) as workers:
-        for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), workers):
+    with CompilePool(2) as pool:
+        for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), pool):
             print(certificate)
 """
 
@@ -16,35 +16,32 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
-import selectors
-import subprocess
-import sys
-import tempfile
 import time
-from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..backends.base import Resources
 from . import ttir
-from .accesses import Access, accesses
+from .ttir import Access
 
 if TYPE_CHECKING:
     import torch
+
+    from .workers import CompilePool
 
 _INT32 = 1 << 31
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch. Two that Triton would compile alike are `same()`.
+    """One recorded launch.
 
     kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
-    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile alike
+    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile
+    alike
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 
@@ -60,6 +57,7 @@ class Launch:
     sizes: tuple[int, ...] = ()
 
     def same(self) -> tuple:
+        """Equal for launches that Triton compiles alike."""
         return self.target.arch, self.kernel, self.args, self.options
 
 
@@ -67,9 +65,8 @@ class Launch:
 class Certificate:
     """What became of a launch: `resources`, or the `error` of the compiler; `illegal` says why it must not run.
 
-    accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be told
-    level: how far it was compiled: `binary`, or `ttir` where the Triton at hand has no compiler for the target and
-    `resources` are counted, not a compiler's
+    accesses: the loads and stores of its tensors; empty, and `unread` says why, where they cannot be read
+    level: how far it was compiled: `binary`, or `ttir`, where `resources` are an estimate
     """
 
     launch: Launch
@@ -107,7 +104,7 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "resources": self.resources.to_json() if self.resources else None,
             "sizes": list(launch.sizes),
-            "accesses": [access.to_json() for access in self.accesses],
+            "accesses": [list(access) for access in self.accesses],
             **({"unread": self.unread} if self.unread else {}),
         }
 
@@ -118,6 +115,48 @@ class Certificate:
             return f"{head}: {self.error}"
         what = f"{r.registers} registers, {r.spills} spilled, {r.shared} B shared, {r.threads} threads"
         return f"{head}: {what}, occupancy {r.occupancy:.0%}{', ILLEGAL: ' + self.illegal if self.illegal else ''}"
+
+
+# -- what is compiled to prove an op ---------------------------------------------------------------------------------
+
+DEPTHS = ("quick", "deep", "full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward and backward: `workload` names `sizes`."""
+
+    workload: str
+    sizes: tuple[int, ...]
+    dtype: str
+    options: Mapping[str, Any]
+
+
+def cases(op: registry.Op, depth: str, dtypes: Sequence[str] | None = None) -> Iterator[Case]:
+    """The cases of an op at a depth; `dtypes` replaces what the depth says.
+
+    quick: the first workload in bf16. deep: that with every option set, and in fp32. full: every workload with every
+    option set, in bf16 and fp32.
+    """
+    if depth not in DEPTHS:
+        raise ValueError(f"depth must be one of {', '.join(DEPTHS)}, got {depth!r}")
+    workloads = list(op.workloads.items())
+    for name, sizes in workloads if depth == "full" else workloads[:1]:
+        for dtype in dtypes or (("bfloat16",) if depth == "quick" else ("bfloat16", "float32")):
+            every = depth == "full" or (depth == "deep" and dtype == "bfloat16")
+            for options in op.options if every else op.options[:1]:
+                yield Case(name, tuple(sizes), dtype, options)
+
+
+def trace_cases(
+    op: registry.Op, target: Target, depth: str, dtypes: Sequence[str] | None = None, shipped: bool = True
+) -> Iterator[tuple[Case, Launch]]:
+    """Each case of the op with each launch it makes."""
+    import torch
+
+    for case in cases(op, depth, dtypes):
+        for launch in trace(op.name, case.sizes, getattr(torch, case.dtype), target, case.options, shipped=shipped):
+            yield case, launch
 
 
 # -- recording -------------------------------------------------------------------------------------------------------
@@ -143,8 +182,11 @@ def trace(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ..runtime import launch as _launch
     from ..runtime import triton_import as _triton
+    from ..runtime.launch import tuned_values
+    from ..runtime.observe import Observer, observing
+    from ..runtime.operator import LauncherMode
+    from .record import tensors_in
 
     _triton.require()
     if _triton.INTERPRET:
@@ -152,27 +194,30 @@ def trace(
     entry = registry.get_op(op)
     found: list[Launch] = []
 
-    def record(plan: registry.Plan, kernel: Any, grid: tuple, values: tuple) -> None:
-        args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
-        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-        choices = tuple(sorted(plan.options.items()))
-        chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
-        sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
-        found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
+    class Record(Observer):
+        def launch(
+            self, proceed: Any, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
+        ) -> None:
+            values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
+            args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
+            name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+            choices = tuple(sorted(plan.options.items()))
+            chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
+            sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
+            found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target))
         stack.enter_context(_tables_of(target, shipped, own))
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        before, _launch.redirect = _launch.redirect, record
-        stack.callback(setattr, _launch, "redirect", before)
+        stack.enter_context(observing(Record()))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(_launcher_mode())
+        stack.enter_context(LauncherMode())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = entry.function(*sample.args, **sample.kwargs)
-        outputs = [o for o in _tensors(outputs) if o.requires_grad]
-        inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+        outputs = [o for o in tensors_in(outputs) if o.requires_grad]
+        inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
         if outputs:
             torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
     return found
@@ -194,81 +239,51 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
 
 
-@contextlib.contextmanager
-def _tables_of(target: Target, shipped: bool, own: bool) -> Iterator[None]:
+def _tables_of(target: Target, shipped: bool, own: bool) -> contextlib.AbstractContextManager[None]:
     """The registry with no tables of `target` but the shipped ones, the user's own, or both."""
     from . import store
 
     layers = []
     if shipped or own:
         layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
-    misses = registry.misses()
-    registry.set_tables(target, layers)
-    try:
-        yield
-    finally:
-        registry._tables.pop(target, None)
-        registry._misses.clear()
-        registry._misses.update(misses)
-
-
-def _launcher_mode() -> Any:
-    """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from ..runtime.operator import launchers
-
-    class Launching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            launcher = launchers.get(func._schema.name.removeprefix("liger_hw::"))
-            if launcher is None or func.namespace != "liger_hw":
-                return func(*args, **(kwargs or {}))
-            with self:  # an operator may call another
-                return launcher(*args, **(kwargs or {}))
-
-    return Launching()
-
-
-def _tensors(tree: Any) -> list["torch.Tensor"]:
-    import dataclasses
-
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    elif dataclasses.is_dataclass(tree):
-        tree = tuple(getattr(tree, f.name) for f in dataclasses.fields(tree))
-    return [t for part in tree for t in _tensors(part)] if isinstance(tree, (tuple, list)) else []
+    return registry.only_tables(target, layers)
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------
 
 
-def certify(launches: Iterable[Launch], workers: "Workers") -> Iterator[Certificate]:
-    """One Certificate a launch, in order of completion; launches that Triton compiles alike are compiled once."""
-    groups: dict[tuple, list[Launch]] = {}
+def certify(launches: Iterable[Launch], pool: "CompilePool") -> Iterator[Certificate]:
+    """One Certificate a launch, in their order; launches that Triton compiles alike are compiled once."""
+    launches = list(launches)
     for launch in launches:
-        groups.setdefault(launch.same(), []).append(launch)
-    known = list(groups.values())
-    for index, answer in workers.run([_job(group[0]) for group in known]):
-        for launch in known[index]:
-            yield certificate_from(launch, answer)
+        pool.submit(launch.same(), "compile", request_of(launch))
+    for launch in launches:
+        yield certificate_from(launch, pool.wait(launch.same()))
+
+
+def compile_here(launch: Launch) -> Certificate:
+    """The certificate of a launch, compiled in this process."""
+    began = time.monotonic()
+    return certificate_from(launch, {**compile_request(request_of(launch)), "seconds": time.monotonic() - began})
 
 
 def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
     """The Certificate of a worker's answer (or of `Certificate.to_json`)."""
-    resources = Resources.from_json(answer["resources"]) if answer.get("resources") else None
-    moved = tuple(Access(*access) for access in answer.get("accesses", ()))
-    said = answer.get("error", ""), answer["seconds"], moved, answer.get("unread", ""), answer.get("level", "binary")
-    return Certificate(launch, resources, *said)
+    return Certificate(
+        launch,
+        resources=Resources.from_json(answer["resources"]) if answer.get("resources") else None,
+        error=answer.get("error") or answer.get("unknown", ""),
+        seconds=answer.get("seconds", 0.0),
+        accesses=tuple(Access(*access) for access in answer.get("accesses", ())),
+        unread=answer.get("unread", ""),
+        level=answer.get("level", "binary"),
+    )
 
 
-def _job(launch: Launch) -> dict[str, Any]:
-    target = {**launch.target.to_json(), "warp_sizes": list(launch.target.warp_sizes)}
+def request_of(launch: Launch) -> dict[str, Any]:
+    """What a worker needs to compile a launch, as JSON data: the argument of `compile_request`."""
     return {
-        "target": target,
+        "target": launch.target.to_json(),
         "kernel": launch.kernel,
         "args": launch.args,
         "options": dict(launch.options),
@@ -276,145 +291,88 @@ def _job(launch: Launch) -> dict[str, Any]:
     }
 
 
-class Workers:
-    """Processes that compile, one kernel at a time each. A context manager.
-
-    count: processes; timeout: seconds after which a compilation counts as hung and its process is replaced
-    """
-
-    def __init__(self, count: int = 2, timeout: float = 300.0) -> None:
-        self.count, self.timeout = count, timeout
-        self._idle: list[_Worker] = []
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        while self._idle:
-            self._idle.pop().stop()
-
-    def run(self, jobs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(index of the job, its answer) as they come: `{"resources": ..., "seconds": ...}` or `{"error": ...}`."""
-        waiting = deque(enumerate(jobs))
-        busy: dict[_Worker, int] = {}
-        with selectors.DefaultSelector() as selector:
-            try:
-                while waiting or busy:
-                    while waiting and len(busy) < self.count:
-                        worker = self._idle.pop() if self._idle else _Worker()
-                        index, job = waiting.popleft()
-                        worker.send(job)
-                        busy[worker] = index
-                        selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-                    deadline = min(worker.since for worker in busy) + self.timeout
-                    ready = {key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
-                    late = {w for w in busy if w not in ready and time.monotonic() - w.since >= self.timeout}
-                    for worker in ready | late:
-                        selector.unregister(worker.process.stdout)
-                        index = busy.pop(worker)
-                        answer = (
-                            worker.receive() if worker in ready else worker.kill(f"no end after {self.timeout:.0f} s")
-                        )
-                        if worker.process.poll() is None:
-                            self._idle.append(worker)
-                        yield index, answer
-            finally:
-                for worker in busy:
-                    worker.kill("abandoned")
-
-
-class _Worker:
-    """A process running this module; jobs and answers are lines of JSON, its stderr is kept for the last words."""
-
-    def __init__(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        self._words = tempfile.TemporaryFile()
-        command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=environment
-        )
-        self.since = 0.0
-
-    def send(self, job: Mapping[str, Any]) -> None:
-        self.since = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is found when it is asked for its answer
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if line.endswith(b"\n"):
-            return json.loads(line)
-        code = self.process.wait()
-        return self.kill(
-            f"the compiler ended its process with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-        )
-
-    def kill(self, why: str) -> dict[str, Any]:
-        seconds = time.monotonic() - self.since
-        self.stop()
-        return {"error": why, "seconds": seconds}
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self._words.close()
-
-
-# -- in a worker -----------------------------------------------------------------------------------------------------
-
-
-def _serve() -> None:
-    """Compile what comes in on stdin until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints must not get between the answers
-    for line in sys.stdin.buffer:
-        started = time.monotonic()
-        try:
-            answer = _compile(json.loads(line))
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
-        answer["seconds"] = time.monotonic() - started
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
-
-
-def _compile(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile one job: `resources`, and `accesses` or why those cannot be told (`unread`)."""
-    target = Target(**{**job["target"], "warp_sizes": tuple(job["target"]["warp_sizes"])})
-    vendor = backend(target.vendor)
-    module, name = job["kernel"].split(":")
-    kernel = getattr(importlib.import_module(module), name)
-    args = [_Pointer(*arg[1:]) if isinstance(arg, list) else arg for arg in job["args"]]
-    kept = [i for i, p in enumerate(kernel.params) if not p.is_constexpr and args[i] is not None]
-    kept = [i for i in kept if args[i] != 1 or kernel.params[i].do_not_specialize]
-    compiled, answer = _built(target, vendor, kernel, args, job["options"]), {}
-    found: list[Access] = []
+def compile_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """`resources`, `level`, and `accesses` or why those cannot be read (`unread`); or the compiler's `error`."""
     try:
-        found = accesses(compiled.asm["ttir"], kept)
-        answer["accesses"] = [access.to_json() for access in found]
-    except ValueError as error:
-        answer["unread"] = str(error)
-    if set(compiled.asm) == {"ttir"}:
-        config = LaunchConfig.from_json(job["config"])
-        resources, answer["level"] = ttir.estimate(compiled.asm["ttir"], found, target, config, job["options"]), "ttir"
-    else:
-        resources, answer["level"] = vendor.resources(target, compiled), "binary"
-    return {"resources": resources.to_json(), **answer}
+        target, options = Target.from_json(request["target"]), request["options"]
+        compiled = build(target, request["kernel"], request["args"], options)
+        try:
+            accesses, unread = ttir.accesses(compiled.asm["ttir"], _kept(request["kernel"], request["args"])), {}
+        except ValueError as error:
+            accesses, unread = [], {"unread": str(error)}
+        if set(compiled.asm) == {"ttir"}:
+            config = LaunchConfig.from_json(request["config"])
+            resources, level = ttir.estimate(compiled.asm["ttir"], accesses, target, config, options), "ttir"
+        else:
+            resources, level = backend(target.vendor).resources(target, compiled), "binary"
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
+    return {"resources": resources.to_json(), "level": level, "accesses": [list(a) for a in accesses], **unread}
 
 
-def _built(target: Target, vendor: Any, kernel: Any, args: list[Any], options: Mapping[str, Any]) -> Any:
-    """The kernel as far as the Triton at hand can build it: a binary, or its TTIR where it has no compiler."""
+def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """A recorded kernel as far as the Triton at hand compiles it: an object whose `asm` has the stages' results."""
+    goal = backend(target.vendor).triton_target(target)
+    if goal is None:
+        return lower(kernel, args, options)
+    with driver_stub(goal):
+        return _kernel(kernel).warmup(*_arguments(args), grid=(1,), **options)
+
+
+def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capability: int = 80) -> Any:
+    """What Triton's front half makes of a recorded kernel: an object whose `asm` has the TTIR alone.
+
+    The front half is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
+    simplifies. capability: the CUDA compute capability whose front end is asked.
+    """
     from triton.backends.compiler import GPUTarget
 
-    goal = vendor.triton_target(target)
-    if goal is None:
-        return ttir.lower(kernel, args, options, _device(GPUTarget("cuda", 80, 32), "front half only"))
-    with ttir.standing_in(_device(goal)):
-        return kernel.warmup(*args, grid=(1,), **options)
+    function = _kernel(kernel)
+    front = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    with driver_stub(GPUTarget("cuda", capability, 32), "front half only") as stub:
+        function.device_caches[stub.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
+        compiler, function.compile = function.compile, _front_half
+        try:
+            return function.warmup(*_arguments(args), grid=(1,), **front)
+        finally:
+            function.compile = compiler
+
+
+def _front_half(source: Any, target: Any, options: Mapping[str, Any], **_more: Any) -> Any:
+    """`triton.compile`, ended after the stage `ttir`."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    front = make_backend(target)
+    parsed = front.parse_options(dict(options))
+    context = ir.context()
+    ir.load_dialects(context)
+    front.load_dialects(context)
+    stages: dict[str, Any] = {}
+    front.add_stages(stages, parsed, source.language)
+    codegen, modules = front.get_codegen_implementation(parsed), front.get_module_map()
+    module = source.make_ir(target, parsed, codegen, modules, context)
+    metadata = {"target": target, **parsed.__dict__}
+    return SimpleNamespace(asm={"ttir": str(stages["ttir"](module, metadata))}, metadata=SimpleNamespace(**metadata))
+
+
+def _kernel(name: str) -> Any:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _kept(kernel: str, args: Sequence[Any]) -> list[int]:
+    """The positions of the parameters that are still there after Triton specialised the kernel."""
+    params = _kernel(kernel).params
+    return [
+        i
+        for i, (param, arg) in enumerate(zip(params, args))
+        if not param.is_constexpr and arg is not None and (param.do_not_specialize or arg != 1)
+    ]
+
+
+def _arguments(args: Sequence[Any]) -> list[Any]:
+    return [_Pointer(*arg[1:]) if isinstance(arg, (list, tuple)) else arg for arg in args]
 
 
 class _Pointer:
@@ -433,20 +391,23 @@ class _Pointer:
         return self._range
 
 
-class _device:
-    """Stands for Triton's driver. Each target is a device of its own number, as the JIT keeps its kernels by device."""
+_device_numbers: dict[str, int] = {}
+"""Triton keeps its kernels by device number: each target that is compiled for is a device of its own."""
 
-    _numbers: dict[str, int] = {}
 
-    def __init__(self, target: Any, purpose: str = "") -> None:
-        self.target = target
-        self.number = self._numbers.setdefault(f"{target}{purpose}", len(self._numbers))
+@contextlib.contextmanager
+def driver_stub(target: Any, purpose: str = "") -> Iterator[Any]:
+    """Let Triton take a stub for its driver, whose device is `target`; afterwards it has the driver from before."""
+    from triton.runtime import driver
 
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    number = _device_numbers.setdefault(f"{target}{purpose}", len(_device_numbers))
+    stub = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: number, get_current_stream=lambda device: 0
+    )
+    slot = "_active" if "_active" in vars(driver) else "active"  # the latter in older releases
+    before = vars(driver)[slot]
+    driver.set_active(stub)
+    try:
+        yield stub
+    finally:
+        setattr(driver, slot, before)

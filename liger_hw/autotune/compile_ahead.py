@@ -1,24 +1,22 @@
 """A model's kernels compiled before it asks for them, several at once.
 
-Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched; where
-Triton also builds a C launcher for each signature (3.6), that is 0.3 to 0.7 s a kernel. So a patched forward calls
-`at_first_forward`: a thread works out what the model launches at this batch's shape by running each op forward and
-backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads compile them. A launch that
-comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as ever. Nothing changes but
-when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
+Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. So a
+patched forward calls `at_first_forward`: a thread works out what the model launches at this batch's shape by running
+each op forward and backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads
+compile them. A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it,
+as ever. Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Callable, Mapping
 
 from .. import env, registry
 from ..runtime import launch as _launch
+from ..runtime.observe import Observer, observing
 from . import models
 
 if TYPE_CHECKING:
@@ -52,8 +50,8 @@ def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Fut
 def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torch.device") -> "Future | None":
     """Compile in the background what a Hugging Face model of `config` launches for [batch, seq] tokens.
 
-    The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device, switched
-    off, a graph being captured, a config without the usual fields.
+    The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device,
+    switched off, a graph being captured, a config without the usual fields.
     """
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return None
@@ -110,31 +108,32 @@ def foresee(config: Any, batch: int, seq: int) -> list[Job]:
     return [(op, sizes, chosen) for op, chosen in options.items() for sizes in models.sizes_of(op, model, batch, seq)]
 
 
+class Foreseen(Observer):
+    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+
+    def launch(self, proceed: Any, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        self.note(plan, kernel, grid, args, flags)
+
+
 def note_launches(jobs: list[Job], dtype: "torch.dtype", device: "torch.device", note: Note) -> None:
-    """Call `note(plan, kernel, grid, args, flags)` for each launch of the jobs, forward and backward; none is made."""
+    """Call `note` for each launch of the jobs, forward and backward; none is made."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .compile import _launcher_mode, _tensors
+    from ..runtime.operator import LauncherMode
+    from .record import tensors_in
 
     for op, sizes, options in jobs:
         entry = registry.get_op(op)
-        with FakeTensorMode(), _launcher_mode(), _noting(note), torch.autograd.set_multithreading_enabled(False):
+        single = torch.autograd.set_multithreading_enabled(False)
+        with FakeTensorMode(), LauncherMode(), observing(Foreseen(note)), single:
             sample = entry.sample(sizes, dtype, device, None, **options)
-            outputs = [o for o in _tensors(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
-            inputs = [t for t in _tensors((sample.args, sample.kwargs)) if t.requires_grad]
+            outputs = [o for o in tensors_in(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
+            inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
             torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
-
-
-@contextlib.contextmanager
-def _noting(note: Note):
-    """Every launch of this thread goes to `note` instead of the device."""
-    thread = threading.get_ident()
-    _launch.noted[thread] = note
-    try:
-        yield
-    finally:
-        del _launch.noted[thread]
 
 
 def _compile(future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple, device: Any) -> None:

@@ -1,7 +1,8 @@
 """Tuning on a miss, inside a running program (`LIGER_HW_AUTOTUNE=1`): a few seconds for each new tunable and key.
 
-The measuring happens in a worker process on the same device: what it tries cannot hurt this one. It needs some device
-memory of its own; where that is not free the heuristic stays.
+The registry imports this module at the first such miss; importing it makes `tune_on_miss` the registry's. The measuring
+happens in a worker process on the same device: a candidate that crashes the device does not end the training. It needs
+some device memory of its own; where that is not free the heuristic stays.
 """
 
 from __future__ import annotations
@@ -11,32 +12,61 @@ import logging
 import os
 from typing import Any, Callable
 
-from .. import registry
+from .. import env, registry
+from ..answers import Entry, Key
 from ..backends import Target
-from ..registry import Entry, Key, Tunable
+from ..ops import Tunable
 from . import space, store
-from .jobs import Effort, Job
-from .remote import CompilePool, RemoteMeasurer
-from .tuner import Tuner
+from .jobs import Job
+from .tuner import Effort, Tuner
+from .workers import CompilePool, RemoteMeasurer
 
 log = logging.getLogger("liger_hw")
 EFFORT = Effort(first=32, later=16, refine=4, finalists=3, confirm_rounds=20, job_seconds=5.0)
 
 new_measurer: Callable[[str], Any] = RemoteMeasurer
 _tuners: dict[Target, Tuner] = {}
+_off = False
+"""After a failure, and under several ranks."""
 
 
-def tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
-    """Tune one tunable at one key; whether a configuration beat the heuristic and is now in the tables."""
-    guess = space.sizes_for(registry._ops[tunable.op], tunable, key)
+def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
+    """Tune one tunable at one key within a few seconds; whether an entry was stored.
+
+    Not under several ranks, which would wait for each other and disagree: tune before, then `distributed.sync()`.
+    """
+    global _off
+    if _off:
+        return False
+    if env.launcher_number("WORLD_SIZE", 1) > 1:
+        _off = True
+        store.warn_once(
+            "inline ranks", "LIGER_HW_AUTOTUNE=1 is ignored with WORLD_SIZE > 1; run `liger-hw autotune` first"
+        )
+        return False
+    try:
+        return _tune(tunable, target, device, key)
+    except Exception as error:
+        _off = True
+        store.warn_once(
+            "inline", f"tuning on a miss failed and is off in this process: {type(error).__name__}: {error}"
+        )
+        return False
+
+
+registry.tune_on_miss = tune_on_miss
+
+
+def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
+    guess = space.sizes_for(registry.get_op(tunable.op), tunable, key)
     if guess is None:
         return False
-    found: list[tuple[tuple, Entry]] = []
+    found: dict[tuple, Entry] = {}
     tuner = _tuner(target, device)
 
     def save(name: tuple, entry: Entry) -> bool:
         store.save(target, name, entry)  # where it cannot be written it still serves this process
-        found.append((name, entry))
+        found[name] = entry
         return True
 
     tuner.save = save
@@ -45,9 +75,7 @@ def tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
         store.warn_once(f"inline {tunable.name}", f"{tunable.name} {key} was not tuned: {result.error}")
         return False
     log.info("liger_hw: tuned %s %s: %.2f -> %.2f us", tunable.name, key, result.heuristic_us, result.winner_us)
-    layers = registry.tables(target)
-    place = sum(layer == "lock" for layer, _ in layers)
-    layers[place:place] = [("user", {name: entry}) for name, entry in found]
+    registry.add_entries(target, found)
     return bool(found)
 
 
@@ -56,7 +84,7 @@ def _tuner(target: Target, device: Any) -> Tuner:
         measurer = new_measurer(str(device))
         pool = None
         if target.vendor != "cpu":
-            pool = CompilePool(target.to_json(), max(1, min(4, (os.cpu_count() or 2) - 1)))
+            pool = CompilePool(max(1, min(4, (os.cpu_count() or 2) - 1)), seconds=60.0)
             atexit.register(pool.close)
         atexit.register(measurer.close)
         _tuners[target] = Tuner(target, measurer, facts=measurer.facts(), pool=pool, effort=EFFORT)

@@ -1,11 +1,19 @@
-"""The tuner's nouns: what is to be tuned, how hard to look, and what came of it."""
+"""What is to be tuned: from ops, models and shapes to jobs, each a tunable at one key and sizes that have it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable, Iterable
 
+from .. import registry
+from ..backends import Target
 from ..registry import Key
+from . import models, space
+
+Sizes = tuple[int, ...]
+Scan = Callable[[str, Sizes, str], list[tuple[str, Key]]]
+"""(op, sizes, dtype) -> (`op.variant`, key) of every launch there, of the op's own kernels and of those it shares."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +23,7 @@ class Job:
     op: str
     variant: str
     key: Key
-    sizes: tuple[int, ...]
+    sizes: Sizes
     dtype: str
     beside: tuple[tuple[str, Key], ...] = ()
 
@@ -23,10 +31,27 @@ class Job:
     def name(self) -> str:
         return f"{self.op}.{self.variant}"
 
+    @property
+    def entry_name(self) -> tuple[str, str, Key]:
+        return self.op, self.variant, self.key
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "variant": self.variant,
+            "key": list(self.key),
+            "sizes": list(self.sizes),
+            "dtype": self.dtype,
+        }
+
 
 @dataclass
 class Result:
-    """What became of a job. `config` is the winner (the heuristic when nothing beats it); times in microseconds."""
+    """What became of a job. Times are microseconds.
+
+    config: the winner, which is the heuristic when nothing beats it; floor_us: the time its bytes alone would take
+    evidence: what a choice without the device rests on (certificates, and why candidates were dropped)
+    """
 
     job: Job
     heuristic_us: float = 0.0
@@ -43,37 +68,132 @@ class Result:
     note: str = ""
     error: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """What a choice without the device rests on: certificates, and why candidates were dropped."""
 
     @property
     def floor_share(self) -> float:
-        """Time the bytes alone would take over the winner's time; above 1 when they come from cache."""
+        """`floor_us` over the winner's time; above 1 when bytes come from cache."""
         return self.floor_us / self.winner_us if self.winner_us else 0.0
 
     def to_json(self) -> dict[str, Any]:
         data = {k: v for k, v in vars(self).items() if k != "job"}
-        job = self.job
-        head = {
-            "op": job.op,
-            "variant": job.variant,
-            "key": list(job.key),
-            "sizes": list(job.sizes),
-            "dtype": job.dtype,
-        }
-        return {**head, **data, "floor_share": round(self.floor_share, 4)}
+        return {**self.job.to_json(), **data, "floor_share": round(self.floor_share, 4)}
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How hard to look. Rounds are samples per arm; each sample is one graph replay of many launches."""
+def scan(target: Target, measurer: Any = None) -> Scan:
+    """Finds what an op launches, by running its launchers on fake tensors as on `target`.
 
-    first: int = 96
-    """Candidates of a tunable's first key."""
-    later: int = 36
-    """Candidates of further keys of the tunable, which start from what was best nearby."""
-    refine: int = 16
-    finalists: int = 6
-    coarse_rounds: int = 3
-    final_rounds: int = 12
-    confirm_rounds: int = 30
-    job_seconds: float = 30.0
+    With a measurer, an op that cannot be traced is run on the device instead.
+    """
+    import torch
+
+    from .compile import trace
+
+    def traced(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
+        launches = trace(op, sizes, getattr(torch, dtype), target, shipped=False)
+        return list(dict.fromkeys((launch.tunable, launch.key) for launch in launches))
+
+    def measured(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
+        return [(f"{op}.{variant}", tuple(key)) for variant, key in measurer.scan(op, list(sizes), dtype)]
+
+    def either(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
+        try:
+            return traced(op, sizes, dtype)
+        except Exception:
+            return measured(op, sizes, dtype)
+
+    if measurer is None:
+        return traced
+    return measured if target.vendor == "cpu" else either
+
+
+def shapes(
+    ops: Iterable[str], chosen: list[models.Model], batches: list[int], seqs: list[int], given: list[Sizes]
+) -> list[tuple[str, Sizes]]:
+    """(op, sizes) of the models at every batch and sequence length, and the given sizes for ops that take as many.
+
+    Without models and sizes: each op's own workloads.
+    """
+    found: dict[tuple[str, Sizes], None] = {}
+    for name in ops:
+        op = registry.get_op(name)
+        sizes_of_op = [sizes for sizes in given if len(sizes) == len(op.tunables[0].dims)]
+        for model in chosen:
+            for batch in batches:
+                for seq in seqs:
+                    sizes_of_op += models.sizes_of(name, model, batch, seq)
+        if not chosen and not given:
+            sizes_of_op = [tuple(sizes) for sizes in op.workloads.values()]
+        found.update({(name, sizes): None for sizes in sizes_of_op})
+    return list(found)
+
+
+def from_shapes(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tuple[list[Job], list[str]]:
+    """(jobs, what could not be planned) for (op, sizes) pairs.
+
+    Within an op, sizes near 8192 rows come first: the search at the others starts from their winners. A kernel that an
+    op shares with another op is tuned as that other op's, at sizes of it that have the key.
+    """
+    best: dict[tuple[str, str, Key], Sizes] = {}
+    shared: dict[tuple[str, str, Key], None] = {}
+    beside: dict[tuple[str, Sizes], tuple[tuple[str, Key], ...]] = {}
+    problems = []
+    for op, sizes in wanted:
+        try:
+            launched = scan(op, sizes, dtype)
+        except Exception as error:
+            problems.append(f"{op} at {'x'.join(map(str, sizes))}: {type(error).__name__}: {error}")
+            continue
+        names = [(*name.split("."), key) for name, key in launched]
+        shared.update({name: None for name in names if name[0] != op})
+        beside[op, sizes] = tuple((variant, key) for owner, variant, key in names if owner == op)
+        for variant, key in beside[op, sizes]:
+            name = (op, variant, key)
+            if name not in best or _preference(sizes) > _preference(best[name]):
+                best[name] = sizes
+    order = list(dict.fromkeys(op for op, _ in wanted))
+    found = []
+    for op, sizes in sorted(beside, key=lambda item: (order.index(item[0]), _position(item[1]))):
+        for variant, key in beside[op, sizes]:
+            if best[op, variant, key] == sizes:
+                found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
+    for op, variant, key in (name for name in shared if name not in best):
+        guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
+        if guess is None:
+            problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
+        else:
+            found.append(Job(op, variant, key, *guess))
+    return found, problems
+
+
+def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
+    """(jobs, what could not be planned) for recorded misses, which hold a key only: sizes are found by trial."""
+    wanted, known = set(ops), registry.tunables()
+    found, problems = [], []
+    for op, variant, key in misses:
+        if op not in wanted:
+            continue
+        tunable = known.get(f"{op}.{variant}")
+        if tunable is None:
+            problems.append(f"{op}.{variant}: this version has no such tunable")
+            continue
+        guess = space.sizes_for(registry.get_op(op), tunable, key)
+        if guess is None:
+            problems.append(f"{op}.{variant} {key}: no sizes found for this key; tune it with --shapes")
+        else:
+            found.append(Job(op, variant, key, *guess))
+    return found, problems
+
+
+def _rows(sizes: Sizes) -> int:
+    return sizes[0] if len(sizes) < 4 else sizes[0] * sizes[1]
+
+
+def _position(sizes: Sizes) -> tuple:
+    """Sort key of an op's sizes: by width, and within a width from 8192 rows outwards."""
+    return sizes[2:] if len(sizes) >= 4 else sizes[1:], abs(_rows(sizes).bit_length() - 14), sizes
+
+
+def _preference(sizes: Sizes) -> tuple:
+    """Greatest for the sizes a shared key is measured at: the largest up to 8192 rows, else the smallest above."""
+    fits = _rows(sizes) <= 8192
+    return fits, math.prod(sizes) if fits else -_rows(sizes), math.prod(sizes)

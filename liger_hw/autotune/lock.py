@@ -1,43 +1,30 @@
 """The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
 
-`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What it
-names answers on any device where it is legal, whatever is tuned there later; the heuristic's choices are pinned too,
+`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What
+it names answers on any device where it is legal, whatever is tuned there later; the heuristic's choices are pinned too,
 since they depend on the device. Its digest covers every key and configuration.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
 from .. import registry
 from ..backends import Target
-from ..env import SettingError
 from ..registry import Entry, Key, Plan, Tunable
-from . import store, tables
+from . import lock_file, store, tables
 from .tables import Name
 
 log = logging.getLogger("liger_hw")
-
-
-def digest(table: Mapping[Name, Entry]) -> str:
-    """Hash of every (op, variant, key) and configuration; where they came from does not count."""
-    lines = sorted(
-        json.dumps([op, variant, list(key), e.config.to_json()], sort_keys=True)
-        for (op, variant, key), e in table.items()
-    )
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry]:
     """What the registry answers on `target` for each tunable and key, as lock entries."""
     table: dict[Name, Entry] = {}
     for tunable, key in keys:
-        with registry._lock:
-            chosen = registry.choose(tunable, target, key)
+        chosen = registry.choose(tunable, target, key)
         table[tunable.op, tunable.variant, key] = Entry(chosen.config, _provenance(chosen.layer, chosen.provenance))
     return table
 
@@ -57,38 +44,11 @@ def _provenance(layer: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
     """Write a lock file; returns its digest. Raises `OSError`."""
-    mark = digest(table)
+    mark = lock_file.digest(table)
     text = tables.render({"kind": "lock", "digest": mark, **about}, table)
     if not store.write_atomic(path, text):
         raise OSError(f"cannot write {path}")
     return mark
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
-    """(header, entries). Raises `ValueError` that says what is wrong."""
-    header, table, problems = tables.load(path)
-    if problems:
-        raise ValueError(problems[0])
-    if header.get("kind") != "lock":
-        raise ValueError(f"this is a {header.get('kind')!r}, not a lock file; `liger-hw lock` writes one")
-    if header.get("digest") != digest(table):
-        raise ValueError("its digest does not match its entries: it was edited; write it again with `liger-hw lock`")
-    return header, table
-
-
-def entries(path: Path) -> dict[Name, Entry]:
-    """The entries of the lock file that LIGER_HW_LOCK_FILE names.
-
-    Raises `SettingError` when it cannot be used: who asks for a pinned run must not get another one and a warning.
-    """
-    try:
-        return read(path)[1]
-    except ValueError as error:
-        why = str(error) if path.exists() else f"no such file (looked in {Path.cwd()})"
-        raise SettingError(
-            f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with `liger-hw lock -o {path} --model ...`, "
-            "correct the path, or unset the variable"
-        ) from None
 
 
 def save(path: str | Path = "liger-hw.lock") -> str:

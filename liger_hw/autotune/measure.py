@@ -1,27 +1,32 @@
 """Measuring candidates on a device: check, then time only the kernel that the tunable launches.
 
 A `Bench` holds one op at one shape. It runs the op once, forward and backward, and keeps the operator calls. For a
-candidate it re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in every fresh
-output; compares the results with the heuristic's (which was compared with the op's reference); and captures the
-kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed the L2 cache
-several times. Arguments that a kernel overwrites in place are restored before each replay, outside the clock.
+candidate its `Stage` re-runs the one operator that launches the tunable's kernels, on unchanged inputs, with NaN in
+every fresh output; compares the results with the heuristic's (which was compared with the op's reference); and
+captures the kernel's launches alone into a graph. Launches rotate over copies of their arguments that together exceed
+the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay, outside the
+clock.
+
+`LocalMeasurer` is what the tuner talks to. All its data is plain JSON, so that its calls also cross a pipe
+(workers.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import platform
+import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of
-from ..registry import Key, Op, Plan, Sample, Tunable
+from ..registry import Key, Op, Plan, Tunable
 from ..runtime.launch import launch
-from . import check
-from .clock import Clock
+from . import check, space, store
 from .record import (
     Call,
     Launch,
@@ -47,6 +52,95 @@ CHECK_BYTES = 2 << 30
 """The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
 
 
+class Clock:
+    """Times callables on one device. All work goes to one side stream, where graphs can be captured.
+
+    `with clock:` makes that stream current; everything measured must be created inside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_cpu = device.type == "cpu"
+        self._module = None if self.on_cpu else torch.get_device_module(device)
+        self._stream = None if self.on_cpu else self._module.Stream(device)
+        self._graph_type = getattr(self._module, "CUDAGraph", None) or getattr(self._module, "XPUGraph", None)
+        self._context: Any = None
+
+    def __enter__(self) -> "Clock":
+        if not self.on_cpu:
+            self._module.set_device(self.device)
+            self._context = self._module.stream(self._stream)
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+    def synchronize(self) -> None:
+        if not self.on_cpu:
+            self._module.synchronize(self.device)
+
+    def graph(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """`launch` captured into a graph, as a replay; `launch` itself where the device cannot capture.
+
+        torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
+        """
+        if self._graph_type is None:
+            return launch
+        graph = self._graph_type()
+        self.synchronize()
+        graph.capture_begin()
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def interleaved(
+        self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int
+    ) -> list[list[float]]:
+        """Microseconds of each (restore, replay) arm, `rounds` times in turn; `restore` is outside the clock."""
+        if self.on_cpu:
+            return self._on_cpu(arms, rounds)
+        events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
+        for turn in range(rounds):
+            for number in _turned(len(arms), turn):
+                restore, replay = arms[number]
+                start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+                restore()
+                start.record()
+                replay()
+                end.record()
+                events[number].append((start, end))
+        self.synchronize()
+        return [[start.elapsed_time(end) * 1000.0 for start, end in pairs] for pairs in events]
+
+    def _on_cpu(self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in arms]
+        for turn in range(rounds):
+            for number in _turned(len(arms), turn):
+                restore, replay = arms[number]
+                restore()
+                start = time.perf_counter()
+                replay()
+                times[number].append((time.perf_counter() - start) * 1e6)
+        return times
+
+    def copy_bandwidth(self, size: int = 1 << 30) -> float:
+        """GB/s of a device-to-device copy, reads plus writes: the floor kernels are compared with."""
+        size = 1 << 24 if self.on_cpu else size
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        times = self.interleaved([(lambda: None, lambda: target.copy_(source))], 8)[0]
+        return 2 * size / sorted(times)[len(times) // 2] / 1000.0
+
+
+def _turned(count: int, turn: int) -> list[int]:
+    """0..count-1, starting elsewhere each turn, so that no arm always follows the same one."""
+    return [(i + turn) % count for i in range(count)]
+
+
 class Rejected(Exception):
     """A candidate that must not be timed; the message says why."""
 
@@ -63,7 +157,7 @@ class Arm:
 
 
 class Bench:
-    """One op at one shape on one device. Use inside `with clock:`."""
+    """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
 
     def __init__(
         self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock, options: dict | None = None
@@ -74,25 +168,22 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(0)
         sample = op.sample(sizes, dtype, self.device, generator, **self.options)
         self.moved = sample.moved
-        self.calls: list[Call] = self._record(sample)
-
-    def _record(self, sample: Sample) -> list[Call]:
         registry.invalidate()
         with Recorder(repeatable=True) as seen:
-            check.run(self.op.function, sample)
+            check.run(op.function, sample)
         registry.invalidate()
-        return seen.calls
+        self.calls: list[Call] = seen.calls
 
     def tunables(self) -> dict[tuple[str, Key], list[Launch]]:
         """(variant, key) -> launches of everything the op launches at this shape, in order."""
         found: dict[tuple[str, Key], list[Launch]] = {}
         for call in self.calls:
-            here: dict[tuple[str, Key], list[Launch]] = {}
+            of_call: dict[tuple[str, Key], list[Launch]] = {}
             for one in call.launches:
                 if one.plan.tunable.op == self.op.name:
-                    here.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
-            for place, launches in here.items():
-                found.setdefault(place, launches)
+                    of_call.setdefault((one.plan.tunable.variant, one.plan.key), []).append(one)
+            for name, launches in of_call.items():
+                found.setdefault(name, launches)
         return found
 
     def stage(self, variant: str, key: Key, context: tuple[tuple[str, Key, LaunchConfig], ...] = ()) -> "Stage":
@@ -134,17 +225,23 @@ class Stage:
     def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key, context: tuple[Plan, ...] = ()) -> None:
         self.bench, self.call, self.tunable, self.key, self.context = bench, call, tunable, key, context
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
+        self.timed: set[int] | None = None  # ids of kernels; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
         outputs, launches = self._run(self.baseline, keep=mark)
-        self.roles = {id(one.kernel): self._role(one) for one in launches}
-        if any("inout" in roles.values() for roles in self.roles.values()):
-            outputs, launches = self._run(self.baseline, keep=self._keep_overwritten)
+        roles = {id(one.kernel): _roles(one) for one in launches}
+        if any("inout" in of_kernel.values() for of_kernel in roles.values()):
+
+            def keep_overwritten(one: Launch) -> None:
+                of_kernel = roles.get(id(one.kernel), {})
+                one.before = {i: copy_of(one.args[i]) for i, role in of_kernel.items() if role == "inout"}
+
+            outputs, launches = self._run(self.baseline, keep=keep_overwritten)
         self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
-        by_kernel = {id(one.kernel): one for one in launches}
-        self.bytes = sum(self._moved(one, self.roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
-        footprint = max(1, sum(_footprint(one.args) for one in launches))
+        self.bytes = sum(_bytes(one.args, roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
+        footprint = max(1, sum(_bytes(one.args) for one in launches))
         self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
+        by_kernel = {id(one.kernel): one for one in launches}
         first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
         self._pristine = {(name, i): one.before[i] for name, one in by_kernel.items() for i in one.before}
@@ -168,31 +265,24 @@ class Stage:
         """The kernels a candidate's time must include: the tunable's own, and any other whose launch depends on it.
 
         A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
-        second kernel. Found by noting, without launching, what the extremes of the space would launch.
+        second kernel. They are found by what the extremes of the space would launch.
         """
-        noted = [self._note(config) for config in _extremes(self._space(), self.baseline)]
-        own = {one for launches in noted for one, (mine, _) in launches.items() if mine}
-        everywhere_alike = {
-            name
-            for name in noted[0]
-            if all(name in launches and launches[name] == noted[0][name] for launches in noted)
-        }
-        return own | {name for launches in noted for name in launches if name not in everywhere_alike}
+        legal, _ = space.legal(self.tunable, self.target, self.key)
+        found = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
+        own = {name for launches in found for name, (is_own, _) in launches.items() if is_own}
+        constant = {name for name, looks in found[0].items() if all(other.get(name) == looks for other in found)}
+        return own | {name for launches in found for name in launches if name not in constant}
 
-    def _space(self) -> list[LaunchConfig]:
-        space = self.tunable.space(self.target, self.key)
-        return [c for c in space if self.tunable.illegal(self.target, self.key, c) is None]
-
-    def _note(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
-        """Kernel -> (whether a launch of it is the tunable's own, what its launches look like) under `config`; nothing runs."""
+    def _would_launch(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
+        """Kernel -> (whether it is the tunable's own, its grids and arguments) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
             self.call.again()
-        found = {}
+        found: dict[int, tuple[bool, tuple]] = {}
         for one in (one for call in seen.calls for one in call.launches):
-            looks = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            own, others = found.get(id(one.kernel), (False, ()))
-            found[id(one.kernel)] = (own or one.plan is plan, (*others, (one.grid, looks)))
+            args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
+            own, looks = found.get(id(one.kernel), (False, ()))
+            found[id(one.kernel)] = (own or one.plan is plan, (*looks, (one.grid, args)))
         return found
 
     @contextlib.contextmanager
@@ -201,16 +291,15 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.callback(registry.invalidate)
             for other in self.context:
-                stack.enter_context(
-                    installed(plan_for(other.tunable, self.target, self.device, other.key, other.config))
-                )
+                fresh = plan_for(other.tunable, self.target, self.device, other.key, other.config)
+                stack.enter_context(installed(fresh))
             stack.enter_context(installed(plan))
             yield
 
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
         """Results of the operator under `config`, and the launches of it that are timed."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), strictly(), self._installed(plan), Recorder(keep) as seen, poisoned():
+        with torch.no_grad(), self._installed(plan), Recorder(keep) as seen, strictly(), poisoned():
             try:
                 outputs = self.call.again()
             except LaunchRefused as failure:
@@ -218,30 +307,10 @@ class Stage:
         launches = [one for call in seen.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
-        timed = getattr(self, "timed", None)
-        return outputs, [one for one in launches if timed is None or id(one.kernel) in timed]
-
-    def _role(self, one: Launch) -> dict[int, str]:
-        """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
-        roles = {}
-        for i, (fresh, before) in one.marks.items():
-            roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
-        return roles
-
-    def _keep_overwritten(self, one: Launch) -> None:
-        roles = self.roles.get(id(one.kernel), {})
-        one.before = {i: copy_of(one.args[i]) for i, role in roles.items() if role == "inout"}
-
-    def _moved(self, one: Launch, roles: dict[int, str]) -> int:
-        """Bytes that must pass: each tensor once, those overwritten in place twice."""
-        seen: dict[int, int] = {}
-        for i, role in roles.items():
-            size = one.args[i].numel() * one.args[i].element_size()
-            pointer = one.args[i].data_ptr()
-            seen[pointer] = max(seen.get(pointer, 0), size * (2 if role == "inout" else 1))
-        return sum(seen.values())
+        return outputs, [one for one in launches if self.timed is None or id(one.kernel) in self.timed]
 
     def restore_all(self) -> None:
+        """Give the arguments that kernels overwrite in place their first contents again."""
         for tensors in self._sets:
             for (name, i), before in self._pristine.items():
                 tensors[name][i].copy_(before)
@@ -251,7 +320,7 @@ class Stage:
         if reason := self.tunable.illegal(self.target, self.key, config):
             raise Rejected(reason)
         outputs, launches = self._run(config)
-        resources = self._resources(launches)
+        resources = _resources(launches)
         if reason := registry.backend(self.target.vendor).illegal(self.target, config, resources.get("shared")):
             raise Rejected(reason)
         if reason := check.disagreements(outputs, self.expected):
@@ -277,7 +346,7 @@ class Stage:
         return Arm(config, self.restore_all if in_place else _nothing, replay, self.copies * repeats, resources)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple]:
-        """The launches with their tensors replaced by shared set `number`; odd-shaped ones get copies of their own."""
+        """The launches on set `number` of the shared tensors; a tensor of a shape of its own is copied for each set."""
         steps = []
         own: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -285,29 +354,15 @@ class Stage:
             args = list(one.args)
             for i in _tensor_indices(one.args):
                 mine, theirs = one.args[i], shared.get(i)
-                if theirs is not None and _alike(mine, theirs):
+                if theirs is not None and _layout(mine) == _layout(theirs):
                     args[i] = theirs
                 elif number:
-                    place = mine.data_ptr(), mine.shape
-                    if place not in own:
-                        own[place] = copy_of(mine)
-                    args[i] = own[place]
+                    name = mine.data_ptr(), mine.shape
+                    if name not in own:
+                        own[name] = copy_of(mine)
+                    args[i] = own[name]
             steps.append((one.plan, one.kernel, one.grid, tuple(args), one.flags))
         return steps
-
-    def _resources(self, launches: list[Launch]) -> dict[str, int]:
-        """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
-        found: dict[str, int] = {}
-        for one in launches:
-            values = {
-                "registers": getattr(one.compiled, "n_regs", None),
-                "spills": getattr(one.compiled, "n_spills", None),
-                "shared": getattr(getattr(one.compiled, "metadata", None), "shared", None),
-            }
-            for name, value in values.items():
-                if isinstance(value, int):
-                    found[name] = max(found.get(name, 0), value)
-        return found
 
     def time(self, arms: list[Arm], rounds: int) -> list[list[float]]:
         """Microseconds of one launch, `rounds` samples for each arm, interleaved."""
@@ -325,39 +380,183 @@ def _nothing() -> None:
     pass
 
 
+def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
+    return one.plan.tunable is tunable and one.plan.key == key
+
+
 def _tensor_indices(args: tuple) -> list[int]:
     return [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
 
 
-def _footprint(args: tuple) -> int:
-    return sum({args[i].data_ptr(): args[i].numel() * args[i].element_size() for i in _tensor_indices(args)}.values())
+def _layout(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
-    return one.plan.tunable is tunable and one.plan.key == key
+def _roles(one: Launch) -> dict[int, str]:
+    """Argument index -> `input`, `output` (fresh memory, poisoned) or `inout` (overwritten in place)."""
+    roles = {}
+    for i, (fresh, before) in one.marks.items():
+        roles[i] = "output" if fresh else "input" if checksum(one.args[i]) == before else "inout"
+    return roles
+
+
+def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
+    """Bytes of the tensors among the arguments, each memory once; with `roles`, those overwritten in place twice."""
+    found: dict[int, int] = {}
+    for i in _tensor_indices(args) if roles is None else roles:
+        size = args[i].numel() * args[i].element_size() * (2 if roles and roles[i] == "inout" else 1)
+        found[args[i].data_ptr()] = max(found.get(args[i].data_ptr(), 0), size)
+    return sum(found.values())
 
 
 def _copies(first: dict[int, dict[int, torch.Tensor]]) -> dict[int, dict[int, torch.Tensor]]:
     """Copies that keep strides, and share memory where the originals did."""
     made: dict[tuple, torch.Tensor] = {}
-    for tensor in (t for tensors in first.values() for t in tensors.values()):
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in made:
-            made[place] = copy_of(tensor)
-    return {
-        name: {i: made[t.data_ptr(), t.shape, t.stride(), t.dtype] for i, t in tensors.items()}
-        for name, tensors in first.items()
-    }
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        name = (tensor.data_ptr(), *_layout(tensor))
+        if name not in made:
+            made[name] = copy_of(tensor)
+        return made[name]
+
+    return {name: {i: copied(t) for i, t in tensors.items()} for name, tensors in first.items()}
 
 
-def _extremes(space: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
+def _resources(launches: list[Launch]) -> dict[str, int]:
+    """Registers, spills and shared memory of the compiled kernels, the largest of each, where they can be read."""
+    found: dict[str, int] = {}
+    for one in launches:
+        metadata = getattr(one.compiled, "metadata", None)
+        values = {"registers": getattr(one.compiled, "n_regs", None), "spills": getattr(one.compiled, "n_spills", None)}
+        for name, value in {**values, "shared": getattr(metadata, "shared", None)}.items():
+            if isinstance(value, int):
+                found[name] = max(found.get(name, 0), value)
+    return found
+
+
+def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
     """The baseline and, for each knob that decides a grid, a configuration with its least and one with its greatest."""
     chosen = [baseline]
-    knobs = [lambda c: c.ctas_per_mp, *(lambda c, n=n: c.blocks.get(n, 0) for n in baseline.blocks)]
+    knobs = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
     for knob in knobs:
-        chosen += [pick(space, key=knob) for pick in (min, max)] if space else []
+        chosen += [pick(legal, key=knob) for pick in (min, max)] if legal else []
     return list(dict.fromkeys(chosen))
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+class LocalMeasurer:
+    """Measures candidates of one op, shape and tunable at a time on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cpu" and self.device.index is None:
+            self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
+        self.target = target_of(self.device)
+        registry.set_tables(self.target, [])  # the baseline is the heuristic, whatever is stored
+        self.clock = Clock(self.device)
+        self.clock.__enter__()
+        self._bench: Bench | None = None
+        self._shape: tuple | None = None
+        self._reference: dict[tuple, str] = {}
+        self._stage: Stage | None = None
+        self._arms: dict[int, Arm] = {}
+        self._next = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What provenance says about this machine, and the bandwidth of a copy in GB/s."""
+        return {
+            "target": self.target.to_json(),
+            "device": self.target.name,
+            "driver": _driver(self.device),
+            "torch": torch.__version__,
+            "triton": store.triton_version(),
+            "python": platform.python_version(),
+            "copy_gbs": round(self.clock.copy_bandwidth(), 1),
+        }
+
+    def scan(self, op: str, sizes: list[int], dtype: str) -> list[list[Any]]:
+        """[variant, key] of everything `op` launches at this shape, forward and backward."""
+        return [[variant, list(key)] for variant, key in self._open_bench(op, sizes, dtype).tunables()]
+
+    def open(
+        self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list
+    ) -> dict[str, Any]:
+        """Get ready for candidates of one tunable and key. `{baseline, bytes, copies}`, or `{error}`.
+
+        context: [variant, key, configuration] of other tunables that were chosen before.
+        """
+        bench = self._open_bench(op, sizes, dtype)
+        if self._shape not in self._reference:
+            self._reference[self._shape] = bench.against_reference()
+        if self._reference[self._shape]:
+            return {"error": f"the heuristic disagrees with the reference: {self._reference[self._shape]}"}
+        self._arms.clear()
+        self._stage = None
+        others = tuple((v, tuple(k), LaunchConfig.from_json(c)) for v, k, c in context)
+        try:
+            self._stage = bench.stage(variant, tuple(key), others)
+        except Rejected as reason:
+            return {"error": str(reason)}
+        return {"baseline": self._stage.baseline.to_json(), "bytes": self._stage.bytes, "copies": self._stage.copies}
+
+    def prepare(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Check and capture a candidate: `{id, resources}` or `{rejected}`."""
+        try:
+            arm = self._stage.prepare(LaunchConfig.from_json(config))
+        except Rejected as reason:
+            return {"rejected": str(reason)}
+        except torch.OutOfMemoryError as error:
+            self._free()
+            return {"rejected": f"out of memory: {str(error).splitlines()[0]}"}
+        self._next += 1
+        self._arms[self._next] = arm
+        return {"id": self._next, "resources": arm.resources}
+
+    def time(self, ids: list[int], rounds: int) -> list[list[float]]:
+        """Microseconds of one launch, `rounds` samples for each prepared candidate, interleaved."""
+        return self._stage.time([self._arms[i] for i in ids], rounds)
+
+    def drop(self, ids: list[int]) -> None:
+        """Forget prepared candidates."""
+        for i in ids:
+            self._arms.pop(i, None)
+
+    def verify(self, config: dict[str, Any]) -> str:
+        """Why the whole op under `config` disagrees with its reference, or `""`."""
+        return self._stage.verify(LaunchConfig.from_json(config))
+
+    def close(self) -> None:
+        self._arms.clear()
+        self._stage = self._bench = self._shape = None
+
+    def _open_bench(self, op: str, sizes: list[int], dtype: str) -> Bench:
+        shape = (op, tuple(sizes), dtype)
+        if shape != self._shape:
+            self.close()
+            self._free()
+            self._bench = Bench(registry.get_op(op), tuple(sizes), getattr(torch, dtype), self.clock)
+            self._shape = shape
+        return self._bench
+
+    def _free(self) -> None:
+        """Give memory back only when it may run out: returning it costs more than a measurement."""
+        if self.device.type == "cpu":
+            return
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        if free < total // 2:
+            module.empty_cache()
+
+
+def _driver(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    if torch.version.hip:
+        return f"hip {torch.version.hip}"
+    if device.type == "xpu":
+        return str(getattr(torch.xpu.get_device_properties(device), "driver_version", ""))
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            words = file.readline().split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        return f"cuda {torch.version.cuda}"

@@ -10,7 +10,7 @@ import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 
 @dataclass(frozen=True)
@@ -57,40 +57,33 @@ KNOWN = {
 Sizes = tuple[int, ...]
 
 
-def _hidden(model: Model, batch: int, seq: int) -> list[Sizes]:
-    return [(batch * seq, model.hidden)]
-
-
-def _rms_norm(model: Model, batch: int, seq: int) -> list[Sizes]:
-    rows = batch * seq
-    heads = [(rows * n, model.head_dim) for n in (model.heads, model.kv_heads)] if model.qk_norm else []
-    return [(rows, model.hidden), *heads] if model.rms_norm else heads
-
-
-def _gated(*activations: str) -> Callable[[Model, int, int], list[Sizes]]:
-    def sizes(model: Model, batch: int, seq: int) -> list[Sizes]:
-        return [(batch * seq, model.intermediate)] if model.activation in activations else []
-
-    return sizes
-
-
-_SIZES: Mapping[str, Callable[[Model, int, int], list[Sizes]]] = {
-    "rms_norm": _rms_norm,
-    "fused_add_rms_norm": lambda m, b, s: _hidden(m, b, s) if m.rms_norm else [],
-    "layer_norm": lambda m, b, s: [] if m.rms_norm else _hidden(m, b, s),
-    "rope": lambda m, b, s: [(b, s, m.heads, m.kv_heads, m.head_dim)],
-    "swiglu": _gated("silu", "swish"),
-    "fused_gate_up_swiglu": _gated("silu", "swish"),
-    "geglu": _gated("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_tanh"),
-    "relu_squared": _gated("relu2", "relu_squared"),
-    "cross_entropy": lambda m, b, s: [(b * s, m.vocab)],
-    "fused_linear_cross_entropy": lambda m, b, s: [(b * s, m.hidden, m.vocab)],
+_SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_tanh")
+_ACTIVATIONS = {
+    "swiglu": _SILU,
+    "fused_gate_up_swiglu": _SILU,
+    "geglu": _GELU,
+    "relu_squared": ("relu2", "relu_squared"),
 }
+"""Op of an MLP -> the activations, as configs name them, for which a model launches it."""
 
 
 def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
     """Problem sizes at which `model` launches `op`; empty when it does not, or when that is not known for the op."""
-    return _SIZES[op](model, batch, seq) if op in _SIZES else []
+    rows = batch * seq
+    hidden = [(rows, model.hidden)]
+    if op in _ACTIVATIONS:
+        return [(rows, model.intermediate)] if model.activation in _ACTIVATIONS[op] else []
+    if op == "rms_norm":
+        heads = [(rows * n, model.head_dim) for n in (model.heads, model.kv_heads)] if model.qk_norm else []
+        return hidden + heads if model.rms_norm else heads
+    known = {
+        "fused_add_rms_norm": hidden if model.rms_norm else [],
+        "layer_norm": [] if model.rms_norm else hidden,
+        "rope": [(batch, seq, model.heads, model.kv_heads, model.head_dim)],
+        "cross_entropy": [(rows, model.vocab)],
+        "fused_linear_cross_entropy": [(rows, model.hidden, model.vocab)],
+    }
+    return known.get(op, [])
 
 
 def find(name: str) -> Model:
@@ -131,9 +124,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """The config of a Hugging Face id, from transformers' cache or the hub. Raises for one that cannot be had.
+    """The config of a Hugging Face id, from transformers' cache or the hub. Raises where there is none.
 
-    transformers tries an unreachable hub again and again, for half a minute; here one look decides.
+    transformers retries an unreachable hub for a long time; here one request decides.
     """
     from transformers import AutoConfig
 
@@ -149,7 +142,7 @@ def _published(name: str) -> dict[str, Any]:
 
 
 def _unreachable(url: str, seconds: float = 5.0) -> str:
-    """Why no server answers there (through the proxies of the environment), or nothing."""
+    """Why no server answers at `url`, or `""`."""
     import ssl
     import urllib.error
     import urllib.request
@@ -158,7 +151,7 @@ def _unreachable(url: str, seconds: float = 5.0) -> str:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
     except urllib.error.HTTPError:  # an answer
         return ""
-    except urllib.error.URLError as error:  # certificates are transformers' matter
+    except urllib.error.URLError as error:  # transformers deals with certificates
         return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except OSError as error:
         return str(error)

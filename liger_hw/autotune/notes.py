@@ -1,14 +1,114 @@
-"""What processes note for later ones in the user cache: configurations that failed, and keys without an entry."""
+"""What a process notes for later ones in the user cache: configurations that failed, and keys without an entry.
+
+The registry calls `note_failure` and `note_miss`. Nothing here touches a file while a graph is captured or
+torch.compile traces; what came up then, and every miss, is written at exit.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
-from typing import Iterator
+import os
+import sys
+from typing import TYPE_CHECKING, Callable, Iterator
 
+from ..answers import Key
 from ..backends import LaunchConfig, Target
-from ..registry import Key
 from . import store
 from .tables import Name, to_key
+
+if TYPE_CHECKING:
+    from ..ops import Plan
+
+_pending: list[Callable[[], None]] = []
+_missed: dict[Name, Target] = {}
+_muted = False
+_exit_in: int | None = None
+"""The process whose exit handler is registered; a forked child has its parent's misses, and is not to write them."""
+
+
+def is_quiet() -> bool:
+    """Whether this is no moment to touch a file or a clock: a graph is being captured or torch.compile is tracing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and module.is_initialized() and capturing():
+            return True
+    return False
+
+
+def mute() -> None:
+    """Write nothing from this process: the tuner's workers provoke failures on purpose."""
+    global _muted
+    _muted = True
+
+
+def forget() -> None:
+    """Drop the misses that are not written yet."""
+    _missed.clear()
+
+
+def note_miss(name: Name, target: Target) -> None:
+    """Called for each miss on a real device; they are written once, at exit."""
+    _missed[name] = target
+    _at_exit()
+
+
+def note_failure(plan: "Plan", reason: str, error: BaseException) -> None:
+    """Quarantine a configuration for later processes too.
+
+    Not where the machine failed: a full disk, memory, or a cooperative launch refused for the share of the device that
+    this process has, which the next one need not have.
+    """
+    if _muted or isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason:
+        return
+    kernel_hash = plan.tunable.kernel_hash()
+
+    def write() -> None:
+        save_quarantined(plan.target, plan.tunable.name, plan.key, plan.config, reason, kernel_hash)
+
+    if is_quiet():
+        _pending.append(write)
+        _at_exit()
+    else:
+        write()
+
+
+def flush() -> None:
+    """Write what is pending and the misses so far. Runs at exit; safe to call at any quiet time."""
+    if _muted or is_quiet():
+        return
+    while _pending:
+        _pending.pop()()
+    by_target: dict[Target, list] = {}
+    while _missed:
+        name, target = _missed.popitem()
+        by_target.setdefault(target, []).append(name)
+    for target, names in by_target.items():
+        save_misses(target, names)
+
+
+def _at_exit() -> None:
+    global _exit_in
+    if _exit_in is None:
+        _exit_in = os.getpid()
+        atexit.register(_exit)
+
+
+def _exit() -> None:
+    if os.getpid() == _exit_in:
+        try:
+            flush()
+        except Exception:  # an exit handler must not turn a finished run into a failed one
+            pass
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def save_quarantined(
@@ -35,7 +135,7 @@ def save_quarantined(
 
 
 def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, str, str]]:
-    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; the caller checks the hash."""
+    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; callers check the hash."""
     folder = store.home(target)
     if folder is None:
         return

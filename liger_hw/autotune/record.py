@@ -17,11 +17,12 @@ from .. import registry
 from ..backends import LaunchConfig, Target
 from ..registry import Candidate, Key, Plan, Tunable
 from ..runtime import launch as _launch
+from ..runtime.observe import Observer, observing
 
 
 @dataclass
 class Launch:
-    """One kernel launch. Of its tensor arguments, when asked for: copies, and (still poisoned, checksum), as they were."""
+    """One kernel launch; of its tensor arguments, when asked for, copies and (still poisoned, checksum) before it."""
 
     plan: Plan
     kernel: Any
@@ -61,21 +62,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
 
 
-class _NotCompiled:
-    """What a launch that did not happen returns in place of a compiled kernel."""
-
-    function = packed_metadata = None
-
-    @staticmethod
-    def run(*args: Any) -> None:
-        """A later launch that the fast path would send straight to the compiled kernel."""
-
-
-_NOT_COMPILED = _NotCompiled()
-
-
-class Recorder:
-    """While active, notes operator calls and kernel launches.
+class Recorder(Observer):
+    """While active, notes operator calls and kernel launches of every thread.
 
     keep: called with each launch before it happens; notes what it needs of the arguments. Only the first launch of each
     kernel in an operator call is kept: the rest of a chunked loop repeats it.
@@ -89,27 +77,29 @@ class Recorder:
         self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
 
     def __enter__(self) -> "Recorder":
-        self._ordinary, _launch._launch_ordinary = _launch._launch_ordinary, self._launched
-        self._mode = _OperatorMode(self)
-        self._mode.__enter__()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(observing(self, every_thread=True))
+        self._stack.enter_context(_OperatorMode(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._mode = None  # it refers back: the cycle would keep every recorded tensor until Python's collector runs
-        _launch._launch_ordinary = self._ordinary
+        self._stack.close()
+        del (
+            self._stack
+        )  # the mode refers back: the cycle would keep every recorded tensor until Python's collector runs
 
-    def _launched(self, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple = ()) -> Any:
+    def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other
+        observers.
+        """
         launch = Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags))
         place = self.launches if self._call is None else self._call.launches
         if not any(known.kernel is kernel and known.plan.key == plan.key for known in place):
             if self._keep is not None:
                 self._keep(launch)
             place.append(launch)
-        if not self._launching:
-            return _NOT_COMPILED
-        launch.compiled = self._ordinary(plan, kernel, grid, args, flags)
-        return launch.compiled
+        if self._launching:
+            launch.compiled = _launch.launch_ordinary(plan, kernel, grid, args, flags)
 
     def operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
         overwritten = tuple(
@@ -136,22 +126,31 @@ class _OperatorMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def unasserted() -> Iterator[None]:
-    """Leaves assertions on the device out: where nothing is launched they would look at memory that nobody wrote."""
-    before, torch._assert_async = torch._assert_async, lambda *args: None
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, value) of what an attribute is inside a `with` block."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        torch._assert_async = before
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)  # it was inherited
+            else:
+                setattr(owner, name, value)
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
+def unasserted() -> contextlib.AbstractContextManager[None]:
+    """Leaves assertions on the device out: where nothing is launched they would look at memory that nobody wrote."""
+    return _replaced((torch, "_assert_async", lambda *args: None))
+
+
+def poisoned() -> contextlib.AbstractContextManager[None]:
     """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found.
 
     By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
     """
-    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
     def poisoning(make: Any) -> Any:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -160,17 +159,8 @@ def poisoned() -> Iterator[None]:
 
         return made
 
-    originals = [(owner, name, getattr(owner, name)) for owner, name in makers]
-    for owner, name, make in originals:
-        setattr(owner, name, poisoning(make))
-    try:
-        yield
-    finally:
-        for owner, name, make in originals:
-            if owner is torch.Tensor:
-                delattr(owner, name)  # inherited again
-            else:
-                setattr(owner, name, make)
+    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+    return _replaced(*((owner, name, poisoning(getattr(owner, name))) for owner, name in makers))
 
 
 def mark(launch: Launch) -> None:
@@ -205,7 +195,7 @@ def plan_for(tunable: Tunable, target: Target, device: Any, key: Key, config: La
 @contextlib.contextmanager
 def installed(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` for its (device, key); nothing else is invalidated."""
-    plans, place = plan.tunable._plans, (plan.device, plan.key)
+    plans, place = plan.tunable.plans, (plan.device, plan.key)
     before = plans.get(place)
     plans[place] = plan
     try:
@@ -221,11 +211,11 @@ def installed(plan: Plan) -> Iterator[None]:
 def everywhere(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` whatever their key.
 
-    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks for a
-    plan after the first line gets this one, and who asked before it records into a dictionary that the second line drops.
+    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks
+    for a plan after the first line gets this one; who asked before records into a cache that the second line drops.
     """
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
-    registry.recordings = {}  # made with the plan there was; what is recorded in here with this one is not kept
+    registry.drop_replays()  # made with the plan there was; what is recorded in here with this one is not kept
     try:
         yield
     finally:
@@ -236,20 +226,19 @@ class LaunchRefused(Exception):
     """A configuration failed to compile or launch inside `strictly()`."""
 
     def __init__(self, plan: Plan, cause: BaseException) -> None:
-        said = str(cause).strip().splitlines() or [""]
-        super().__init__(f"{type(cause).__name__}: {said[0][:200]}")
+        lines = str(cause).strip().splitlines() or [""]
+        super().__init__(f"{type(cause).__name__}: {lines[0][:200]}")
         self.plan = plan
 
 
-@contextlib.contextmanager
-def strictly() -> Iterator[None]:
-    """A configuration that fails raises `LaunchRefused`, instead of being set aside for the next layer."""
+class _Strict(Observer):
+    def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+        try:
+            return proceed(plan, kernel, grid, args, flags)
+        except _launch.LaunchFailed as failure:
+            raise LaunchRefused(plan, failure.cause) from failure
 
-    def refuse(plan: Plan, error: BaseException) -> bool:
-        raise LaunchRefused(plan, error)
 
-    before, registry.quarantine = registry.quarantine, refuse
-    try:
-        yield
-    finally:
-        registry.quarantine = before
+def strictly() -> contextlib.AbstractContextManager:
+    """A configuration that fails raises `LaunchRefused`, instead of being quarantined for the next layer."""
+    return observing(_Strict(), every_thread=True)

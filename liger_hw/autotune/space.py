@@ -1,4 +1,4 @@
-"""Which configurations to try, and at which problem sizes."""
+"""Which configurations to try for a tunable at a key, and which problem sizes have the key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..backends import LaunchConfig, Target
 from ..registry import Key, Op, Tunable
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
-_ITEMSIZES = (*DTYPES.items(), (2, "float16"))
+_ITEMSIZES = {**{dtype: itemsize for itemsize, dtype in DTYPES.items()}, "float16": 2}
 
 
 def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
-    """(the heuristic, then every other legal configuration of the space, each once; how often each reason refused one)."""
+    """(the heuristic, then every other legal configuration of the space; how often each reason refused one)."""
     refused: Counter = Counter()
     found: dict[LaunchConfig, None] = {}
     for config in (tunable.heuristic(target, key), *tunable.space(target, key)):
@@ -48,8 +48,8 @@ def shortlist(
 ) -> list[LaunchConfig]:
     """At most `most` configurations to measure first; `start` leads.
 
-    scores: relative times (1.0 is the best) of configurations at neighbouring keys. With scores, two thirds of the list
-    are the best known and the rest are new; without, half are `start`'s neighbours and the rest are spread over the space.
+    scores: relative times (1.0 is the best) of configurations at neighbouring keys. With scores, two thirds of the
+    list are the best known and the rest are new. Without, half are `start`'s neighbours and the rest a spread.
     """
     if len(space) <= most:
         return [start, *(c for c in space if c != start)]
@@ -75,30 +75,27 @@ def shortlist(
 def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
     """Other problem sizes that have `key`; None without any.
 
-    Sizes from 1024 on become about 5/8, 3/4 or 7/8 of what they are, whichever first keeps the key, in multiples of 64;
-    smaller ones (batches, heads, head widths) stay, since models agree on them.
+    Sizes from 1024 on become about 5/8, 3/4 or 7/8 of what they are, whichever first keeps the key, in multiples of 64.
+    Smaller ones (batches, heads, head widths) stay, since models agree on them.
     """
-    itemsize = next(size for size, name in _ITEMSIZES if name == dtype)
+    itemsize = _ITEMSIZES[dtype]
     found = tuple(sizes)
-    for place, size in enumerate(sizes):
+    for position, size in enumerate(sizes):
         for share in (0.625, 0.75, 0.875) if size >= 1024 else ():
-            tried = (*found[:place], int(size * share) // 64 * 64, *found[place + 1 :])
-            try:
-                same = tunable.key(*tried, itemsize) == key
-            except (ValueError, ArithmeticError):
-                same = False
-            if same:
+            tried = (*found[:position], int(size * share) // 64 * 64, *found[position + 1 :])
+            if _key(tunable, tried, itemsize) == key:
                 found = tried
                 break
     return None if found == tuple(sizes) else found
 
 
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:
-    """(problem sizes, dtype) that have this key, found by trying the numbers in it; None where none are found.
+    """(problem sizes, dtype) that have this key, found by trial; None where none are found.
 
-    A recorded miss holds a key only. Row counts are stored as log2 buckets and column counts as they are, so each number
-    of the key stands for itself or for a power of two; the largest sizes of a bucket are taken. Then the same with rows
-    that begin anywhere (one column less), that need a second piece (a quarter more), both, and two sums side by side.
+    A recorded miss holds a key only. Rows stand in a key as log2 buckets and columns as they are, so each number of the
+    key is tried as itself and as a power of two, the largest sizes of a bucket first; and so are the op's workloads
+    with other row counts. Then the same with other columns: one less (unaligned rows), a quarter more (no power of
+    two), both, and half.
     """
     numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
     usable = sorted((n for n in numbers if n > 0), reverse=True)[:12]
@@ -108,13 +105,18 @@ def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str]
     batch = (1,) if tunable.dims[:1] == ("batch",) and len(tunable.dims) > 4 else ()
     if len(tunable.dims) - len(batch) <= 4:
         guesses += [batch + rest for rest in itertools.product(usable, repeat=len(tunable.dims) - len(batch))]
+    widths = (lambda n: n, lambda n: n - 1, lambda n: n + n // 4, lambda n: n + n // 4 - 1, lambda n: n // 2)
     for itemsize, dtype in sorted(DTYPES.items(), key=lambda item: (item[0] not in key, item[0] != 2)):
-        for widen in (lambda n: n, lambda n: n - 1, lambda n: n + n // 4, lambda n: n + n // 4 - 1, lambda n: n // 2):
+        for width in widths:
             for *rest, columns in guesses:
-                sizes = (*rest, widen(columns))
-                try:
-                    if tunable.key(*sizes, itemsize) == key:
-                        return sizes, dtype
-                except (ValueError, ArithmeticError):
-                    continue
+                if _key(tunable, (*rest, width(columns)), itemsize) == key:
+                    return (*rest, width(columns)), dtype
     return None
+
+
+def _key(tunable: Tunable, sizes: tuple[int, ...], itemsize: int) -> Key | None:
+    """The tunable's key at these sizes, None where it takes no such sizes."""
+    try:
+        return tunable.key(*sizes, itemsize)
+    except (ValueError, ArithmeticError):
+        return None

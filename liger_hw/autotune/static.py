@@ -1,57 +1,74 @@
-"""Choosing without the device: every candidate is compiled for it, and the model ranks what the compiler made.
+"""Tuning without the device: every candidate is compiled for it, and a model of its time ranks them.
 
-Where the stock Triton has no compiler for the target, candidates go as far as TTIR and are ranked by what can be counted
-there; entries then say `modelled` instead of `static`.
+For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
+processes. Candidates that do not compile, may not be launched or spill more than the heuristic are dropped. The rest
+are ranked by the model; the neighbours of the two best are compiled and ranked too. The winner is kept when it is
+predicted to beat the heuristic by a margin below which the model cannot be trusted. Entries are `static`, or
+`modelled` where the stock Triton has no compiler for the target and candidates are only lowered to TTIR.
+benchmarks/static_regret.py publishes how good such choices are where they can be measured.
 
-For each job (one tunable at one key): a shortlist of the space, the heuristic first, is traced and compiled in worker
-processes; candidates that do not compile, may not be launched or spill more than the heuristic go; the rest are ranked by
-`model.time_of`; the neighbours of the two best are compiled and ranked too. The winner is kept when it is predicted to
-beat the heuristic by the margin, below which the model is not to be trusted (benchmarks/results/static-regret-h200.json).
-Recompiling what was compiled before comes from Triton's own cache on disk.
+The model takes four times that a kernel cannot beat, each of which hides part of the others:
+
+    memory   bytes from device memory over its bandwidth: each tensor once, and again for every further sweep over rows
+             that the cache does not hold
+    issue    instructions of all warps over what a multiprocessor issues
+    access   memory instructions of all warps, each at most 128 bytes wide, over what a multiprocessor serves
+    chain    the longest way through one program (start, wait for memory, dependent instructions, barriers; a pipelined
+             loop waits less), times the rounds in which the programs fit on the device, the last one in full
+
+    time = (memory^p + issue^p + access^p + chain^p)^(1/p)
+
+p between 1 (nothing overlaps) and infinity (everything does).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from .. import registry
-from ..backends import LaunchConfig, Target
-from ..registry import Entry
+from ..backends import LaunchConfig, Target, backend
+from ..backends.base import Pace
+from ..registry import Entry, Tunable
 from . import compile as aot
-from . import model, plan, space, store
-from .compile import Certificate, Launch, Workers
+from . import space, store
+from .compile import Certificate, Launch
 from .jobs import Job, Result
+from .ttir import Access
+from .workers import CompilePool
 
 MARGINS = {"binary": 0.08, "ttir": 0.25}
 """Predicted gain over the heuristic that keeps a choice, by how far its kernels were compiled."""
 
 
+# -- the tuner -------------------------------------------------------------------------------------------------------
+
+
 class StaticTuner:
     """Runs jobs for a target that is not here.
 
-    workers: compile processes; candidates: most of a job; save: called with (name, entry) for a winner
+    candidates: most of a job; save: called with (name, entry) for a winner, returns whether it was stored
     """
 
     def __init__(
         self,
         target: Target,
-        workers: Workers,
+        pool: CompilePool,
         *,
         candidates: int = 24,
         save: Callable[[tuple, Entry], Any] | None = None,
     ) -> None:
-        self.target, self.workers, self.most, self.save = target, workers, candidates, save
-        self._certified: dict[tuple, Certificate] = {}
+        self.target, self.pool, self.most, self.save = target, pool, candidates, save
 
     def run(
         self, jobs: Iterable[Job], done: Callable[[Result], None] = lambda result: None, budget: float = math.inf
     ) -> list[Result]:
-        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no further job is begun."""
+        """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no job is begun."""
         results = []
         deadline = time.monotonic() + budget
         for job in jobs:
@@ -66,65 +83,64 @@ class StaticTuner:
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
         """The configuration that the model prefers, with the certificates of the kernels it decides.
 
-        among: only these and the heuristic are compiled, as when an entry's kernel has changed since
+        among: compile only these and the heuristic, as when an entry's kernel has changed since
         """
-        tunable = registry._tunables[job.name]
+        tunable = registry.get_tunable(job.name)
         result = Result(job, note="the heuristic stays")
         legal, refused = space.legal(tunable, self.target, job.key)
         heuristic = tunable.heuristic(self.target, job.key)
         if heuristic not in legal:
             result.error = f"the heuristic is illegal: {tunable.illegal(self.target, job.key, heuristic)}"
             return result
-        alike = list(
-            dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal)
-        )  # no binary tells hints apart
-        search = _Candidates(self, job, heuristic)
+        # A certificate does not depend on the cache hint: the heuristic's is taken.
+        distinct = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))
+        candidates = _Candidates(self, job, heuristic)
         if among is None:
-            search.add(space.shortlist(alike, heuristic, max(2, self.most * 2 // 3), {}, f"{job.name}{job.key}"))
+            first = max(2, self.most * 2 // 3)
+            candidates.add(space.shortlist(distinct, heuristic, first, {}, f"{job.name}{job.key}"))
         else:
-            search.add([heuristic, *(config for config in among if config in alike)])
-        if heuristic not in search.times:
-            result.error = f"the heuristic cannot be judged: {search.dropped.get(heuristic, 'unknown')}"
+            candidates.add([heuristic, *(config for config in among if config in distinct)])
+        if heuristic not in candidates.times:
+            result.error = f"the heuristic cannot be judged: {candidates.dropped.get(heuristic, 'unknown')}"
             return result
-        for best in sorted(search.times, key=search.times.__getitem__)[:2] if among is None else ():
-            near = [c for c in space.neighbours(alike, best) if c not in search.traced]
-            search.add(near[: max(0, self.most - len(search.traced) + 1) // 2])
-        times = search.times
+        for best in candidates.ranked()[:2] if among is None else ():
+            near = [config for config in space.neighbours(distinct, best) if config not in candidates.traced]
+            candidates.add(near[: max(0, self.most - len(candidates.traced) + 1) // 2])
+        times = candidates.times
         winner = min(times, key=lambda config: (times[config], config != heuristic))
         gain = 1 - times[winner] / times[heuristic]
-        if gain <= min(MARGINS[c.level] for c in search.certificates(winner)):
+        if gain <= min(MARGINS[certificate.level] for certificate in candidates.certificates[winner]):
             winner = heuristic
         elif self._loses_elsewhere(job, tunable, heuristic, winner):
             winner, result.note = heuristic, "the heuristic stays: it is faster at other sizes of the key"
-        result.tried, result.failed = len(search.traced), len(search.dropped)
+        result.tried, result.failed = len(candidates.traced), len(candidates.dropped)
         result.heuristic_us, result.winner_us = round(times[heuristic], 2), round(times[winner], 2)
         result.gain, result.config = round(gain if winner != heuristic else 0.0, 4), winner.to_json()
         result.evidence = {
             "kernels": {
-                "heuristic": [c.to_json() for c in search.certificates(heuristic)],
-                "winner": [c.to_json() for c in search.certificates(winner)],
+                "heuristic": [certificate.to_json() for certificate in candidates.certificates[heuristic]],
+                "winner": [certificate.to_json() for certificate in candidates.certificates[winner]],
             },
-            "dropped": Counter(reason.split(":")[0][:80] for reason in search.dropped.values()) | refused,
+            "dropped": Counter(reason.split(":")[0][:80] for reason in candidates.dropped.values()) | refused,
         }
         if winner != heuristic:
-            self._keep(job, tunable, winner, search.certificates(winner), result)
+            self._keep(tunable, winner, candidates.certificates[winner], result)
         return result
 
-    def _loses_elsewhere(self, job: Job, tunable: Any, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
+    def _loses_elsewhere(self, job: Job, tunable: Tunable, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
         """Whether the heuristic is as fast at other sizes that have the same key: an entry answers for all of them."""
         sizes = space.elsewhere(tunable, job.sizes, job.key, job.dtype)
         if sizes is None:
             return False
-        search = _Candidates(self, replace(job, sizes=tuple(sizes)), heuristic)
+        candidates = _Candidates(self, replace(job, sizes=tuple(sizes)), heuristic)
         try:
-            search.add([heuristic, winner])
+            candidates.add([heuristic, winner])
         except ValueError:  # sizes that the op does not take, as channels that no longer divide
             return False
-        return search.times.get(winner, math.inf) >= search.times.get(heuristic, math.inf)
+        return candidates.times.get(winner, math.inf) >= candidates.times.get(heuristic, math.inf)
 
-    def _keep(
-        self, job: Job, tunable: Any, winner: LaunchConfig, certificates: list[Certificate], result: Result
-    ) -> None:
+    def _keep(self, tunable: Tunable, winner: LaunchConfig, certificates: list[Certificate], result: Result) -> None:
+        job = result.job
         own = next(c.resources for c in certificates if c.launch.tunable == job.name)
         result.note = "chosen by the model"
         result.provenance = {
@@ -143,53 +159,42 @@ class StaticTuner:
             "date": store.today(),
         }
         if self.save is not None:
-            entry = Entry(winner, result.provenance, tunable.kernel_hash())
-            result.stored = bool(self.save((job.op, job.variant, job.key), entry))
+            result.stored = bool(self.save(job.entry_name, Entry(winner, result.provenance, tunable.kernel_hash())))
             result.note = result.note if result.stored else "not stored"
-
-    def certify(self, launches: Iterable[Launch]) -> None:
-        """Compile what was not compiled before."""
-        missing = {launch.same(): launch for launch in launches if launch.same() not in self._certified}
-        for certificate in aot.certify(missing.values(), self.workers):
-            self._certified[certificate.launch.same()] = certificate
-
-    def certificate(self, launch: Launch) -> Certificate:
-        return replace(self._certified[launch.same()], launch=launch)
 
 
 class _Candidates:
-    """The candidates of one job: what each launches, its time, or why it was dropped."""
+    """The candidates of one job: what each launches, its certificates, and its time or why it was dropped."""
 
     def __init__(self, tuner: StaticTuner, job: Job, heuristic: LaunchConfig) -> None:
         self.tuner, self.job, self.heuristic = tuner, job, heuristic
         self.traced: dict[LaunchConfig, list[Launch]] = {}
+        self.certificates: dict[LaunchConfig, list[Certificate]] = {}
         self.times: dict[LaunchConfig, float] = {}
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
+        """Compile and rank these too. What a candidate decides depends on all of them: all are judged again."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)
-        decided = self._decided()
-        self.tuner.certify(launch for launches in decided.values() for launch in launches)
+        decided = decided_by(self.job.name, list(self.traced.values()))
+        made = aot.certify([launch for launches in decided for launch in launches], self.tuner.pool)
+        self.certificates = {c: [next(made) for _ in launches] for c, launches in zip(self.traced, decided)}
         self.times, self.dropped = {}, {}
-        for config in decided:
-            certificates = [self.tuner.certificate(launch) for launch in decided[config]]
+        for config, certificates in self.certificates.items():
             try:
-                if reason := self._unfit(certificates, config):
+                if reason := self._unfit(config, certificates):
                     self.dropped[config] = reason
                 else:
-                    self.times[config] = model.time_of(certificates)
+                    self.times[config] = time_of(certificates)
             except ValueError as error:
                 self.dropped[config] = f"cannot be modelled: {error}"
 
-    def _decided(self) -> dict[LaunchConfig, list[Launch]]:
-        return dict(zip(self.traced, decided_by(self.job.name, list(self.traced.values()))))
+    def ranked(self) -> list[LaunchConfig]:
+        return sorted(self.times, key=self.times.__getitem__)
 
-    def certificates(self, config: LaunchConfig) -> list[Certificate]:
-        return [self.tuner.certificate(launch) for launch in self._decided()[config]]
-
-    def _unfit(self, certificates: list[Certificate], config: LaunchConfig) -> str:
+    def _unfit(self, config: LaunchConfig, certificates: list[Certificate]) -> str:
         for certificate in certificates:
             if certificate.error:
                 return f"does not compile: {certificate.error}"
@@ -197,47 +202,204 @@ class _Candidates:
                 return f"illegal: {certificate.illegal}"
         if config == self.heuristic:
             return ""
-        accepted = sum(c.resources.spills for c in self.certificates(self.heuristic) if c.resources)
+        accepted = sum(c.resources.spills for c in self.certificates[self.heuristic] if c.resources)
         spills = sum(c.resources.spills for c in certificates)
         return f"spills: {spills} registers" if spills > accepted else ""
 
 
 def launches_of(job: Job, target: Target, config: LaunchConfig) -> list[Launch]:
     """What the job's op launches under a configuration; of a chunked loop, each kernel and key once."""
-    found = plan.trace(job.op, tuple(job.sizes), job.dtype, target, {job.name: config})
-    return list({(l.tunable, l.kernel, l.key): l for l in reversed(found)}.values())[::-1]
+    dtype = getattr(torch, job.dtype)
+    found = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
+    return list({(one.tunable, one.kernel, one.key): one for one in reversed(found)}.values())[::-1]
 
 
 def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
-    """Of each candidate's launches, the tunable's own and those of other kernels that are not alike for all candidates.
+    """Of each candidate's launches, the tunable's own and those of other kernels that differ between candidates.
 
-    A persistent backward's grid decides how many partial sums another kernel adds up.
+    The grid of a persistent backward, for example, decides how many partial sums another kernel adds up.
     """
-    looks = [{(l.kernel, l.key, l.grid, l.sizes) for l in found} for found in traced]
-    alike = set.intersection(*looks) if looks else set()
-    return [
-        [l for l in found if l.tunable == name or (l.kernel, l.key, l.grid, l.sizes) not in alike] for found in traced
-    ]
+
+    def looks(launch: Launch) -> tuple:
+        return launch.kernel, launch.key, launch.grid, launch.sizes
+
+    everywhere = set.intersection(*({looks(one) for one in found} for found in traced)) if traced else set()
+    return [[one for one in found if one.tunable == name or looks(one) not in everywhere] for found in traced]
 
 
-# -- certificates outside the workers --------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
 
 
-def compile_here(launch: Launch) -> Certificate:
-    """The certificate of a launch, compiled in this process."""
-    began = time.monotonic()
-    try:
-        answer = aot._compile(json.loads(json.dumps(aot._job(launch))))
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}".strip()[:500]}
-    return aot.certificate_from(launch, {**answer, "seconds": time.monotonic() - began})
+@dataclass(frozen=True)
+class Rates:
+    """The model's fitted constants (benchmarks/static_regret.py fit). Cycles are of the multiprocessor's clock.
+
+    start: cycles before a program's first instruction
+    chain: cycles between two dependent instructions of a warp, for every instruction in the text
+    barrier, barrier_per_warp: cycles of a barrier, and more for each warp that waits there
+    shuffle: cycles of a shuffle
+    issue: instructions of a virtual instruction set for each one that is issued
+    access: 128-byte accesses a cycle and multiprocessor
+    spill: instructions a spill costs
+    ahead: stages of a loop pipelined through shared memory that hide no latency (one is read, one is filled)
+    kept: share of the cache that holds rows until their second sweep
+    last: how much of a last, partial round counts as a whole one
+    overlap: the exponent p
+    launch: microseconds of a launch
+    """
+
+    start: float = 60.0
+    chain: float = 3.6
+    barrier: float = 58.0
+    barrier_per_warp: float = 2.4
+    shuffle: float = 1.0
+    issue: float = 1.66
+    access: float = 1.0
+    spill: float = 4.0
+    ahead: float = 1.3
+    kept: float = 1.0
+    last: float = 1.0
+    overlap: float = 1.7
+    launch: float = 0.2
 
 
-def from_record(record: Mapping[str, Any], target: Target) -> Certificate:
-    """A certificate from what `Certificate.to_json` gave."""
-    config = LaunchConfig.from_json(record["config"])
-    head = target, record["tunable"], tuple(record["key"]), record["layer"], config
-    launch = Launch(
-        *head, f"{record['tunable']}:{record['kernel']}", (), (), tuple(record["grid"]), tuple(record["sizes"])
+RATES = Rates()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch does, from its certificate.
+
+    programs, warps: of the grid, of a program; resident: programs that fit a multiprocessor at once
+    trips: of a program's loops; stages: of their pipeline; loop_bytes: what one trip loads; shared: bytes a program
+    moved: bytes of the whole launch; again: bytes swept once more; row: bytes of one program that are swept again
+    width: mean bytes of one thread's access; once, looped: instructions of a program outside and inside its loops
+    """
+
+    programs: int
+    warps: int
+    resident: int
+    trips: int
+    moved: float
+    again: float
+    row: float
+    loop_bytes: int
+    stages: int
+    width: float
+    once: Mapping[str, int]
+    looped: Mapping[str, int]
+    shared: int
+
+
+def work_of(certificate: Certificate) -> Work:
+    """The counts the model needs. Raises `ValueError` for a kernel whose accesses are unknown or that cannot run."""
+    launch, r = certificate.launch, certificate.resources
+    if r is None or certificate.unread:
+        raise ValueError(f"{launch.tunable}: {certificate.error or certificate.unread}")
+    target = launch.target
+    resident = round(r.occupancy * target.max_threads_per_multiprocessor / r.threads)
+    if resident < 1:
+        raise ValueError(f"{launch.tunable}: not one block fits a multiprocessor of {target.arch}")
+    programs = math.prod(launch.grid)
+    moved, again, row, trips = _bytes(certificate.accesses, launch.sizes, programs)
+    loop_bytes = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
+    return Work(
+        programs=programs,
+        warps=r.threads // target.warp_size,
+        resident=resident,
+        trips=trips,
+        moved=moved,
+        again=again,
+        row=row,
+        loop_bytes=loop_bytes,
+        stages=launch.config.num_stages,
+        width=(_width(r.loads) + _width(r.stores)) / 2,
+        once={kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()},
+        looped=r.looped,
+        shared=r.shared if certificate.level == "binary" else loop_bytes,
     )
-    return aot.certificate_from(launch, record)
+
+
+def _bytes(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) -> tuple[float, float, float, int]:
+    """(bytes that must move, bytes swept again, bytes of one program that are swept again, trips of its loops)."""
+    accesses = list(accesses)
+    looped = [a for a in accesses if a.looped]
+    largest = max((a.tile for a in looped), default=0)
+    trips = max([1.0, *(sizes[a.argument] / (programs * a.tile) for a in looped if 2 * a.tile >= largest)])
+    whole = math.ceil(trips - 1e-6)
+    moved = again = row = 0.0
+    by_argument = defaultdict(list)
+    for access in accesses:
+        by_argument[access.argument, access.kind == "load"].append(access)
+    for (argument, loads), found in by_argument.items():
+        size = sizes[argument]
+        inside = [a.tile for a in found if a.looped]
+        outside = [a.tile for a in found if not a.looped and a.tile < min(inside, default=a.tile + 1)]
+        asked = programs * (whole * sum(inside) + sum(outside))
+        moved += min(size, asked)
+        if loads and len(inside) > 1 and size / (programs * inside[0]) >= trips / 2:
+            again += (len(inside) - 1) * min(size, asked)
+            row += min(size, asked) / programs
+    return moved, again, row, whole
+
+
+def _width(widths: Mapping[int, int]) -> float:
+    """Mean bytes of an access of one thread."""
+    return sum(bits * count for bits, count in widths.items()) / 8 / max(1, sum(widths.values()))
+
+
+def microseconds(work: Work, target: Target, pace: Pace, rates: Rates = RATES) -> float:
+    """The time of one launch."""
+    busy = min(work.programs, target.multiprocessors)
+    slots = work.resident * target.multiprocessors
+    kept = rates.kept * target.l2 / max(1.0, work.row * min(work.programs, slots))
+    memory = (work.moved + work.again * min(1.0, max(0.0, 1.0 - kept))) / (target.bandwidth * 1e3)
+
+    cycle = 1e-3 / pace.clock  # microseconds
+    outside, inside = _issued(work.once, rates), _issued(work.looped, rates)
+    warps = work.warps * work.programs / busy  # of one multiprocessor
+    issue = (outside + inside * work.trips) * warps * cycle / (pace.issue * (rates.issue if pace.virtual else 1.0))
+    accesses = _accesses(work.once) + _accesses(work.looped) * work.trips
+    access = accesses * warps * max(1.0, target.warp_size * work.width / 128) * cycle / rates.access
+
+    wait = pace.latency * 1e-3
+    barrier = rates.barrier + rates.barrier_per_warp * work.warps
+
+    def chain(counts: Mapping[str, int], issued: float) -> float:
+        waits = counts.get("barrier", 0) * barrier + counts.get("shuffle", 0) * rates.shuffle
+        return (issued * rates.chain + waits) * cycle
+
+    trip = chain(work.looped, inside)
+    if work.looped.get("load"):
+        prefetched = 0.0  # tiles that are loaded while one is computed with
+        if work.stages > 1 and 2 * work.shared > work.loop_bytes:  # through shared memory
+            prefetched = max(0.0, work.stages - 1 - rates.ahead)
+        elif pace.into_registers and work.stages > 1 and work.once.get("load", 0) >= work.looped["load"]:
+            prefetched = work.stages - 1.0  # the first tiles' loads stand before the loop
+        trip = max(trip, (trip + wait) / (1.0 + prefetched))
+    first_wait = wait if work.once.get("load") else 0.0
+    program = rates.start * cycle + first_wait + chain(work.once, outside) + work.trips * trip
+    rounds = work.programs / slots
+    rounds = 1.0 if rounds <= 1 else rounds + rates.last * (math.ceil(rounds) - rounds)
+
+    p = rates.overlap
+    return (memory**p + issue**p + access**p + (rounds * program) ** p) ** (1 / p) + rates.launch
+
+
+def _issued(counts: Mapping[str, int], rates: Rates) -> float:
+    weights = {"shuffle": 2.0, "shared": 2.0, "spill": rates.spill, "atomic": 4.0}
+    return sum(count * weights.get(kind, 1.0) for kind, count in counts.items())
+
+
+def _accesses(counts: Mapping[str, int]) -> int:
+    return sum(counts.get(kind, 0) for kind in ("load", "store", "atomic", "spill"))
+
+
+def time_of(certificates: Iterable[Certificate], rates: Rates = RATES) -> float:
+    """Microseconds of several launches one after the other. Raises `ValueError` where one cannot be modelled."""
+    total = 0.0
+    for certificate in certificates:
+        target = certificate.launch.target
+        pace = backend(target.vendor).pace(target)
+        total += microseconds(work_of(certificate), target, pace, rates)
+    return total

@@ -2,10 +2,10 @@
 
 User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`:
 
-    v1/<device fingerprint>/<op>/<hash>.json      one entry; the hash covers what the entry is valid for
-    v1/<device fingerprint>/_quarantine/<hash>.json   a configuration that failed at launch
-    v1/<device fingerprint>/_misses/<hash>.json       what a process found no entry for
-    v1/<device fingerprint>/_journal.jsonl            every measurement the tuner took
+    v1/<device fingerprint>/<op>/<hash>.json            one entry; the hash covers what the entry is valid for
+    v1/<device fingerprint>/_quarantine/<hash>.json     a configuration that failed at launch
+    v1/<device fingerprint>/_misses/<hash>.json         keys that a process found no entry for
+    v1/<device fingerprint>/_journal.jsonl              every measurement the tuner took
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 
@@ -25,13 +25,14 @@ import logging
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Iterator
 
 from .. import env
-from ..backends import Target, known_target
-from ..registry import Entry
-from . import tables
+from ..answers import Entry
+from ..backends import LaunchConfig, Target, known_target
+from . import lock_file, tables
 from .tables import SCHEMA, Name
 
 log = logging.getLogger("liger_hw")
@@ -89,6 +90,14 @@ def triton_version() -> str:
 def minor(version: str) -> str:
     """`3.7.1+git123` -> `3.7`"""
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
 
 
 # -- one file --------------------------------------------------------------------------------------------------------
@@ -182,7 +191,7 @@ def save(target: Target, name: Name, entry: Entry) -> Path | None:
 
 
 def discard(target: Target, name: Name, entry: Entry) -> None:
-    """Remove the entry that is valid for what `entry` is valid for: it was measured again and the heuristic is as good."""
+    """Remove the stored entry that `entry` would replace: measured again, the heuristic is as good."""
     path = entry_path(target, name, entry)
     try:
         if path is not None:
@@ -247,9 +256,7 @@ def layers(target: Target) -> list[tuple[str, Table]]:
     pinned: list[tuple[str, Table]] = []
     path = env.get("LIGER_HW_LOCK_FILE")
     if path:
-        from . import lock
-
-        pinned.append(("lock", lock.entries(Path(path))))
+        pinned.append(("lock", lock_file.entries(Path(path))))
     offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):
@@ -324,16 +331,6 @@ def _read_shipped(path: Path, target: Target, problems: list[str]) -> Table:
     return entries
 
 
-def report(problems: list[str], target: Target) -> None:
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        warn_once(
-            f"read {fingerprint(target)}",
-            f"ignored what cannot be read in the stored configurations: {problems[0]}{more}; "
-            "`liger-hw cache verify` lists all of it",
-        )
-
-
 def header(target: Target) -> dict[str, Any]:
     """What a shipped table says about itself."""
     return {
@@ -345,9 +342,103 @@ def header(target: Target) -> dict[str, Any]:
     }
 
 
-def today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+def report(problems: list[str], target: Target) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        warn_once(
+            f"read {fingerprint(target)}",
+            f"ignored what cannot be read in the stored configurations: {problems[0]}{more}; "
+            "`liger-hw cache verify` lists all of it",
+        )
 
 
-def digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]
+# -- the tuner's journal ---------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Every measurement the tuner takes: append-only lines of JSON, `{op, variant, key, dtype, stage, ...}`.
+
+    A line is handed to the operating system at once, so a killed run loses nothing but the candidate in flight. The
+    disk
+    is flushed once a second and at the end of a job: only a power cut can lose more.
+    """
+
+    FLUSH_SECONDS = 1.0
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._flushed = 0.0
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                size = os.fstat(self._file).st_size
+                if size and os.pread(self._file, 1, size - 1) != b"\n":  # a full disk tore the last line
+                    os.write(self._file, b"\n")
+            except OSError as error:
+                warn_once("journal", f"cannot write {path}: {error}; this run cannot be resumed")
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, (json.dumps(line, sort_keys=True) + "\n").encode())
+            if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
+                self.flush()
+        except OSError as error:
+            warn_once("journal", f"cannot write {self.path}: {error}; this run cannot be resumed")
+            self.close()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._flushed = time.monotonic()
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                warn_once("journal flush", f"cannot flush {self.path}: {error}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Every whole line written so far, by any run; a torn last line is skipped."""
+        if self.path is None:
+            return
+        try:
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                for text in file:
+                    try:
+                        line = json.loads(text)
+                    except (ValueError, RecursionError):
+                        continue
+                    if isinstance(line, dict):
+                        yield line
+        except OSError:
+            return
+
+
+class Past:
+    """What earlier runs measured that still holds, with this Triton minor version; by name and kernel source."""
+
+    def __init__(self, journal: Journal | None, triton: str) -> None:
+        self.finished: dict[tuple, dict[str, Any]] = {}
+        self.coarse: dict[tuple, dict[str, float]] = {}
+        self.failed: dict[tuple, dict[str, str]] = {}
+        for line in journal.read() if journal else ():
+            if minor(str(line.get("triton", ""))) != minor(triton):
+                continue
+            try:
+                name = (line["op"], line["variant"], tuple(line["key"]), line["kernel_hash"])
+                if line["stage"] == "done":
+                    if config := line["result"].get("config"):
+                        LaunchConfig.from_json(config)
+                    self.finished[name] = line
+                elif line["stage"] == "failed":
+                    self.failed.setdefault(name, {})[json.dumps(line["config"], sort_keys=True)] = str(line["reason"])
+                elif line["stage"] == "coarse":
+                    self.coarse.setdefault(name, {})[json.dumps(line["config"], sort_keys=True)] = float(line["us"])
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+                continue

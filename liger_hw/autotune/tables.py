@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
+from ..answers import Entry, Key
 from ..backends import LaunchConfig
-from ..registry import Entry, Key
 
 SCHEMA = 1
 Name = tuple[str, str, Key]

@@ -1,102 +1,131 @@
-"""A kernel's TTIR without a compiler for its target, and what can be told from it.
+"""What can be read from a kernel's TTIR, Triton's first form of it, before layouts and registers.
 
-The front half of Triton is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
-simplifies. Where the stock Triton goes no further (Intel), this is how far a kernel is proven, and `estimate` says what
-it would take of the device by counting: not a compiler's word (entries chosen by it are `modelled`).
+`accesses` finds which arguments a kernel loads and stores, in tiles of what size, inside a loop or not: `tt.load %p` of
+a tensor of pointers, whose base is followed back to an argument of the function. `estimate` counts what the kernel
+would take of a device that the Triton at hand has no compiler for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from ..backends import LaunchConfig, Target
 from ..backends.base import INSTRUCTIONS, Resources
-from .accesses import _LOCATION, Access
 
-_FRONT_OPTIONS = ("num_warps", "num_stages")
+_LOCATION = re.compile(r" loc\(.*\)$")
+_NAME = re.compile(r"%[\w.$-]+")
+_ARGUMENT = re.compile(r"(%[\w.$-]+): (!tt\.ptr<|[\w<>!.:]+)")
+_POINTER_OPERATIONS = (
+    r"tt\.addptr|tt\.splat|tt\.broadcast|tt\.expand_dims|tt\.bitcast|tt\.reshape|arith\.select|ttg?\.\w+"
+)
+_DEFINITION = re.compile(rf"^\s*(%[\w.$-]+)(?::\d+)? = (?:\"?)({_POINTER_OPERATIONS})\S* (.*)$")
+_LOOP_ARGUMENT = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+)")
+_ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+) (?:\w+, \w+, \w+, )?(%[\w.$-]+)")
+_POINTERS = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<(\w+)(?:, \d+)?>>?")
+_BITS = re.compile(r"(\d+)")
+
 _OPERATION = re.compile(r"= (?:\"?)(arith|math|tt)\.(\w+)")
 _SHAPE = re.compile(r"tensor<((?:\d+x)+)")
-_SPECIAL = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf")
-_FREE = (
-    "constant",
-    "splat",
-    "broadcast",
-    "expand_dims",
-    "reshape",
-    "make_range",
-    "bitcast",
-    "addptr",
-    "store",
-    "reduce",
-    "return",
-)
+_SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf"}
+_FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
+_FREE |= {"store", "reduce", "return"}  # counted elsewhere
 _LARGE_FILE = 2
-"""How many times the registers of a work-item the large register file has, at as many times fewer of them."""
+"""The large register file: this many times the registers of a work-item, for as many times fewer work-items."""
 
 
-def lower(kernel: Any, args: list[Any], options: Mapping[str, Any], device: Any) -> Any:
-    """What Triton's front half makes of `kernel` for these arguments: an object whose `asm` has the TTIR.
+class Access(NamedTuple):
+    """One load, store or atomic statement.
 
-    device: what stands for the driver; its target only decides which compiler's front end is asked
+    argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`; tile: bytes of one execution by
+    one program; looped: whether it stands in a loop
     """
-    with standing_in(device):
-        kernel.device_caches[device.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
-        compiler, kernel.compile = kernel.compile, _front
-        try:
-            return kernel.warmup(*args, grid=(1,), **{k: v for k, v in options.items() if k in _FRONT_OPTIONS})
-        finally:
-            kernel.compile = compiler
+
+    argument: int
+    kind: str
+    tile: int
+    looped: bool
 
 
-@contextlib.contextmanager
-def standing_in(device: Any) -> Iterator[None]:
-    """`device` is Triton's driver inside the block; behind it, the one that was (none, where none was asked for yet)."""
-    from triton.runtime import driver
+@dataclass
+class _Region:
+    """What stands between braces; `other` is what the branch before an `else` accesses."""
 
-    slot = "_active" if "_active" in vars(driver) else "active"  # the latter in older releases
-    before = vars(driver)[slot]
-    driver.set_active(device)
-    try:
-        yield
-    finally:
-        setattr(driver, slot, before)
+    loop: bool
+    found: list[Access] = field(default_factory=list)
+    other: list[Access] = field(default_factory=list)
 
 
-def _front(source: Any, target: Any, options: Mapping[str, Any], **_more: Any) -> Any:
-    """`triton.compile` up to and with the stage `ttir`."""
-    from triton._C.libtriton import ir
-    from triton.compiler.compiler import make_backend
+def _opens_loop(line: str) -> bool:
+    return "scf.for" in line or "scf.while" in line or line.startswith("} do")
 
-    front = make_backend(target)
-    parsed = front.parse_options(dict(options))
-    context = ir.context()
-    ir.load_dialects(context)
-    front.load_dialects(context)
-    stages: dict[str, Any] = {}
-    front.add_stages(stages, parsed, source.language)
-    codegen, modules = front.get_codegen_implementation(parsed), front.get_module_map()
-    module = source.make_ir(target, parsed, codegen, modules, context)
-    metadata = {"target": target, **parsed.__dict__}
-    return SimpleNamespace(asm={"ttir": str(stages["ttir"](module, metadata))}, metadata=SimpleNamespace(**metadata))
+
+def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
+    """The accesses of a kernel; `positions` are the parameters that its TTIR function still has, in order.
+
+    Of two branches the one that moves more counts. Raises `ValueError` where an access has no known argument.
+    """
+    base: dict[str, str] = {}
+    position: dict[str, int] = {}
+    regions = [_Region(False)]
+    for line in ttir.splitlines():
+        bare = _LOCATION.sub("", line.strip())
+        if bare.startswith("}") and len(regions) > 1:
+            closed = regions.pop()
+            if bare.startswith("} else"):
+                regions.append(_Region(False, other=closed.found))
+                continue
+            most = max(closed.found, closed.other, key=lambda found: sum(access.tile for access in found))
+            regions[-1].found.extend(most)
+        if "tt.func public" in line:
+            names = [name for name, _ in _ARGUMENT.findall(line.split("attributes")[0])]
+            if len(names) != len(positions):
+                raise ValueError(f"the kernel's TTIR has {len(names)} parameters, expected {len(positions)}")
+            position = dict(zip(names, positions))
+            continue
+        if "iter_args(" in line:
+            base.update({new: old for new, old in _LOOP_ARGUMENT.findall(line[line.index("iter_args(") :])})
+        defined = _DEFINITION.match(line)
+        if defined and "!tt.ptr<" in line:
+            operands = _NAME.findall(defined[3])
+            base[defined[1]] = operands[1] if defined[2] == "arith.select" else operands[0]
+        if accessed := _ACCESS.search(line):
+            name = accessed[2]
+            while name in base and name not in position:
+                name = base[name]
+            if name not in position:
+                raise ValueError(f"cannot tell which argument is accessed by: {line.strip()[:200]}")
+            kind = {"tt.load": "load", "tt.store": "store"}.get(accessed[1], "atomic")
+            looped = any(region.loop for region in regions)
+            regions[-1].found.append(Access(position[name], kind, _tile(line), looped))
+        if bare.endswith("{"):
+            regions.append(_Region(_opens_loop(bare)))
+    return regions[0].found
+
+
+def _tile(line: str) -> int:
+    """Bytes that the tensor of pointers on this line points to."""
+    shape, element = _POINTERS.findall(line)[-1]
+    bits = _BITS.search(element)
+    width = max(1, int(bits[1]) // 8) if bits and not element.startswith("f8") else 1
+    return math.prod(int(size) for size in shape.split("x")[:-1]) * width
 
 
 def estimate(
     ttir: str, accesses: list[Access], target: Target, config: LaunchConfig, options: Mapping[str, Any]
 ) -> Resources:
-    """What a kernel takes of `target`, counted from its TTIR.
+    """What a kernel would take of `target`, counted from its TTIR.
 
-    Every operation on a tensor is spread over the threads; a reduction is a shuffle a halving of the warp and a meeting of
-    the warps; accesses are 16 bytes wide where a thread has that many. Registers: the widest tiles in fp32, those that are
-    loaded together twice (as loaded, as computed with), and a few for addresses.
+    Every operation on a tensor is spread over the threads. A reduction is one shuffle for each halving of the warp and
+    two barriers between warps. Accesses are 16 bytes wide where a thread has that many. Registers hold the largest tile
+    in fp32 twice (as loaded and as computed with), every tile of about its size once more, and some addresses.
     """
     threads = config.num_warps * target.warp_size
     once, looped = Counter(), Counter()
-    tiles = [0]  # elements a thread of each load
+    tiles = [0]  # elements a thread has of each load
     for line, inside in _body(ttir):
         counts = looped if inside else once
         shape, found = _SHAPE.search(line), _OPERATION.search(line)
@@ -113,24 +142,23 @@ def estimate(
     for access in accesses:
         each = max(1, access.tile // threads)
         width = min(16, 1 << (each.bit_length() - 1))
-        kind = "load" if access.kind == "load" else "store"
-        widths[kind][8 * width] += -(-each // width)
+        widths["load" if access.kind == "load" else "store"][8 * width] += -(-each // width)
         (looped if access.looped else once)[access.kind] += -(-each // width)
     registers = 20 + max(tiles) * (1 + sum(2 * tile >= max(tiles) for tile in tiles))
-    large = str(options.get("grf_mode", "")) == "256"
-    file = target.registers // target.max_threads_per_multiprocessor * (_LARGE_FILE if large else 1)
-    resident = target.max_threads_per_multiprocessor // (_LARGE_FILE if large else 1)
-    kinds = Counter({kind: once[kind] + looped[kind] for kind in INSTRUCTIONS})
+    scale = _LARGE_FILE if str(options.get("grf_mode", "")) == "256" else 1
+    file = target.registers // target.max_threads_per_multiprocessor * scale
+    resident = target.max_threads_per_multiprocessor // scale
+    spills = max(0, registers - file)
     return Resources(
         registers=min(registers, file),
-        spills=max(0, registers - file),
-        scratch=4 * max(0, registers - file),
-        shared=4 * config.num_warps if kinds["barrier"] else 0,
+        spills=spills,
+        scratch=4 * spills,
+        shared=4 * config.num_warps if once["barrier"] + looped["barrier"] else 0,
         threads=threads,
         occupancy=resident // threads * threads / target.max_threads_per_multiprocessor,
         loads=dict(widths["load"]),
         stores=dict(widths["store"]),
-        instructions={kind: kinds[kind] for kind in INSTRUCTIONS},
+        instructions={kind: once[kind] + looped[kind] for kind in INSTRUCTIONS},
         looped={kind: looped[kind] for kind in INSTRUCTIONS},
     )
 
@@ -145,4 +173,4 @@ def _body(ttir: str) -> Iterator[tuple[str, bool]]:
         if regions:
             yield line, any(regions)
         if bare.endswith("{"):
-            regions.append("scf.for" in bare or "scf.while" in bare or bare.startswith("} do"))
+            regions.append(_opens_loop(bare))

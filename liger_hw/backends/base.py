@@ -1,7 +1,7 @@
-"""The two nouns of hardware: a `Target` is one described device, a `Backend` is one vendor.
+"""What the package knows of hardware: a `Target` describes one device, a `Backend` is one vendor.
 
 A vendor is one folder beside this file. It says how a device is detected and described, what is legal on it, and how
-a vendor-neutral `LaunchConfig` becomes Triton launch options. Nothing else in the package knows a vendor's name.
+a vendor-neutral `LaunchConfig` becomes Triton launch options. No other module may ask for a vendor by name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Mapping
 
+KIB, MIB = 1024, 1024 * 1024
 HINTS = ("none", "stream", "keep")
 
 
@@ -19,10 +20,9 @@ HINTS = ("none", "stream", "keep")
 class Target:
     """Facts of one device, as the launch rules need them.
 
-    Sizes are bytes, `bandwidth` is GB/s of device memory (the data sheet's, a class rather than a measurement; 0 when
-    unknown), `multiprocessors` counts SMs, CUs or Xe-cores, `registers` is 32-bit registers of one of them. `cooperative`:
-    the driver starts all programs of a launch at once if asked to, or refuses it (CUDA documents that for every architecture
-    we know; an H200 is where we ran it).
+    Sizes are in bytes. `multiprocessors` counts SMs, CUs or Xe-cores and `registers` the 32-bit registers of one of
+    them. `bandwidth` is the data sheet's GB/s of device memory, 0 when unknown. `cooperative` says that the driver
+    starts all programs of a cooperative launch together or refuses it.
     """
 
     vendor: str
@@ -53,6 +53,27 @@ class Target:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Target":
+        """The Target that `to_json` described."""
+        return cls(**{**data, "warp_sizes": tuple(data["warp_sizes"])})
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What the devices of one architecture have in common: a row of a vendor's `archs`.
+
+    shared_memory: bytes a block may use; registers, max_threads: of a multiprocessor; clock: GHz under load. Where an
+    architecture has several warp sizes, kernels use the largest.
+    """
+
+    family: str
+    warp_sizes: tuple[int, ...]
+    shared_memory: int
+    registers: int
+    max_threads: int
+    clock: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -140,16 +161,20 @@ class LaunchConfig:
         return cls(**data)
 
 
+INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matrix", "special", "spill", "other")
+"""Kinds of instructions that `Resources` counts; `special` is exp, log, rsqrt and the like."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one compiled kernel takes of a device, read from its binary and assembly.
 
     registers: 32-bit vector registers of a thread; spills: those of them kept in memory; scratch: bytes of that memory
-    shared: bytes of shared memory a block; threads: of a block
-    occupancy: threads that can be resident on a multiprocessor over the most it takes, from registers, shared memory
-    and threads
-    loads, stores: bits of a global memory instruction of one thread -> how many such instructions there are
-    instructions: kind (`INSTRUCTIONS`) -> how many there are in the text, each once; looped: those of them in a loop
+    shared: bytes of shared memory a block; threads: threads of a block
+    occupancy: resident threads of a multiprocessor over the most it takes, as registers, shared memory and threads
+    allow
+    loads, stores: bits of one thread's global memory access -> number of such instructions in the text
+    instructions: kind (`INSTRUCTIONS`) -> number of them in the text; looped: of those, the ones inside a loop
     """
 
     registers: int
@@ -172,17 +197,13 @@ class Resources:
         return cls(**{**data, **widths})
 
 
-INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matrix", "special", "spill", "other")
-"""Kinds of instructions a certificate counts; `special` is exp, log, rsqrt and the like."""
-
-
 @dataclass(frozen=True)
 class Pace:
-    """How fast a multiprocessor works, for choosing without the device (`autotune/model.py`).
+    """How fast a multiprocessor works; the static tuner's model of time needs it (`autotune/static.py`).
 
     clock: GHz; issue: warp instructions a cycle; latency: nanoseconds until device memory answers
-    virtual: whether `Resources.instructions` counts a virtual instruction set's (PTX) and not the device's own
-    into_registers: whether Triton's pipelined loops load ahead into registers here, not only into shared memory
+    virtual: `Resources.instructions` counts a virtual instruction set (PTX), not the device's own
+    into_registers: Triton's pipelined loops prefetch into registers here, not only into shared memory
     """
 
     clock: float
@@ -198,16 +219,27 @@ class Backend:
     vendor: str
     device_type: str
     """The type of torch devices it may serve."""
+    archs: Mapping[str, Arch] = {}
     devices: Mapping[str, Device] = {}
-    """What is called for by name; the key is in torch's name of such a device, the first of an architecture stands for it."""
+    """Known devices. The key is part of torch's name of the device; the first of an architecture stands for it."""
     options: frozenset[str] = frozenset()
     """Launch options this vendor knows beyond num_warps and num_stages."""
+    cooperative = False
+    """`Target.cooperative` of its devices."""
     fast_launch = False
-    """Compiled kernels may be launched without Triton's argument binder (only where that was tested on hardware)."""
+    """Compiled kernels may be launched without Triton's argument binder. True only where tested on hardware."""
     fast_log2 = False
-    """`libdevice.fast_log2f` is there, and shorter than `tl.log2`."""
+    """`libdevice.fast_log2f` exists and is shorter than `tl.log2`."""
     convolves_channels_last = False
-    """torch convolves 16-bit tensors faster with their channels last in memory (only where that was measured)."""
+    """torch convolves 16-bit tensors faster with their channels last in memory. True only where measured."""
+    gemm_alignment = 1
+    """Bytes. A GEMM operand whose rows are no multiple of this falls off the library's fast kernels, so that a linear head
+    splits an odd vocabulary into two products (`kernels/heads/linear_head.py`). 1: every width is as fast."""
+    gemm_even_steps_above: int | None = None
+    """GEMMs of more than so many steps of 256 rows want an even number of steps, which is how a linear head cuts its chunks
+    (`kernels/heads/chunk_plan.py`). None: any number of steps is as fast."""
+
+    # -- devices -----------------------------------------------------------------------------------------------------
 
     def present(self) -> bool:
         """Whether torch was built for this vendor. MUST NOT create a device context."""
@@ -224,15 +256,31 @@ class Backend:
         """The Target for torch's device properties (or a recording of them)."""
         raise NotImplementedError
 
-    def target_of_device(self, device: Device) -> Target:
-        """The Target of one of `devices`."""
-        raise NotImplementedError
+    def target(self, arch_name: str, arch: Arch, device: Device | None, /, **read: Any) -> Target:
+        """The Target of a device: its rows of `archs` and `devices`, and over them what torch said of it."""
+        facts = {
+            "vendor": self.vendor,
+            "arch": arch_name,
+            "warp_size": arch.warp_sizes[-1],
+            "warp_sizes": arch.warp_sizes,
+            "max_threads": 1024,
+            "shared_memory": arch.shared_memory,
+            "registers": arch.registers,
+            "family": arch.family,
+            "max_threads_per_multiprocessor": arch.max_threads,
+            "cooperative": self.cooperative,
+        }
+        if device is not None:
+            facts |= {name: getattr(device, name) for name in ("name", "multiprocessors", "l2", "bandwidth")}
+        return Target(**{**facts, **read})
 
     def known_target(self, name: str) -> Target | None:
-        """The Target of a device (`h200`, `RTX 4090`) or of what stands for an architecture (`sm90`), neither of which has
-        to be in this machine; None if it is not this vendor's."""
+        """The Target of a known device (`h200`, `RTX 4090`), or of the device that stands for an architecture (`sm90`).
+
+        The device need not be in this machine. None if the name is not this vendor's.
+        """
         device = self._known(name)
-        return None if device is None else self.target_of_device(device)
+        return None if device is None else self.target(device.arch, self.archs[device.arch], device)
 
     def _known(self, name: str) -> Device | None:
         wanted = _words(name).replace(" ", "")
@@ -248,16 +296,15 @@ class Backend:
         return tuple(_words(word).replace(" ", "") for word in self.devices)
 
     def device_named(self, name: str) -> Device | None:
-        """What `devices` has of a device by torch's name of it."""
+        """The row of `devices` for torch's name of a device."""
         return next((device for word, device in self.devices.items() if _words(word) in _words(name)), None)
 
     def is_called(self, target: Target, name: str) -> bool:
-        """Whether `name`, of an architecture or a device, is the target's."""
-        return (
-            name.lower() == target.arch
-            or (device := self.device_named(target.name)) is not None
-            and device is self._known(name)
-        )
+        """Whether `name` is the target's architecture or device."""
+        device = self.device_named(target.name)
+        return name.lower() == target.arch or (device is not None and device is self._known(name))
+
+    # -- legality ----------------------------------------------------------------------------------------------------
 
     def illegal(self, target: Target, config: LaunchConfig, shared: int | None = None) -> str | None:
         """Why `config` must not be launched on `target`, or None.
@@ -269,7 +316,10 @@ class Backend:
             return f"num_warps={warps!r} is not a power of two"
         threads = warps * target.warp_size
         if threads > target.max_threads:
-            return f"{warps} warps of {target.warp_size} are {threads} threads; {target.arch} takes {target.max_threads} a block"
+            return (
+                f"{warps} warps of {target.warp_size} are {threads} threads; "
+                f"{target.arch} takes {target.max_threads} a block"
+            )
         if type(stages) is not int or not 1 <= stages <= 8:
             return f"num_stages={stages!r} is outside 1..8"
         if type(config.ctas_per_mp) is not int or not 0 <= config.ctas_per_mp <= 32:
@@ -288,11 +338,15 @@ class Backend:
             return f"{shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
         return self.illegal_here(target, config)
 
+    def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
+        """This vendor's own rules; called after the shared ones passed."""
+        return None
+
     def illegal_load(self, cache_modifier: str, eviction_policy: str) -> str | None:
         """Why a load must not carry these two hints, or None.
 
         PTX ISA, "Data Movement and Conversion Instructions: ld": a cache operator (.ca, .cg, ...) and an eviction
-        priority (.L1::evict_*) exclude each other; PTXAS refuses both. Held to on every vendor, so that kernels port.
+        priority (.L1::evict_*) exclude each other. The rule holds for every vendor, so that kernels stay portable.
         """
         if cache_modifier and eviction_policy:
             return (
@@ -306,23 +360,24 @@ class Backend:
             return f"{resources.shared} bytes of shared memory; {target.arch} has {target.shared_memory} a block"
         needed = resources.registers * resources.threads
         if needed > target.registers:
-            return f"{resources.threads} threads of {resources.registers} registers need {needed}; {target.arch} has {target.registers}"
+            return (
+                f"{resources.threads} threads of {resources.registers} registers need {needed}; "
+                f"{target.arch} has {target.registers}"
+            )
         return None
 
-    def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        """This vendor's own rules; called after the shared ones passed."""
-        return None
+    # -- lowering and compiling --------------------------------------------------------------------------------------
 
     def load_hint(self, hint: str) -> tuple[str, str]:
-        """(cache_modifier, eviction_policy) of a load with this hint. Never both: that is an error in PTX."""
+        """(cache_modifier, eviction_policy) of a load with this hint; never both."""
         return "", ""
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
         """The compiler's options as Triton's launch takes them."""
         return {"num_warps": config.num_warps, "num_stages": config.num_stages, **config.vendor}
 
-    def ahead(self, target: Target) -> dict[str, Any]:
-        """The compiler's options that launch a kernel early, which itself waits for those before it; empty where it cannot."""
+    def dependent_launch(self, target: Target) -> dict[str, Any]:
+        """The launch options of programmatic dependent launch; empty where the target has none."""
         return {}
 
     def triton_target(self, target: Target) -> Any:

@@ -1,11 +1,11 @@
-"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like) has them."""
+"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like)
+has them."""
 
 from __future__ import annotations
 
 import math
 from typing import Callable
 
-from . import chunked
 from .cases import Case, make_inputs, with_few_rows
 from .inputs import Inputs, tensors_in
 from .runners import Product
@@ -13,12 +13,12 @@ from .timing import Meter
 
 
 def floor_words(vocab: int) -> int:
-    """Words of a vocabulary that a floor multiplies: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for 50257
-    words as for 50256, and heads that leave the last word out of the large products would reach 500% of that."""
+    """Words of a vocabulary that a floor multiplies: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for
+    50257 words as for 50256, and heads that leave the last word out of the large products would reach 500% of that."""
     return vocab - vocab % 8 or vocab
 
 
-def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
+def linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
     """sizes: tokens (or batch and length), hidden, vocab, of which `floor_words` count"""
     *rows, hidden, vocab = sizes
     vocab = floor_words(vocab)
@@ -26,18 +26,18 @@ def _linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
     return [logits], [logits, (math.prod(rows), hidden, vocab, "nn"), (vocab, hidden, math.prod(rows), "tn")]
 
 
-def _two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
+def two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
     """A head, and a teacher's or reference model's without gradient."""
-    forward, both = _linear_head(*sizes)
+    forward, both = linear_head(*sizes)
     return 2 * forward, [*forward, *both]
 
 
 PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
-    "fused_linear_cross_entropy": _linear_head,
-    "fused_linear_kl_div": _linear_head,
-    "fused_linear_jsd": _two_heads,
-    "fused_linear_scaled_cross_entropy": _linear_head,  # that a backward must have logits again is the way's, not the op's
-    **{name: _two_heads if name in chunked.TWO_HEADS else _linear_head for name in chunked.OPS},
+    "fused_linear_cross_entropy": linear_head,
+    "fused_linear_kl_div": linear_head,
+    "fused_linear_jsd": two_heads,
+    # that a backward must have logits again is the way's, not the op's
+    "fused_linear_scaled_cross_entropy": linear_head,
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
 

@@ -21,25 +21,24 @@ on the same device.
     bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
 
 `least_full_us` of an op is the floor with the op's bare launches and allocations added, at what one costs on the main
-thread: what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of Liger's time,
-it says which share can be reached at all.
+thread: what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of
+Liger's time, it says which share can be reached at all.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Sequence
 
 import torch
 
 from .. import registry
-from ..cli._values import table
 from ..runtime import launch as _launch
-from ..runtime import replay as _recorded
+from ..runtime.observe import Observer, observing
+from ..text import table
 from . import ops, peers
 from .inputs import Inputs, Work
 from .timing import Budget, Meter, OutOfBudget, first_line
@@ -53,8 +52,8 @@ def measure(
     budget: Budget | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Host microseconds of each op's first workload with few rows; `ended` says why not of all. Raises `ValueError` for an
-    unknown op."""
+    """Host microseconds of each op's first workload with few rows; `ended` says why not of all. Raises `ValueError`
+    for an unknown op."""
     budget = budget or Budget()
     chosen = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
     rows, parts, ended = [], [], ""
@@ -188,7 +187,7 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
         found["fast_launch"] = plan.compiled is not None
         found["registry"] = us(lambda: plan.tunable.plan(device, plan.key), 1000)
         found["launch"] = us(lambda: _launch.launch(*arguments))
-        found["ordinary"] = us(lambda: _launch._launch_ordinary(*arguments))
+        found["ordinary"] = us(lambda: _launch.launch_ordinary(*arguments))
         found["bare"] = _bare(us, _launch.launch(*arguments), *arguments[2:4])
     found["allocs_full"] = _allocations(op, inputs, meter)
     first = inputs.given[0]
@@ -212,7 +211,7 @@ def _bare(us: Callable[..., float], found: tuple | None, grid: tuple, args: tupl
     run, head, constants = found
     passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     index = args[0].get_device()
-    given = (*(*grid, 1, 1)[:3], _launch._get_stream(index), *head, *passed, *constants)
+    given = (*(*grid, 1, 1)[:3], _launch.current_stream(index), *head, *passed, *constants)
     return us(lambda: run(*given))
 
 
@@ -234,59 +233,36 @@ def _allocations(op: registry.Op, inputs: Inputs, meter: Meter) -> int | None:
 class _Seen:
     """Arguments of every launch and operator of one call, forward and backward apart."""
 
-    launches: list[tuple] = field(default_factory=list)
-    operators: list[tuple[Any, tuple]] = field(default_factory=list)
-    bwd_launches: list[tuple] = field(default_factory=list)
-    bwd_operators: list[tuple[Any, tuple]] = field(default_factory=list)
+    launches: list[tuple]
+    operators: list[tuple[Any, tuple]]
+    bwd_launches: list[tuple]
+    bwd_operators: list[tuple[Any, tuple]]
+
+
+class _Watch(Observer):
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+        self.operators: list[tuple[Any, tuple]] = []
+
+    def launch(self, proceed: Any, plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+        self.launches.append((plan, kernel, grid, args, flags))
+        return proceed(plan, kernel, grid, args, flags)
+
+    def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
+        self.operators.append((call, args))
+        return proceed(call, args)
 
 
 def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
-    """Run one call with every launch and operator of the kernel files written down, then put them back."""
+    """Every launch and operator of one call, and of its backward."""
     work = Work(op.function, [inputs], backward=True)
     work.call()
-    launches: list[tuple] = []
-    operators: list[tuple[Any, tuple]] = []
-    original = _launch.launch
-
-    def launch(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple = ()) -> None:
-        launches.append((plan, kernel, grid, args, flags))
-        original(plan, kernel, grid, args, flags)
-
-    def noted(operator: Any) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            operators.append((operator, args))
-            return operator(*args)
-
-        return call
-
-    replaced = []
-    for module in _kernel_modules():
-        for name, value in list(vars(module).items()):
-            if value is original and module is not _launch:
-                replaced.append((module, name, value, launch))
-            elif hasattr(value, "overload") and callable(value):
-                replaced.append((module, name, value, noted(value)))
-    try:
-        _recorded.enabled = False  # a recorded call does not come by `launch`
-        for module, name, _, instead in replaced:
-            setattr(module, name, instead)
+    with observing(_Watch(), every_thread=True) as forward:
         outputs = work.forward(inputs)
-        seen = _Seen(list(launches), list(operators))
-        launches.clear()
-        operators.clear()
+    with observing(_Watch(), every_thread=True) as backward:
         if outputs:
             work.gradients(inputs, outputs)
-        seen.bwd_launches, seen.bwd_operators = launches, operators
-    finally:
-        _recorded.enabled = True
-        for module, name, value, _ in replaced:
-            setattr(module, name, value)
-    return seen
-
-
-def _kernel_modules() -> list[Any]:
-    package = _launch.__name__.rsplit(".", 1)[0]
-    return [module for name, module in list(sys.modules.items()) if name.startswith(package + ".") and module]
+    return _Seen(forward.launches, forward.operators, backward.launches, backward.operators)
 
 
 def _us(meter: Meter, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 
 from .. import registry
-from . import chunked, peers
+from . import peers
 from .accuracy import Accuracy
 from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
 from .floors import PRODUCTS, floors_of
@@ -99,35 +99,6 @@ def bench(
     return rows
 
 
-def warm(
-    todo: Iterable[Case],
-    device: torch.device | str,
-    against: Sequence[str] = peers.DEFAULT,
-    on_case: Callable[[Case], None] = lambda case: None,
-) -> None:
-    """Call every arm that compiles once for every case and time nothing: afterwards the compilers' caches on disk have what
-    a timed run of the same cases needs. Many processes may do this on one device at once, each with one compiling thread.
-    """
-    from torch._inductor import config
-
-    config.compile_threads = 1
-    config.autotune_local_cache = False  # what Inductor picks among noisy neighbours must not be kept
-    meter = Meter(device)
-    for case in todo:
-        on_case(case)
-        for name in (peers.OURS, *against):
-            if name in ("torch", "aten"):
-                continue
-            with contextlib.suppress(Exception):  # a timed run will say what is wrong
-                function = peers.arm(name, case.op)
-                sizes = [case.sizes]
-                if not case.quick and name != "compile":
-                    sizes.append(with_few_rows(case, 16))
-                for one in sizes:
-                    Work(function, [make_inputs(case, one, meter.device, 0)], backward=True).call()
-        meter.forget()
-
-
 def _bench_case(
     case: Case,
     meter: Meter,
@@ -168,8 +139,8 @@ def _bench_case(
 
 @contextlib.contextmanager
 def at_most(seconds: int, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the main
-    thread only, and between two lines of Python."""
+    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the
+    main thread only, and between two lines of Python."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -319,7 +290,7 @@ def _row(
 
 
 def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
-    if case.op.name in chunked.OPS:  # their kernels are other ops'
+    if case.op.name not in registry.ops():  # it runs other ops' kernels
         return None
     found = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
     return [

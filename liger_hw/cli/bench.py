@@ -12,18 +12,14 @@ the command, not for figures. Ctrl-C and --budget end a run early; what was meas
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
 import itertools
 import json
 import sys
 from typing import Any
 
 from . import UsageError
-from ._values import dtype_name, positive, seconds, torch_dtype, usable_device
+from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
-CASE_LIMIT = 180
-"""Seconds after which a case of a shared list is given up."""
 OTHERS = ("registry", "host", "e2e")
 MODES = ("fwd", "bwd", "full")
 
@@ -59,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=_words,
         metavar="PEERS",
-        help="default torch,compile,liger,quack,cce, for host liger,torch; also aten, apart, cce_exact",
+        help="default torch,compile,liger,quack,cce, for host liger,torch; also aten, cce_exact",
     )
     ops.add_argument(
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
@@ -68,14 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=_words,
         default=[],
-        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (the default), "
-        "`many` (at least 40 shapes of each memory-bound op, times only)",
-    )
-    ops.add_argument(
-        "--share", metavar="DIR", help="take cases from a list that other processes with the same DIR work on as well"
-    )
-    ops.add_argument(
-        "--warm", action="store_true", help="time nothing: call each arm once, so that caches have its kernels"
+        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (the default)",
     )
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
@@ -111,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import ops, peers, share, timing
+    from ..bench import ops, peers, timing
 
     against = _peers(arguments, list(peers.DEFAULT))
     try:
@@ -119,19 +108,8 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
 
-    budget = timing.Budget(arguments.budget)
-    shared = None
-    if arguments.share:
-        try:
-            shared = share.Share(arguments.share, todo, budget, "warm" if arguments.warm else "timed")
-        except (ValueError, OSError) as error:
-            raise UsageError(f"bench: {error}") from None
-    if arguments.warm:
-        with contextlib.suppress(timing.OutOfBudget):
-            ops.warm(shared or todo, device, against, lambda case: _progress(f"{budget.spent:.0f} s  {case}"))
-        return 0
     with timing.Meter(device) as meter:
-        return _bench_ops(arguments, todo, against, meter, budget, shared)
+        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget))
 
 
 def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
@@ -143,9 +121,7 @@ def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
     return against
 
 
-def _bench_ops(
-    arguments: argparse.Namespace, todo: list, against: list[str], meter: Any, budget: Any, shared: Any
-) -> int:
+def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any, budget: Any) -> int:
     from ..bench import ops, peers, plots, report, timing
 
     facts = report.machine(meter.device, arguments.commit)
@@ -160,24 +136,18 @@ def _bench_ops(
     begun = itertools.count(1)
 
     def begin(case: ops.Case) -> None:
-        number = shared.number + 1 if shared else next(begun)
-        _progress(f"[{number}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
-        if shared:  # an arm that hangs ends this process; started again, it goes on with the next case
-            faulthandler.dump_traceback_later(CASE_LIMIT, exit=True)
+        _progress(f"[{next(begun)}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
 
     def keep(found: list[dict[str, Any]]) -> None:
         found = [{**row, **carried} for row in found]
         rows.extend(found)
         _progress(f"        {budget.spent:.0f} s  {_line(found)}")
-        faulthandler.cancel_dump_traceback_later()
-        if shared:
-            shared.keep(found)
-        elif arguments.json and arguments.json != "-":
+        if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
     try:
         ops.bench(
-            shared or todo,
+            todo,
             meter.device,
             against=against,
             modes=arguments.mode,
@@ -194,15 +164,10 @@ def _bench_ops(
         ended = f"stopped early: {stop}"
     except KeyboardInterrupt:
         ended = "stopped early: interrupted"
-    faulthandler.cancel_dump_traceback_later()
     if not ended:
         facts["copy_gb_s_after"] = meter.copy_rate()
-    if shared:
-        rows = shared.rows()
     if arguments.json:
-        report.save(
-            arguments.json, {"machine": facts, "rows": rows, "complete": shared.done() if shared else not ended}
-        )
+        report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
     if arguments.plot:
         for path in plots.plots(rows, arguments.plot):
             _progress(f"wrote {path}")

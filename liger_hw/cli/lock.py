@@ -1,7 +1,7 @@
 """`liger-hw lock --model mistral-7b`: write liger-hw.lock, which pins every configuration the model launches.
 
-Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and what it
-pins differently from what this machine would choose.
+Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and
+what it pins differently from what this machine would choose.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from . import UsageError
-from ._values import A_MODEL, dtype_name, name_list
-from .autotune import SEQS, _numbers
+from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    parser.add_argument("--batch", type=_numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
+    parser.add_argument("--batch", type=numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
     parser.add_argument(
         "--seq",
-        type=_numbers,
+        type=numbers,
         default=SEQS,
         metavar="S,..",
         help="sequence lengths (default powers of two, 512 to 16384)",
@@ -77,16 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
     from .. import registry
-    from ..autotune import models, plan
+    from ..autotune import jobs, models
 
     try:
         ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
         chosen = [models.find(name) for name in arguments.model]
     except ValueError as error:
         raise UsageError(f"lock: {error}") from None
-    wanted = plan.shapes(ops, chosen, arguments.batch, arguments.seq, [])
+    wanted = jobs.shapes(ops, chosen, arguments.batch, arguments.seq, [])
     found: dict[tuple[str, tuple], None] = {}
-    scan = plan.traced(target)
+    scan = jobs.scan(target)
     for op, sizes in wanted:
         try:
             found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))
@@ -102,7 +101,7 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
     ops = registry.ops()
     names = {name for name, _ in store.read_user(target, [])} | set(notes.read_misses(target))
     wanted = set(arguments.ops or ops)
-    tunables = registry._tunables
+    tunables = registry.tunables()
     found = []
     for op, variant, key in sorted(names):
         if op not in wanted or (tunable := tunables.get(f"{op}.{variant}")) is None:
@@ -118,18 +117,18 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
 
 def _check(arguments: argparse.Namespace, target: Any) -> int:
     from .. import env, registry
-    from ..autotune import lock
+    from ..autotune import lock_file
 
     env.ignore("LIGER_HW_LOCK_FILE")  # it is compared with what this machine chooses by itself
     try:
-        header, table = lock.read(Path(arguments.check))
+        header, table = lock_file.read(Path(arguments.check))
     except ValueError as error:
         print(f"{arguments.check}: {error}")
         return 1
-    registry.ops()
+    tunables = registry.tunables()
     illegal, other = [], 0
     for (op, variant, key), entry in sorted(table.items()):
-        tunable = registry._tunables.get(f"{op}.{variant}")
+        tunable = tunables.get(f"{op}.{variant}")
         if tunable is None:
             illegal.append(f"{op}.{variant} {key}: this version has no such kernel")
         elif reason := tunable.illegal(target, key, entry.config):
@@ -150,7 +149,8 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         )
     else:
         print(
-            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on {header.get('device', '?')}"
+            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on "
+            f"{header.get('device', '?')}"
         )
         print(f"{other} differ from what {target.name} would choose by itself")
         for line in illegal:

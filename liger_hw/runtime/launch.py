@@ -3,22 +3,22 @@
 A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call),
 tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
 
-Triton's own launch path (argument binding, option hashing, environment reads) took 19 us on the H200 machine. Once it
-has compiled a kernel, the next call that Triton would specialise alike goes straight to the compiled kernel: same
-dtypes, same pointer alignment, same numbers (first table) or numbers of the same class (second table). Pointers are
-passed as integers, which spares the driver's pointer query per tensor.
+Triton binds arguments, hashes options and reads the environment at every launch. So once it has compiled a kernel, the
+next launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is
+looked up twice: first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are
+passed as integers, which spares the driver's query for each tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future
-from threading import get_ident
 from typing import Any, Callable, NoReturn
 
 import torch
 
 from ..registry import Plan
+from .observe import observed, observers
 from .triton_import import AVAILABLE, INTERPRET, require, triton
 
 _CONFIG_ERRORS = ("OutOfResources", "CompilationError", "PTXASError", "KeyError", "InterpreterError")
@@ -34,16 +34,12 @@ _CONFIG_WORDS = (
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
-_get_device = getattr(torch._C, "_cuda_getDevice", None)
-_get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime if AVAILABLE and hasattr(triton, "knobs") else None
-CAN_BE_FAST = _runtime is not None and _get_device is not None and _get_stream is not None
+CAN_BE_FAST = _runtime is not None and current_device is not None and current_stream is not None
 """Triton before 3.4 has another launcher (and no knobs): there every launch is the ordinary one."""
-noted: dict[int, Callable[[Plan, Any, tuple, tuple, tuple], tuple | None]] = {}
-"""Thread -> what takes (plan, kernel, grid, args, flags) in place of `launch`: `_recorded`, `autotune.compile_ahead`"""
-redirect: Callable[[Plan, Any, tuple, tuple], None] | None = None
-"""Takes (plan, kernel, grid, values) in place of a launch; `autotune.compile` records launches with it."""
 
 
 class LaunchFailed(RuntimeError):
@@ -55,25 +51,30 @@ class LaunchFailed(RuntimeError):
 
 
 def launch(
-    plan: Plan, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], flags: tuple[Any, ...] = ()
+    plan: Plan,
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    flags: tuple[Any, ...] = (),
+    was_observed: bool = False,
 ) -> tuple | None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device.
 
-    Returns what it launched: the function, what that takes between the stream and the kernel's arguments, and what after
-    them; None where Triton or somebody else took the launch.
+    Returns what it launched, `(run, head, constants)`: the launching function, what it takes between the stream and the
+    kernel's arguments, and what it takes after them. None where Triton or an observer made the launch.
     """
-    if noted and (note := noted.get(get_ident())) is not None:
-        return note(plan, kernel, grid, args, flags)
+    if observers and not was_observed:
+        return observed("launch", _launch_observed, plan, kernel, grid, args, flags)
     compiled = plan.compiled
     if compiled is None or not CAN_BE_FAST:
-        _launch_ordinary(plan, kernel, grid, args, flags)
+        launch_ordinary(plan, kernel, grid, args, flags)
         return None
     name = id(kernel)
     count = _tensor_counts.get(name)
     if count is None:
-        count = _count_tensors(kernel, args)
+        count = tensor_count(kernel, args)
     pointers, dtypes, together, numbers = [], [], 0, args[count:]
-    for tensor in args[:count]:  # one loop: each costs
+    for tensor in args[:count]:  # one loop for all of it: this is the host's share of every launch
         if tensor is None:
             pointers.append(None)
             dtypes.append(None)
@@ -87,24 +88,32 @@ def launch(
     found = compiled.get(key)
     index = args[0].get_device()
     if found is None:
-        found = _find_or_compile(plan, kernel, grid, args, flags, key, index)
+        found = _find_or_compile(plan, kernel, grid, args, flags, key)
         if found is None:
             return None
-    if _get_device() != index or _profiled():
-        _launch_ordinary(plan, kernel, grid, args, flags)
+    if current_device() != index or is_profiled():
+        launch_ordinary(plan, kernel, grid, args, flags)
         return None
     run, head, constants = found
     size = len(grid)
     y, z = (1, 1) if size == 1 else (grid[1], grid[2] if size > 2 else 1)
     try:
-        run(grid[0], y, z, _get_stream(index), *head, *pointers, *numbers, *constants)
+        run(grid[0], y, z, current_stream(index), *head, *pointers, *numbers, *constants)
     except Exception as error:
         _raise(plan, error)
     return found
 
 
-def _count_tensors(kernel: Any, args: tuple) -> int:
-    count = _tensor_counts[id(kernel)] = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
+def _launch_observed(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> tuple | None:
+    return launch(plan, kernel, grid, args, flags, was_observed=True)
+
+
+def tensor_count(kernel: Any, args: tuple) -> int:
+    """How many of a kernel's arguments are tensors (or None in place of one); they come first."""
+    count = _tensor_counts.get(id(kernel))
+    if count is None:
+        count = next((i for i, a in enumerate(args) if isinstance(a, (int, float))), len(args))
+        _tensor_counts[id(kernel)] = count
     return count
 
 
@@ -121,15 +130,13 @@ def _likeness(name: int, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
 
 def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
     """`_likeness` of a launch whose tensors may be fake: they begin where their storage's alignment puts them."""
-    count = _count_tensors(kernel, args)
+    count = tensor_count(kernel, args)
     offsets = [None if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
     dtypes = [None if t is None else t.dtype for t in args[:count]]
     return _likeness(id(kernel), flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
 
 
-def _find_or_compile(
-    plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple, index: int
-) -> tuple | None:
+def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple) -> tuple | None:
     """The compiled kernel of a launch alike; None after an ordinary launch did the work."""
     name, _, numbers, *rest = key
     compiled = plan.compiled
@@ -139,11 +146,8 @@ def _find_or_compile(
         found.exception()
         found = None
     if found is None:
-        kernel_object = _launch_ordinary(plan, kernel, grid, args, flags)
-        compiled[alike] = compiled[key] = (
-            *_entry(kernel_object),
-            flags + _tunables(plan, kernel, len(args) + len(flags)),
-        )
+        run, head = _entry(launch_ordinary(plan, kernel, grid, args, flags))
+        compiled[alike] = compiled[key] = run, head, flags + tuned_values(plan, kernel, args, flags)
         return None
     if len(compiled) > _EXACT_LIMIT:
         kept = {k: v for k, v in list(compiled.items()) if k[0] == "alike"}
@@ -159,12 +163,10 @@ def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     The tensors may be fake: Triton is shown stand-ins. Loading is left to the first launch: in another thread it would
     spoil a graph that is being captured meanwhile.
     """
-    constants = flags + _tunables(plan, kernel, len(args) + len(flags))
+    constants = flags + tuned_values(plan, kernel, args, flags)
     shown = [_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args]
     compiled = kernel.warmup(*shown, *constants, grid=(1,), **plan.options)
-    with contextlib.suppress(
-        AttributeError, TypeError
-    ):  # not Triton's public face: where it moved, the launch builds it
+    with contextlib.suppress(AttributeError, TypeError):  # no public name: where it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
@@ -182,8 +184,8 @@ class _StandIn:
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
     """What launches a compiled kernel, and what it takes between the stream and the kernel's own arguments.
 
-    Triton 3.6's launcher is a Python function around one in C, which only finds that it has no scratch memory to
-    allocate (0.8 us of 5.7 on the H200 machine). The C function's arguments change from version to version.
+    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, where a
+    kernel needs any. The C function's arguments change from version to version.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     known = _VERSION == "3.6" and hasattr(run, "launch_pdl")
@@ -193,17 +195,16 @@ def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
     return run, (function, metadata, None, None, None)
 
 
-def _tunables(plan: Plan, kernel: Any, start: int) -> tuple[Any, ...]:
-    return tuple(plan.constexprs[name] for name in kernel.arg_names[start:])
+def tuned_values(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> tuple[Any, ...]:
+    """What the plan chooses for the kernel's last parameters, after arguments and flags."""
+    return tuple(plan.constexprs[name] for name in kernel.arg_names[len(args) + len(flags) :])
 
 
-def _launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> Any:
+def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> Any:
     """Launch through Triton, which compiles if needed; returns the compiled kernel."""
     require()
     device = args[0].device
-    values = (*args, *flags, *_tunables(plan, kernel, len(args) + len(flags)))
-    if redirect is not None:
-        return redirect(plan, kernel, grid, values)
+    values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
     try:
         if INTERPRET or device.type == "cpu":
             return kernel[grid](*values, **plan.options)
@@ -226,7 +227,7 @@ def blames_config(error: Exception) -> bool:
     return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 
 
-def _profiled() -> bool:
+def is_profiled() -> bool:
     """Whether a profiler hooked Triton's launches: then the ordinary path, which calls the hooks, is taken."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))

@@ -1,8 +1,10 @@
-"""What every op file uses: operator registration, input checks, row layout, the reference as a backward.
+"""Operators: what an op file declares with `define`, and the autograd Function around it.
 
-An operator is declared once with `define` (torch.library: opaque to torch.compile, with a fake). On a GPU it runs the
-launcher; on the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU
-the dispatcher would only pass the call on (2 us on the main thread, twice that in a backward), so it is left out.
+`define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on
+the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
+would only pass the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
+
+Op files take everything they use of `runtime` from here: `launch` and the checks of `checks.py` too.
 """
 
 from __future__ import annotations
@@ -16,40 +18,33 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import unwrap_if_dead as _unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
-from . import launch as _launch
+from .checks import (  # noqa: F401  op files take these from here
+    autocast_dtype,
+    cdiv,
+    check,
+    check_flags,
+    check_floats,
+    check_ignore_index,
+    check_numbers,
+    check_tensors,
+    dense,
+    empty_like,
+    no_weight,
+    remembered,
+    row_major,
+    rows_of,
+)
 from .launch import LaunchFailed, launch  # noqa: F401  op files take `launch` from here
+from .observe import observed, observers
 from .replay import MISSED, NO_TENSORS, are_plain, replay
 from .triton_import import INTERPRET
 
-__all__ = [
-    *(
-        "Function",
-        "define",
-        "launch",
-        "check",
-        "check_tensors",
-        "check_numbers",
-        "check_floats",
-        "check_flags",
-        "check_ignore_index",
-        "autocast_dtype",
-        "cdiv",
-        "dense",
-        "empty_like",
-        "no_weight",
-        "remembered",
-        "rows_of",
-        "row_major",
-    ),
-    *("reference_grads", "is_interpreted"),
-]
-
 _library = torch.library.Library("liger_hw", "DEF")
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 launchers: dict[str, Callable[..., Any]] = {}
-"""Operator name -> launcher, so that the ahead-of-time compiler can run it without the device."""
+"""Operator name -> launcher, for `LauncherMode`."""
 
 
 def define(
@@ -65,27 +60,39 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
-    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape and
-    dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by calling
-    the reference on fake tensors, which suits a reference that takes no gradient itself.
+    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
+    and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
+    calling the reference on fake tensors, which suits a reference that takes no gradient itself.
     recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
 
-    All three functions take the schema's arguments by position. None may return one of its inputs.
+    All three functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
+    bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
-    on_gpu = _with_fallback(launcher)
+    on_gpu = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling
     launchers[name] = on_gpu
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.liger_hw, name).default
     for key in ("CUDA", "XPU"):
         _library.impl(name, on_gpu, key)
     _library.impl(name, on_gpu if INTERPRET else reference, "CPU")
     if fake is None:
         fake = _fake_of(reference)
     elif isinstance(fake, tuple):
-        fake = _fake_like(fake, getattr(torch.ops.liger_hw, name).default._schema)
+        fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
-    overload = getattr(torch.ops.liger_hw, name).default
+    numbers = tuple(
+        (place, _NUMBERS[kind])
+        for place, argument in enumerate(overload._schema.arguments)
+        if (kind := str(argument.real_type)) in _NUMBERS
+    )
+
+    def eager(*args: Any) -> Any:
+        for place, kind in numbers:
+            if type(args[place]) is not kind:
+                return launcher(*_coerced(args, numbers))
+        return launcher(*args)
 
     def call(*args: Any) -> Any:
         if not (
@@ -98,14 +105,16 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, launcher, args) if recorded else MISSED
+                result = replay(name, eager, args) if recorded else MISSED
                 if result is not MISSED:
                     return result
-                if are_plain(args):
-                    return launcher(*args)  # `on_gpu`, without its frame where nothing fails
+                run = eager if are_plain(args) else overload
+                if observers:
+                    return observed("operator", lambda call, args: run(*args), call, args)
+                return run(*args)
             except LaunchFailed as failure:
-                _set_aside(failure)
-                return on_gpu(*args)
+                _quarantine(failure)
+                return on_gpu(*_coerced(args, numbers))
         elif _is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
@@ -115,6 +124,29 @@ def define(
     call.__name__ = name
     call.overload = overload
     return call
+
+
+_NUMBERS = {"float": float, "int": int, "bool": bool}
+
+
+def _coerced(args: tuple, numbers: tuple[tuple[int, type], ...]) -> tuple:
+    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
+    given = list(args)
+    for place, kind in numbers:
+        if kind is not int or type(given[place]) is bool:
+            given[place] = kind(given[place])
+    return tuple(given)
+
+
+class LauncherMode(TorchDispatchMode):
+    """A torch mode in which liger_hw's operators run their launchers, whatever device their tensors are on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        launcher = launchers.get(func._schema.name.removeprefix("liger_hw::"))
+        if launcher is None or func.namespace != "liger_hw":
+            return func(*args, **(kwargs or {}))
+        with self:  # an operator may call another
+            return launcher(*args, **(kwargs or {}))
 
 
 def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,16 +187,15 @@ def _is_transformed() -> bool:
     return _are_functorch_transforms_active()
 
 
-_is_transformed._dynamo_marked_constant = (
-    True  # as torch.compiler.assume_constant_result, which would import torch._dynamo
-)
+# what torch.compiler.assume_constant_result does, which would import torch._dynamo
+_is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:
-    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain function and
-    gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without its Function, as where
-    vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's fallback crashed in torch 2.13: over
-    torch.autograd.grad of a loss, by a segmentation fault under pytest."""
+    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain
+    function and gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without
+    its Function, as where vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's
+    fallback crashed in torch 2.13: over torch.autograd.grad of a loss, by a segmentation fault under pytest."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -172,21 +203,21 @@ def _refuse_transforms(what: str) -> NoReturn:
     )
 
 
-def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """When a configuration fails to compile or launch, set it aside and let the next layer answer."""
+def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """When a configuration fails to compile or launch, quarantine it and let the next layer answer."""
 
     def run(*args: Any) -> Any:
         while True:
             try:
                 return launcher(*args)
             except LaunchFailed as failure:
-                _set_aside(failure)
+                _quarantine(failure)
 
     return run
 
 
-def _set_aside(failure: LaunchFailed) -> None:
-    """Set a failed configuration aside; raises its cause where no other layer can answer."""
+def _quarantine(failure: LaunchFailed) -> None:
+    """Quarantine a configuration that failed; raises the cause where no other layer can answer."""
     if not registry.quarantine(failure.plan, failure.cause):
         raise failure.cause from None
 
@@ -231,121 +262,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter in this process."""
-    return _launch.INTERPRET
-
-
-def check(condition: bool, op: str, message: str) -> None:
-    """Raise `ValueError` that starts with the op's name unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"{op}: {message}")
-
-
-def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
-    """Raise unless the given tensors (None only where `optional` names it) are floating, on one device, and of a dtype its kernels take.
-
-    `TypeError` for something that is no tensor, `ValueError` otherwise.
-    """
-    first = shared = None
-    for name, tensor in tensors.items():
-        if tensor is None and name in optional:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-        dtype, device = tensor.dtype, tensor.device
-        if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
-            raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
-        if first is None:
-            first, shared = name, device
-        elif device != shared:
-            raise ValueError(f"{op}: {name} is on {device} but {first} is on {shared}; move them to one device")
-
-
-def check_numbers(op: str, **values: float) -> None:
-    """Raise `TypeError` unless every value is an int or a float."""
-    for name, value in values.items():
-        if type(value) is not float and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-
-
-def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
-    for name, value in values.items():
-        if type(value) is not float and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
-            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-
-
-def check_flags(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is True or False (1, 0 and None do as well; text would count as True)."""
-    for name, value in values.items():
-        if value is not None and not isinstance(value, int):
-            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
-
-
-def check_ignore_index(op: str, ignore_index: Any) -> None:
-    """Raise `ValueError` unless it is an int; a number that is no label stands for none."""
-    if type(ignore_index) is not int:
-        check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
-
-
-def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
-    """`misfit`, a function of shapes and options that says what is wrong with them, or "": in eager code its answers are
-    kept. It must not look at tensors."""
-    known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
-
-    def ask(*told: Any) -> str:
-        if torch.compiler.is_compiling():
-            return misfit(*told)
-        try:
-            return known(*told)
-        except TypeError:  # what cannot be hashed, as symbolic sizes
-            return misfit(*told)
-
-    return ask
-
-
-def row_major(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself when its rows are evenly spaced with contiguous elements, else a contiguous copy."""
-    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
-        return x
-    return x.contiguous()
-
-
-def autocast_dtype(kind: str) -> torch.dtype | None:
-    """The dtype autocast asks for on a device type, or None where it is off (or, for "meta", unknown)."""
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def dense(t: torch.Tensor | None) -> torch.Tensor | None:
-    """A contiguous `t`, for weights and other small inputs; None stays None."""
-    return t if t is None or t.is_contiguous() else t.contiguous()
-
-
-def rows_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """(n_rows, n_cols, elements from one row to the next) of a `row_major` tensor; n_cols is the last dimension."""
-    shape = x.shape
-    n_cols = shape[-1]
-    if len(shape) == 2:
-        return shape[0] if n_cols else 0, n_cols, x.stride(0)
-    return x.numel() // n_cols if n_cols else 0, n_cols, n_cols
-
-
-def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous uninitialised tensor of x's shape; the cheapest call that makes one (1.6 us against 4 us)."""
-    if x.dtype is dtype and x.is_contiguous():
-        return torch.empty_like(x)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-def no_weight(x: torch.Tensor) -> torch.Tensor:
-    """Stands for the gradient of an absent weight: an operator may not return None."""
-    return x.new_empty(0)
+    return INTERPRET
 
 
 def reference_grads(

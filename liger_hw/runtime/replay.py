@@ -1,22 +1,21 @@
-"""What an operator did for arguments of one layout, done again without working any of it out.
+"""Replay cache: the second call of a layout is recorded, later calls repeat its allocations and launches.
 
-A launcher finds sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device) and
-from numbers, allocates, and launches. All that is the same at the next call of the same layout. So the second such call is
-watched: what it allocates, what it launches with which tensors, what it returns; from the third on that is repeated.
-On the H200 machine most of our Python was the working out, and most of all in a backward, whose thread finds every
-object that it looks at in another core's cache.
+A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device)
+and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most
+of the host's time. So the second such call is recorded: what it allocates, what it launches with which tensors, what it
+returns. From the third call on those steps are repeated with that call's tensors.
 
-Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back), a
-tensor that is neither argument nor allocated there, or a launch that went through Triton, and the layout is left to the
-launcher. Of an operator that does more, parts that do no more can be recorded by themselves (`repeated`). What is recorded
-holds for the plans it was made with and is forgotten with them (`registry.recordings`).
+Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back),
+a tensor that is neither an argument nor allocated there, or a launch that went through Triton, and the layout is left
+to the launcher for good. Of an operator that does more, parts that do no more can be recorded by themselves
+(`repeated`). A recording holds for the plans that it was made with: the registry drops the cache whenever plans change
+(`registry.replay_cache`).
 """
 
 from __future__ import annotations
 
 from functools import wraps
 from operator import itemgetter
-from threading import get_ident
 from typing import Any, Callable
 
 import torch
@@ -25,10 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
 from . import launch as _launch
-from .launch import launch
+from .observe import Observer, observers, observing
 
-enabled = True
-"""False: every call goes to its launcher (`bench.host` looks at launches so)."""
 MISSED = object()
 _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
@@ -48,8 +45,11 @@ _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: 
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are tensors on a GPU (the first is), numbers and tuples of numbers: of no class, and in no list, that asks
-    to be handled, nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
+
+    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
+    have no memory of their own.
+    """
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
     for arg in args:
@@ -62,7 +62,7 @@ def are_plain(args: tuple) -> bool:
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and is to return what it allocated."""
+    """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
     name = f"{part.__module__}.{part.__qualname__}"
 
     @wraps(part)
@@ -75,10 +75,10 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
 def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
-    if not _launch.CAN_BE_FAST or _launch.noted or _launch.redirect is not None or not enabled:
+    if observers or not _launch.CAN_BE_FAST:
         return MISSED
     index = args[0].get_device() if type(args[0]) in _TENSORS else -1
-    if index < 0 or index != _launch._get_device():  # not asked for CPU tensors: without a driver, or forked, it raises
+    if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
         return MISSED
     key, pointers, together = [name], [None], 0
     try:
@@ -94,21 +94,21 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
         return MISSED
     key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
-    recordings = registry.recordings
+    cache = registry.replay_cache
     try:
-        found = recordings.get(key)
+        found = cache.get(key)
     except TypeError:  # a list among the arguments
         return MISSED
     if type(found) is not tuple:
         if found is _REFUSED or not are_plain(args):
             return MISSED
-        if found is _SEEN and not _launch._profiled():
-            return _record(recordings, key, launcher, args)
-        if len(recordings) >= _MOST:
-            recordings.clear()
-        recordings[key] = _SEEN
+        if found is _SEEN and not _launch.is_profiled():
+            return _record(cache, key, launcher, args)
+        if len(cache) >= _MOST:
+            cache.clear()
+        cache[key] = _SEEN
         return MISSED
-    if _launch._profiled():
+    if _launch.is_profiled():
         return MISSED
 
     device, allocations, steps, give = found
@@ -120,7 +120,7 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
             new = torch.empty_like(args[like])
         made.append(new)
         pointers.append(new.data_ptr())
-    stream = _launch._get_stream(index)
+    stream = _launch.current_stream(index)
     try:
         for run, grid, head, places, rest in steps:
             if grid is None:
@@ -130,27 +130,27 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     except Exception as error:
         if not _launch.blames_config(error):
             raise
-        recordings.pop(key, None)  # the launcher knows which plan failed
+        cache.pop(key, None)  # the launcher knows which plan failed
         return MISSED
     return give(made)
 
 
-def _record(recordings: dict, key: tuple, launcher: Callable[..., Any], args: tuple) -> Any:
-    """Call the launcher, and keep in `recordings` what it did, or that it cannot be kept."""
+def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple) -> Any:
+    """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
     # one object for each argument, though the caller may have passed one tensor as two
     given = tuple([arg.detach() if type(arg) in _TENSORS else arg for arg in args])
     recorder = _Recorder(given)
-    with recorder:
+    with observing(recorder), recorder:
         result = launcher(*given)
-    if all(plan.tunable._plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
-        recordings[key] = recorder.recording(given, result) or _REFUSED
+    if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
+        cache[key] = recorder.recording(given, result) or _REFUSED
     return result
 
 
-class _Recorder(TorchDispatchMode):
-    """Sees every operator of torch, and (through `_launch.noted`) every launch of this thread.
+class _Recorder(Observer, TorchDispatchMode):
+    """Sees every operator of torch and every launch of this thread.
 
-    places: tensor -> where its pointer stands in a replay: 0 is that of None, then the arguments', then the allocations'
+    places: tensor -> where its pointer stands in a replay: first that of None, then of arguments, then of allocations
     """
 
     def __init__(self, given: tuple) -> None:
@@ -165,16 +165,8 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """To be skipped, torch would import torch._dynamo at the first operator we see: a second, and it need not be there."""
+        """False: to skip dynamo, torch would import it at the first operator we see, which takes a second."""
         return False
-
-    def __enter__(self) -> "_Recorder":
-        _launch.noted[get_ident()] = self._launched
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        del _launch.noted[get_ident()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -194,22 +186,20 @@ class _Recorder(TorchDispatchMode):
         self.tensors.append(tensor)  # held: its id is its own while we watch
         self.places[id(tensor)] = place
 
-    def _launched(self, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        thread = get_ident()
-        del _launch.noted[thread]
-        try:
-            found = launch(plan, kernel, grid, args, flags)
-        finally:
-            _launch.noted[thread] = self._launched
+    def launch(
+        self, proceed: Callable, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
+    ) -> tuple | None:
+        found = proceed(plan, kernel, grid, args, flags)
         self.plans.append(plan)
-        count = _launch._tensor_counts.get(id(kernel), 0)
+        count = _launch.tensor_count(kernel, args)
         places = [self.places.get(id(arg)) for arg in args[:count]]
         if found is None or count < 2 or None in places or any(isinstance(arg, torch.Tensor) for arg in args[count:]):
             self.refused = True
-            return
+            return found
         run, head, constants = found
         grid = (*grid, 1, 1)[:3]
         self.steps.append((run, grid, head, itemgetter(*places), (*args[count:], *constants)))
+        return found
 
     def recording(self, given: tuple, result: Any) -> tuple | None:
         """(device, allocations, steps, what gives the result), or None where this is not all that the call did."""

@@ -1,21 +1,24 @@
 """The public patch functions: `patch` for any model, `apply_liger_kernel_to_<family>` for the families of models/.
 
+Both decide what is to be patched, one live model or the classes of a family, and leave the patching to engine.py.
 `MODEL_TYPE_TO_APPLY_LIGER_FN`, `_apply_liger_kernel` and `_apply_liger_kernel_to_instance` are what Hugging Face's
 Trainer and other frameworks look for, under Liger's names.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib
 import inspect
 import logging
 import sys
+from types import ModuleType
 from typing import Any, Callable
 
 from . import engine
-from .models import specs
+from .models import FamilySpec, specs
 from .report import PatchReport
-from .spec import FamilySpec
-from .targets import NoSample, checked_model, modeling_module, sample, unknown_keyword, unwrapped
 
 log = logging.getLogger("liger_hw")
 
@@ -38,10 +41,12 @@ def patch(
     model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
     class of a transformers model, whose family's own classes are patched, for models made before or after this call
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: which parts may be patched. Each is recognised by running
-    it and the kernels' references on small random inputs; what agrees with no kernel is left alone, with the reason.
+    it and the kernels' references on small random inputs. What agrees with no kernel keeps its own code, and the
+    report says why.
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
-    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps (see liger_hw.activations)
+    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
+    liger_hw.activations
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
@@ -49,14 +54,22 @@ def patch(
     """
     import torch
 
-    options = dict(locals())
-    options.pop("torch"), options.pop("model")
+    options = {
+        "rope": rope,
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "swiglu": swiglu,
+        "geglu": geglu,
+        "relu_squared": relu_squared,
+        "cross_entropy": cross_entropy,
+        "fused_linear_cross_entropy": fused_linear_cross_entropy,
+    }
     if isinstance(model, type) and hasattr(model, "config_class"):
-        modeling = sys.modules[model.__module__]
         try:
-            return engine.apply(model.__name__, options, classes=(modeling, (sample(model),)))
+            samples = (sample(model),)
         except NoSample as error:
             raise ValueError(f"patch: {error}; load a model and pass it instead of its class") from None
+        return engine.patch_classes(model.__name__, options, activations, sys.modules[model.__module__], samples)
     if not isinstance(model, torch.nn.Module):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(
@@ -64,10 +77,13 @@ def patch(
             "example with AutoModelForCausalLM.from_pretrained"
         )
     bare = unwrapped(model)
-    return engine.apply(type(bare).__name__, options, model=bare)
+    return engine.patch_model(type(bare).__name__, options, activations, bare)
 
 
-def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
+# -- families --------------------------------------------------------------------------------------------------------
+
+
+def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     """The public `apply_liger_kernel_to_<name>` of a spec, with its real signature, which it enforces."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
@@ -80,7 +96,9 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     def function(*args: Any, **kwargs: Any) -> PatchReport:
         for name in kwargs:
             if name not in known:
-                raise TypeError(unknown_keyword(spec.function_name, name, known))
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
+                raise TypeError(f"{spec.function_name}() got an unexpected keyword argument {name!r}; {hint}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -88,18 +106,20 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
         bound.apply_defaults()
         options = dict(bound.arguments)
         options |= {name: True for name in spec.also} | options.pop("kwargs", {})
-        return _apply_spec(spec, options.pop("model"), options)
+        return _patch_family(spec, options.pop("model"), options.pop("activations"), options)
 
     function.__name__ = function.__qualname__ = spec.function_name
     function.__module__ = __name__
     function.__signature__ = signature
+    parts = ", ".join(name for name in known if name not in ("model", "activations"))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
-    {", ".join(name for name in known if name not in ("model", "activations"))}: which parts; `cross_entropy` keeps the logits and replaces
+    {parts}: which parts; `cross_entropy` keeps the logits and replaces
     the loss only, `fused_linear_cross_entropy` (not both) never computes them while training with labels.
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
-    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps (see liger_hw.activations)
+    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
+    liger_hw.activations
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for an unknown keyword or a model of another family, `ValueError` for both losses at once or for
@@ -108,24 +128,113 @@ def patch_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     return function
 
 
-def _apply_spec(spec: FamilySpec, model: Any, options: dict[str, Any]) -> PatchReport:
-    modeling = modeling_module(spec)
-    model = checked_model(spec, model)
+def _patch_family(spec: FamilySpec, model: Any, activations: Any, options: dict[str, bool]) -> PatchReport:
+    modeling = _modeling_module(spec)
+    model = _checked_model(spec, model)
     if model is not None:
-        return engine.apply(spec.name, options, model=model)
-    classes = [getattr(modeling, name) for name in spec.models if hasattr(modeling, name)]
-    samples, reason = [], None
-    for cls in classes:
+        return engine.patch_model(spec.name, options, activations, model)
+    samples, reason = [], "no class of it is left"
+    for name in spec.models:
         try:
-            samples.append(sample(cls))
+            if hasattr(modeling, name):
+                samples.append(sample(getattr(modeling, name)))
         except NoSample as error:
             reason = error
     if not samples:
-        raise RuntimeError(f"{spec.function_name}: {reason or 'no class of it is left'}; pass a live model instead")
-    return engine.apply(spec.name, options, classes=(modeling, tuple(samples)))
+        raise RuntimeError(f"{spec.function_name}: {reason}; pass a live model instead")
+    return engine.patch_classes(spec.name, options, activations, modeling, tuple(samples))
 
 
-_FUNCTIONS = {spec.function_name: patch_function(spec) for spec in specs().values()}
+def _modeling_module(spec: FamilySpec) -> ModuleType:
+    """The family's module in transformers. Raises `ImportError` with what to do when it has none."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(f"{spec.function_name} patches transformers models: pip install transformers") from None
+    try:
+        return importlib.import_module(spec.modeling_module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("transformers.models"):
+            raise
+        version = transformers.__version__
+        raise ImportError(
+            f"transformers {version} has no {spec.modeling_module}; install a version that has {spec.name}"
+        ) from None
+
+
+def _checked_model(spec: FamilySpec, model: Any) -> Any:
+    """The bare model to patch, or None for the classes. Raises `TypeError` for anything else, naming what to call."""
+    import torch
+
+    if model is None:
+        return None
+    bare = model if isinstance(model, type) else unwrapped(model)
+    if not isinstance(bare, (type, torch.nn.Module)):
+        raise TypeError(
+            f"{spec.function_name}: model must be a loaded transformers model, one of its classes or None, got "
+            f"{type(model).__name__}; load it first, for example with AutoModelForCausalLM.from_pretrained"
+        )
+    cls = bare if isinstance(bare, type) else type(bare)
+    defined_in = {base.__module__ for base in cls.__mro__}
+    if spec.modeling_module not in defined_in:
+        others = (other.function_name for other in specs().values() if other.modeling_module in defined_in)
+        other = next(others, None)
+        advice = f"call {other} for it" if other else "call liger_hw.patch(model), which needs no family"
+        raise TypeError(f"{spec.function_name}: model is a {cls.__name__}, not a {spec.name} model; {advice}")
+    return None if isinstance(bare, type) else bare
+
+
+# -- what there is to patch ------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` when there is none."""
+    import torch
+    from transformers import PreTrainedModel
+
+    bare = model
+    while not isinstance(bare, PreTrainedModel):
+        if hasattr(bare, "get_base_model"):
+            inner = bare.get_base_model()
+        else:
+            inner = getattr(bare, "_orig_mod", None) or getattr(bare, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        bare = inner
+    return bare
+
+
+class NoSample(Exception):
+    """The message says why no model of a class could be made."""
+
+
+@functools.lru_cache(maxsize=64)
+def sample(cls: type) -> Any:
+    """A model of `cls` without weights (on the meta device), for a class patch to examine.
+
+    It is made from the default configuration, or from a tiny one where the default is not valid. Raises `NoSample`.
+    """
+    import torch
+
+    from .tiny import tiny_config
+
+    reasons = []
+    state = torch.get_rng_state()
+    try:
+        for make in (cls.config_class, lambda: tiny_config(cls.config_class)):
+            try:
+                with torch.device("meta"):
+                    return cls(make()).train()
+            except Exception as error:  # a default configuration need not be valid
+                reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
+    finally:
+        torch.set_rng_state(state)
+    raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reasons[-1]})")
+
+
+# -- what frameworks look for ----------------------------------------------------------------------------------------
+
+_FUNCTIONS = {spec.function_name: _family_function(spec) for spec in specs().values()}
 globals().update(_FUNCTIONS)
 
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., PatchReport]] = {
@@ -155,18 +264,15 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> PatchReport | None:
 
 def _apply_liger_kernel_to_instance(model: Any, **kwargs: Any) -> PatchReport:
     """Patch one live model by the function of its `config.model_type`, or by `patch`; keywords as above."""
-    bare = unwrapped(model)
-    model_type = getattr(getattr(bare, "config", None), "model_type", None)
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if function is None:
-        return patch(model, **_applicable(patch, kwargs))
+    config = getattr(unwrapped(model), "config", None)
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(config, "model_type", None), patch)
     return function(model=model, **_applicable(function, kwargs))
 
 
 def _applicable(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    left = [] if anything else [name for name in kwargs if name not in parameters]
-    if left:
-        log.info("liger_hw: %s has no keyword %s; left out", function.__name__, ", ".join(left))
-    return {name: value for name, value in kwargs.items() if name not in left and name != "model"}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
+    if unknown:
+        log.info("liger_hw: %s has no keyword %s; left out", function.__name__, ", ".join(unknown))
+    return {name: value for name, value in kwargs.items() if name not in unknown and name != "model"}

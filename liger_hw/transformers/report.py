@@ -1,9 +1,15 @@
-"""What a patch did, and how to take it back."""
+"""What a patch did, and how to take it back.
+
+A patch replaces attributes of classes, modules or one live model's modules (`Patch`). Everything it puts in place
+carries `PATCH_MARK`. A `PatchReport` lists the places and reverts them; `revert(model)` cleans a model that no report
+knows.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 import types
 import weakref
 from collections import Counter
@@ -15,6 +21,22 @@ _MISSING = object()
 
 PATCHED = "patched"
 ALREADY = "already patched"
+
+PATCH_MARK = "_liger_hw_part"
+"""Attribute of every function that a patch puts in place: (part, kernel)."""
+
+PATCH_LOCK = threading.RLock()
+"""Held while anything is patched or reverted, so that calls in several threads follow one another."""
+
+
+def is_ours(held: Any) -> bool:
+    """Whether a function or bound method was put in place by a patch."""
+    return getattr(held, PATCH_MARK, None) is not None
+
+
+def forward_slot(owner: Any) -> str:
+    """The attribute that holds a module's own forward; accelerate's hooks move it aside."""
+    return "_old_forward" if hasattr(owner, "_hf_hook") and "_old_forward" in vars(owner) else "forward"
 
 
 @dataclass(frozen=True)
@@ -45,31 +67,24 @@ class Patch:
         setattr(self.owner, self.name, self.replacement)
 
     def revert(self) -> bool:
-        """Restore the very object that was there; false, with a warning, while somebody else's stands over ours."""
+        """Restore the very object that was there; false, with a warning, while somebody else's replaces ours."""
         held = vars(self.owner)
-        if held.get(self.name, _MISSING) is self.replacement:
+        current = held.get(self.name, _MISSING)
+        if current is self.replacement:
             if self.original is _MISSING:
                 delattr(self.owner, self.name)
             else:
                 setattr(self.owner, self.name, self.original)
-        elif held.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
+            return True
+        if held.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
             self.owner._old_forward = _own_method(self.owner, "forward")
-        elif is_ours(held.get(self.name)) or is_ours(held.get("_old_forward")):
-            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, _named(self.owner))
-            return False
-        elif held.get(self.name, _MISSING) is not self.original:
-            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, _named(self.owner))
+            return True
+        if is_ours(current) or is_ours(held.get("_old_forward")) or current is not self.original:
+            owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
+            owner = owner or type(self.owner).__name__
+            log.warning("liger_hw: %s of %s was changed after patching; left as it is", self.name, owner)
             return False
         return True
-
-
-MARK = "_liger_hw_part"
-"""Attribute of every function that a patch puts in place: (part, kernel)."""
-
-
-def is_ours(held: Any) -> bool:
-    """Whether a function or bound method was put in place by a patch."""
-    return getattr(held, MARK, None) is not None
 
 
 def revert(model: Any) -> int:
@@ -83,23 +98,28 @@ def revert(model: Any) -> int:
             f"revert: model must be a loaded model, got {got}; a patched class is taken back by its report's revert()"
         )
     count = 0
-    for module in model.modules():
-        held = vars(module)
-        for slot in [s for s in ("forward", "_apply_gate") if is_ours(held.get(s))]:
-            delattr(module, slot)
-            count += 1
-        if is_ours(held.get("_old_forward")):
-            module._old_forward = _own_method(module, "forward")
-            count += 1
-    vars(model).pop(PickleNote.NAME, None)
+    with PATCH_LOCK:
+        for module in model.modules():
+            held = vars(module)
+            for slot in [s for s in ("forward", "_apply_gate") if is_ours(held.get(s))]:
+                delattr(module, slot)
+                count += 1
+            if is_ours(held.get("_old_forward")):
+                module._old_forward = _own_method(module, "forward")
+                count += 1
+        vars(model).pop(PickleNote.NAME, None)
     return count
 
 
-class PickleNote:
-    """Lies on a patched live model and says, when that is pickled, that the kernels stay behind.
+def _own_method(owner: Any, name: str) -> Any:
+    return types.MethodType(getattr(type(owner), name), owner)
 
-    Pickle stores a bound method as its object and its name, so that what is loaded finds the class's own forward. A
-    deep copy keeps the kernels. What is loaded needs no liger_hw: this becomes the same words there.
+
+class PickleNote:
+    """An attribute of a patched live model, which warns when the model is pickled that the kernels are not stored.
+
+    Pickle stores a bound method as its object and its name, so what is loaded has the class's own forward. A deep copy
+    keeps the kernels. What is loaded needs no liger_hw: the note is stored as its words.
     """
 
     NAME = "_liger_hw_note"
@@ -131,23 +151,24 @@ class PickleNote:
 
 
 class NewModels:
-    """`prepare(model)` for every model of these classes (of transformers) made while it is applied; see `Patch`."""
+    """`prepare(model)` for every model of these transformers classes that is made until it is reverted; see `Patch`."""
 
     def __init__(self, classes: set[type], prepare: Callable[[Any], None]) -> None:
         self.models: weakref.WeakSet = weakref.WeakSet()
-        self.patches = [Patch(cls, "post_init", self._finishing(cls, prepare)) for cls in classes]
+        self.patches = [Patch(cls, "post_init", self._post_init(cls, prepare)) for cls in classes]
 
-    def _finishing(self, cls: type, prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _post_init(self, cls: type, prepare: Callable[[Any], None]) -> Callable[[Any], None]:
         original = cls.post_init
 
         @functools.wraps(original)
         def post_init(model: Any) -> None:
             original(model)
-            if model not in self.models:  # a subclass of a patched class comes here twice
-                self.models.add(model)
-                prepare(model)
+            with PATCH_LOCK:
+                if model not in self.models:  # a subclass of a patched class comes here twice
+                    self.models.add(model)
+                    prepare(model)
 
-        setattr(post_init, MARK, ("new models", ""))
+        setattr(post_init, PATCH_MARK, ("new models", ""))
         return post_init
 
     def apply(self) -> None:
@@ -160,10 +181,6 @@ class NewModels:
             revert(model)
         self.models.clear()
         return not self.patches
-
-
-def _own_method(owner: Any, name: str) -> Any:
-    return types.MethodType(getattr(type(owner), name), owner)
 
 
 @dataclass
@@ -195,7 +212,8 @@ class PatchReport:
 
         A place that somebody else has changed since is left as it is, with a warning, and tried again by the next call.
         """
-        self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
+        with PATCH_LOCK:
+            self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
 
     def __enter__(self) -> "PatchReport":
         return self
@@ -204,12 +222,12 @@ class PatchReport:
         self.revert()
 
     def summary(self) -> str:
-        """One line: family, target, kernels with counts, and what was left alone."""
+        """One line: family, target, kernels with counts, and what keeps its own code."""
         done = Counter(row.kernel for row in self.patched)
         kept = [row for row in self.rows if row.state != PATCHED]
         text = ", ".join(f"{kernel} x{n}" if n > 1 else kernel for kernel, n in done.items()) or "nothing new"
-        left = "; ".join(sorted({f"{row.part}: {row.state}" for row in kept}))
-        return f"{self.family} ({self.target}): {text}" + (f" [{left}]" if left else "")
+        others = "; ".join(sorted({f"{row.part}: {row.state}" for row in kept}))
+        return f"{self.family} ({self.target}): {text}" + (f" [{others}]" if others else "")
 
     def __str__(self) -> str:
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
@@ -222,13 +240,13 @@ class PatchReport:
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        shared = sorted(_launched() - set(sources))
-        if shared:  # by the kernels above, or by other code of this process
-            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in shared))
+        others = sorted(_launched_ops() - set(sources))
+        if others:  # by the kernels above, or by other code of this process
+            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
         return "\n".join([f"{self.family}: {self.target}", *lines])
 
 
-def _launched() -> set[str]:
+def _launched_ops() -> set[str]:
     from .. import registry
 
     return {plan.tunable.op for plan in registry.plans()}
@@ -249,7 +267,3 @@ def config_source(kernel: str) -> str:
     if not torch.accelerator.is_available() and not registry.interpreting():
         return "torch reference (no accelerator)"
     return "resolved at the first launch"
-
-
-def _named(owner: Any) -> str:
-    return getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__

@@ -84,7 +84,7 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_that_offers(name, ledger):
-    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its own output.)"""
+    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its output.)"""
     head = normal(5, HIDDEN, seed=1)
 
     def run(level):
@@ -197,7 +197,7 @@ def test_scopes_nest_and_survive_exceptions():
     assert recipes._hooks_on_top(True) is None
 
 
-def test_older_torch_is_told(monkeypatch, request):
+def test_older_torch_is_refused(monkeypatch, request):
     monkeypatch.setattr(recipes, "_hooks_on_top", None)
     request.addfinalizer(_reuse._private_counts.cache_clear)  # measured as the older torch would
     with pytest.raises(RuntimeError, match="need torch 2.8 or newer, this is .*; use keep or full"):
@@ -440,8 +440,8 @@ def test_rope_after_a_qk_norm(qk_norm, autocast, ledger):
 def test_gradients_in_place_only_of_what_nobody_else_sees(level, held, monkeypatch):
     """A gated activation's backward still writes over its private inputs, and never over what the user holds."""
     in_place, holding = [], []
-    real = swiglu.swiglu_bwd_
-    monkeypatch.setattr(swiglu, "swiglu_bwd_", lambda *args: in_place.append(args[1]) or real(*args))
+    real = swiglu.operators.bwd_
+    monkeypatch.setattr(swiglu.operators, "bwd_", lambda *args: in_place.append(args[1]) or real(*args))
     model = Decoder(count=1)
     if held:
         model.layers[0].mlp.gate_proj.register_forward_hook(
@@ -496,14 +496,14 @@ def test_configurations_forced_at_the_forward_hold_for_the_recomputation():
             return grad * 2
 
     def again(x):
-        seen.append([scope for scope, _ in registry._overrides])
+        seen.append([scope for scope, _ in registry.overrides()])
         return x * 2
 
     x = normal(4, 8).requires_grad_()
     with registry.override("rms_norm", LaunchConfig({"BLOCK_SIZE": 8, "ROWS": 1})), liger_hw.activations("cheap"):
         out = linear(Doubled.apply(x * 1.0), normal(3, 8).requires_grad_())
     out.sum().backward()
-    assert seen == [["rms_norm"]] and not registry._overrides
+    assert seen == [["rms_norm"]] and not registry.overrides()
 
 
 def test_torch_compile_does_its_own(caplog):

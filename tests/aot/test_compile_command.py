@@ -18,7 +18,8 @@ def test_table(capsys):
 
 
 def test_lines_and_progress(capsys, monkeypatch):
-    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no terminal."""
+    """A line says which dtype and options it is of; what is done so far goes to stderr, also where that is no
+    terminal."""
     from liger_hw.cli import compile as command
 
     monkeypatch.setattr(command._Progress, "EVERY", 0.0)
@@ -56,17 +57,15 @@ def test_a_target_without_a_compiler(capsys):
 def test_depths():
     """Deeper compiles more, and nothing less."""
     from liger_hw import registry
-    from liger_hw.autotune import matrix
+    from liger_hw.autotune import compile as aot
 
     for op in registry.ops().values():
-        quick, deep, full = (
-            [(c.workload, c.dtype, str(c.options)) for c in matrix.cases(op, d)] for d in matrix.DEPTHS
-        )
+        quick, deep, full = ([(c.workload, c.dtype, str(c.options)) for c in aot.cases(op, d)] for d in aot.DEPTHS)
         assert len(quick) == 1 and len(deep) == len(op.options) + 1
         assert len(full) == 2 * len(op.workloads) * len(op.options)
         assert set(quick) <= set(deep) <= set(full)
     with pytest.raises(ValueError, match="quick, deep, full"):
-        next(matrix.cases(op, "deepest"))
+        next(aot.cases(op, "deepest"))
 
 
 @pytest.mark.parametrize(

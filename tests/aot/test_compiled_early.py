@@ -1,25 +1,19 @@
-"""What is launched early waits before it lets others come and touches memory; in what is not there is not a word of that."""
+"""What is launched early waits before it lets others come and touches memory; in what is not there is not a word of
+that."""
 
 from __future__ import annotations
-
-import importlib
-import json
 
 import pytest
 import torch
 
 from liger_hw.autotune import compile as aot
-from liger_hw.backends import backend, known_target
+from liger_hw.backends import known_target
 
 ACCESSES = ("ld.global", "st.global", "cp.async.cg", "cp.async.ca", "atom.")
 
 
 def _ptx(launch) -> str:
-    job = json.loads(json.dumps(aot._job(launch)))
-    module, name = job["kernel"].split(":")
-    args = [aot._Pointer(*a[1:]) if isinstance(a, list) else a for a in job["args"]]
-    kernel = getattr(importlib.import_module(module), name)
-    return aot._built(launch.target, backend(launch.target.vendor), kernel, args, job["options"]).asm["ptx"]
+    return aot.build(launch.target, launch.kernel, launch.args, dict(launch.options)).asm["ptx"]
 
 
 @pytest.mark.aot

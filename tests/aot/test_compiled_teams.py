@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from liger_hw.autotune import compile as aot
+from liger_hw.autotune.workers import CompilePool
 from liger_hw.backends import known_target
 from liger_hw.kernels.norms import group_norm
 
@@ -34,7 +35,7 @@ def test_a_team_is_resident(arch, dtype):
             found |= {one: sizes for one in _teams(op, sizes, dtype, target)}
     names = {"group_norm.fwd", "group_norm.bwd", "rms_norm.bwd", "fused_add_rms_norm.bwd", "layer_norm.bwd"}
     assert {one.tunable for one in found} == names
-    with aot.Workers(min(4, os.cpu_count() or 1)) as workers:
+    with CompilePool(min(4, os.cpu_count() or 1)) as workers:
         for certificate in aot.certify(found, workers):
             assert certificate.ok and certificate.resources.spills <= SPILLS, str(certificate)
             resources, config = certificate.resources, certificate.launch.config

@@ -1,4 +1,4 @@
-"""A worker process that misbehaves on request: `python -m tests.autotune.fake_worker measure '{...}'`.
+"""A worker process that misbehaves on request: it stands for `liger_hw.autotune.workers`.
 
 One warp is the fastest; 2 warps crash it, 4 hang it, 16 lose the device, 32 raise. With FAKE_CALM set, nothing does.
 """
@@ -54,15 +54,11 @@ def main() -> None:
             value = [[10.0 + (ids[i] != 1)] * args[1] for i in args[0]]
         elif name == "verify":
             value = ""
-        elif name == "compile":
-            warps = args[4]["num_warps"]
+        elif name == "candidate":
+            warps = args[0]["config"]["num_warps"]
             if warps == 2 and not calm:
                 os.abort()
             if warps == 4 and not calm:
                 time.sleep(1000)
             value = {"resources": {"shared": 100 * warps}}
         answers.write(json.dumps({"value": value}) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from liger_hw import registry
-from liger_hw.autotune.remote import WorkerDied
+from liger_hw.autotune.workers import WorkerDied
 from liger_hw.backends import LaunchConfig, Target, known_target
 from liger_hw.registry import Entry
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import lock, models, notes, store, tables
+from liger_hw.autotune import lock_file, models, notes, store, tables
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, entry, other_config, tunable
 
@@ -138,7 +138,7 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     registry.reload()
     assert registry.choose(tunable(), H200, KEY).layer == "shipped-arch"
     # imported, it answers from the user cache
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     assert "1 of 1" in run(capsys, "cache", "import", str(path))
     registry.reload()
     chosen = registry.choose(tunable(), H200, KEY)
@@ -208,7 +208,7 @@ def test_lock_pins_a_model(cache, capsys, tmp_path):
     path = tmp_path / "liger-hw.lock"
     words = ("--model", "llama-3-8b", "--ops", "rms_norm,rope", "--seq", "8192", "--device", "sm90", "-o", str(path))
     data = json.loads(run(capsys, "lock", *words, "--json"))
-    header, table = lock.read(path)
+    header, table = lock_file.read(path)
     assert data["digest"] == header["digest"] and data["entries"] == len(table) == 5
     assert run(capsys, "lock", "--check", str(path), "--device", "sm90")
     path.write_text(path.read_text().replace('"num_warps": 8', '"num_warps": 4'))
@@ -222,7 +222,7 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
     launched = {("cross_entropy", "stats", (11,))}
     launched |= {("cross_entropy", "bwd", key) for key in ((4096, 11, 2), (4096, 15, 2))}  # hidden states', the head's
     launched |= {("fused_linear_cross_entropy", "fwd", (32768, 2))}
-    assert set(lock.read(path)[1]) == launched
+    assert set(lock_file.read(path)[1]) == launched
     plan = json.loads(run(capsys, "autotune", "--dry-run", "--json", "--device", "sm90", *words))
     assert {(job["op"], job["variant"], tuple(job["key"])) for job in plan["jobs"]} == launched and not plan["problems"]
     for job in plan["jobs"]:
@@ -236,9 +236,9 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
 
 def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
     notes.save_misses(H200, [("rms_norm", "bwd", KEY)])
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     run(capsys, "lock", "--from-used", "-o", str(tmp_path / "l"))
-    table = lock.read(tmp_path / "l")[1]
+    table = lock_file.read(tmp_path / "l")[1]
     assert {name: e.provenance["layer"] for name, e in table.items()} == {
         NAME: "user",
         ("rms_norm", "bwd", KEY): "heuristic",
@@ -247,9 +247,10 @@ def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkey
 
 def test_lock_from_used_leaves_out_keys_of_another_version(cache, capsys, tmp_path, monkeypatch):
     notes.save_misses(H200, [("rms_norm", "bwd", KEY[:1])])
-    monkeypatch.setattr(registry, "_target_named", lambda name: H200)
+    monkeypatch.setattr(registry, "target_named", lambda name: H200)
     assert main(["lock", "--from-used", "-o", str(tmp_path / "l")]) == 0
-    assert "left out rms_norm.bwd (4096,)" in capsys.readouterr().err and set(lock.read(tmp_path / "l")[1]) == {NAME}
+    assert "left out rms_norm.bwd (4096,)" in capsys.readouterr().err
+    assert set(lock_file.read(tmp_path / "l")[1]) == {NAME}
 
 
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):

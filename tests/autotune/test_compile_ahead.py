@@ -12,11 +12,12 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import compile_ahead
-from liger_hw.autotune.compile import _launcher_mode
 from liger_hw.backends import known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
+from liger_hw.runtime.observe import observing
+from liger_hw.runtime.operator import LauncherMode
 
 pytestmark = pytest.mark.cpu
 
@@ -50,7 +51,7 @@ def test_a_model_launches_what_was_foreseen(kind, target):
     report = getattr(patches, f"apply_liger_kernel_to_{kind}")()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with FakeTensorMode(), _launcher_mode(), compile_ahead._noting(_noted(launched)):
+        with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(_noted(launched))):
             model = getattr(transformers, f"{name}ForCausalLM")(config).train()
             ids = torch.randint(0, 512, (2, 32))
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -79,11 +80,11 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
     future, ran = Future(), []
     plan.compiled[_launch.likeness(_norm_fwd_kernel, args, flags)] = future
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
-    monkeypatch.setattr(_launch, "_get_device", lambda: -1)
-    monkeypatch.setattr(_launch, "_get_stream", lambda index: 0)
-    monkeypatch.setattr(_launch, "_profiled", lambda: False)
+    monkeypatch.setattr(_launch, "current_device", lambda: -1)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(_launch, "is_profiled", lambda: False)
     compiled = types.SimpleNamespace(run=lambda *a: ran.append("fast"), function="function", packed_metadata=())
-    monkeypatch.setattr(_launch, "_launch_ordinary", lambda *a: ran.append("ordinary") or compiled)
+    monkeypatch.setattr(_launch, "launch_ordinary", lambda *a: ran.append("ordinary") or compiled)
     launch = threading.Thread(target=_launch.launch, args=(plan, _norm_fwd_kernel, (2,), args, flags))
     launch.start()
     launch.join(0.2)

@@ -14,7 +14,7 @@ import torch
 
 from liger_hw import env, registry
 from liger_hw.autotune import compile as aot
-from liger_hw.autotune import inline, lock, notes, persist, store, tables
+from liger_hw.autotune import inline, lock, lock_file, notes, store, tables
 from liger_hw.backends import known_target
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, FakeMeasurer, entry, other_config, tunable
@@ -75,10 +75,10 @@ def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, 
     assert registry.quarantine(plan, RuntimeError("out of resource: shared memory"))
     following = fwd.plan(DEVICE, KEY)
     assert following.layer == "heuristic"
-    said = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "quarantined" in r.getMessage()]
     assert len(said) == 1 and config.to_text() in said[0] and "rms_norm.fwd" in said[0] and "shared memory" in said[0]
     # another process: nothing in memory, the file says it
-    registry._quarantined.clear()
+    registry.release(registry.quarantined())
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     shown = registry.explain("rms_norm", (8192, 4096), torch.bfloat16, H200)[0]
@@ -107,7 +107,7 @@ def test_the_machine_is_not_held_against_a_config(h200, error):
 def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     fwd = tunable()
     registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("x"))
-    registry._quarantined.clear()
+    registry.release(registry.quarantined())
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "safe"
     monkeypatch.setattr(store, "triton_version", lambda: "99.0.0")
@@ -115,7 +115,7 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
     monkeypatch.undo()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(store.root()))
-    monkeypatch.setattr(fwd, "_hash", "another source")
+    monkeypatch.setattr(fwd, "kernel_hash", lambda: "another source")
     registry.reload()
     assert fwd.plan(DEVICE, KEY).layer == "heuristic"
 
@@ -123,7 +123,7 @@ def test_quarantine_ends_with_the_kernel_or_the_compiler(h200, monkeypatch):
 def test_misses_are_written_at_exit_not_before(h200):
     tunable().plan(DEVICE, KEY)
     assert not store.home(H200).exists()
-    persist.flush()
+    notes.flush()
     assert notes.read_misses(H200) == [NAME]
 
 
@@ -132,8 +132,8 @@ def test_what_is_pretended_leaves_no_trace_in_the_cache(clean_registry):
     with registry.pretend(H200):
         assert registry.quarantine(fwd.plan(DEVICE, KEY), RuntimeError("PTXAS error"))
         assert fwd.plan(DEVICE, KEY).layer == "safe"
-        persist.flush()
-    persist.flush()
+        notes.flush()
+    notes.flush()
     assert not registry.misses() and not store.home(H200).exists()
 
 
@@ -143,11 +143,12 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     store.save(H200, NAME, entry(config, fwd))
     monkeypatch.setenv("LIGER_HW_AUTOTUNE", "1")
     registry.reload()
-    registry._forced(fwd)  # what the first ordinary launch reads
+    registry.forced_config(fwd)  # what the first ordinary launch reads
     registry.env.get("LIGER_HW_DETERMINISTIC"), registry.env.get("LIGER_HW_FAST_LAUNCH")
     fwd.kernel_hash()
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
+    monkeypatch.setattr(notes, "is_quiet", lambda: True)
     for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (store.tempfile, "mkstemp")):
         monkeypatch.setattr(
             module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n))
@@ -159,7 +160,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     plan = fwd.plan(DEVICE, KEY)
     assert plan.layer == "heuristic" and not opened and not reads
     assert registry.quarantine(plan, RuntimeError("failed during capture")) and not opened
-    persist.flush()
+    notes.flush()
     assert not opened
     monkeypatch.undo()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
@@ -256,13 +257,13 @@ def test_deterministic_makes_two_caches_compute_the_same_bits(h200, name):
 
 
 class NoPool:
-    def __init__(self, *args):
+    def __init__(self, *args, **kwargs):
         pass
 
-    def submit(self, recipe, args, urgent=False):
+    def submit(self, name, call, request, urgent=False):
         pass
 
-    def wait(self, recipe):
+    def wait(self, name):
         return {"unknown": "no compiler"}
 
     def close(self):
@@ -279,7 +280,7 @@ class TestInline:
         monkeypatch.setattr(registry, "target_of", lambda device: H200)
         monkeypatch.setattr(inline, "CompilePool", NoPool)
         monkeypatch.setattr(inline, "_tuners", {})
-        monkeypatch.setitem(persist._state, "inline", None)
+        monkeypatch.setattr(inline, "_off", False)
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         registry.reload()
         self.best = tunable().safe(H200, KEY)
@@ -326,8 +327,8 @@ class TestLock:
         registry.reload()
         again = fwd.plan(DEVICE, KEY)
         assert (again.layer, again.config) == ("lock", plan.config)
-        header, table = lock.read(tmp_path / "liger-hw.lock")
-        assert header["digest"] == mark == lock.digest(table)
+        header, table = lock_file.read(tmp_path / "liger-hw.lock")
+        assert header["digest"] == mark == lock_file.digest(table)
 
     def test_saving_before_the_first_launch_is_warned_of(self, h200, tmp_path, caplog):
         lock.save(tmp_path / "early.lock")

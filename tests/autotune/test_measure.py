@@ -9,7 +9,7 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import check, measure
-from liger_hw.autotune.local import LocalMeasurer
+from liger_hw.autotune.measure import LocalMeasurer
 from liger_hw.backends import LaunchConfig
 
 pytestmark = [pytest.mark.interpret, pytest.mark.unpoisoned]
@@ -78,16 +78,16 @@ def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
     from liger_hw.runtime import launch as _launch
 
     baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
-    ordinary = _launch._launch_ordinary
+    ordinary = _launch.launch_ordinary
 
     def fails(plan, *args):
         if plan.config.hint == "stream":
             raise _launch.LaunchFailed(plan, RuntimeError("out of resource"))
         return ordinary(plan, *args)
 
-    monkeypatch.setattr(_launch, "_launch_ordinary", fails)
+    monkeypatch.setattr(_launch, "launch_ordinary", fails)
     assert "out of resource" in measurer.prepare({**baseline, "hint": "stream"})["rejected"]
-    assert not registry._quarantined
+    assert not registry.quarantined()
     assert "id" in measurer.prepare(baseline)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import model, static
-from liger_hw.autotune.accesses import Access, accesses
+from liger_hw.autotune import static
 from liger_hw.autotune.compile import Certificate, Launch
 from liger_hw.autotune.jobs import Job, Result
+from liger_hw.autotune.ttir import Access, accesses
 from liger_hw.backends import LaunchConfig, backend, known_target
-from liger_hw.backends._text import instructions
+from liger_hw.backends.assembly import Assembly
 from liger_hw.backends.base import Resources
 from tests.autotune.fakes import H200, other_config, tunable
 
@@ -50,7 +50,7 @@ module {
     tt.return loc(#l)
   } loc(#l)
 } loc(#l)
-"""
+"""  # noqa: E501
 
 
 def test_accesses_are_followed_back_to_arguments():
@@ -68,8 +68,9 @@ def test_an_access_that_cannot_be_told_is_said():
 
 def test_instructions_in_loops():
     text = "L0:\n add 1\nL1:\n mul 2\nL2:\n mul 3\n bra L2\n sub 4\n bra L1\n end 5\n bra L3\nL3:\n last 6"
-    line = re.compile(r"^ (add|mul|sub|end|last)"), re.compile(r"^(L\d):"), re.compile(r"bra (L\d)")
-    found = [(match[1], looped) for match, looped in instructions(text, *line)]
+    line = re.compile(r"^ (add|mul|sub|end|last)(.*)"), re.compile(r"^(L\d):"), re.compile(r"bra (L\d)")
+    assembly = Assembly(*line, classify=lambda name, rest: None, kinds=())
+    found = [(name, looped) for name, _, looped in assembly.instructions(text)]
     assert found == [("add", False), ("mul", True), ("mul", True), ("sub", True), ("end", False), ("last", False)]
 
 
@@ -90,13 +91,13 @@ def _certificate(programs=16384, moved=LOADED, stages=1, looped=False, **resourc
 
 
 def _time(**changes) -> float:
-    return model.time_of([_certificate(**changes)])
+    return static.time_of([_certificate(**changes)])
 
 
 def test_no_time_is_shorter_than_the_bytes_take():
     floor = 2 * BYTES / (H200.bandwidth * 1e3)
     assert floor < _time() < 2 * floor
-    work = model.work_of(_certificate())
+    work = static.work_of(_certificate())
     assert (work.programs, work.warps, work.resident, work.trips, work.moved) == (16384, 8, 8, 1, 2 * BYTES)
 
 
@@ -132,17 +133,17 @@ def test_rows_that_the_cache_does_not_hold_are_read_again():
     twice = (*PERSISTENT, PERSISTENT[0])
     small, large = ({"programs": n, "moved": twice, "looped": True} for n in (1 << 14, 132))
     once = {**large, "moved": PERSISTENT}
-    assert model.work_of(_certificate(**large)).again == BYTES
+    assert static.work_of(_certificate(**large)).again == BYTES
     assert _time(**large) > 1.03 * _time(**once)
-    again = model.work_of(_certificate(**small))
+    again = static.work_of(_certificate(**small))
     assert again.row * 8 * H200.multiprocessors < H200.l2, "what all programs at work sweep fits the cache"
 
 
 def test_what_cannot_be_modelled_is_said():
     with pytest.raises(ValueError, match="not one block fits"):
-        model.work_of(_certificate(occupancy=0.0))
+        static.work_of(_certificate(occupancy=0.0))
     with pytest.raises(ValueError, match="no idea"):
-        model.work_of(replace(_certificate(), unread="no idea"))
+        static.work_of(replace(_certificate(), unread="no idea"))
 
 
 @pytest.mark.parametrize("arch", [a for v in ("cuda", "rocm", "xpu") for a in backend(v).known_archs()])
@@ -155,41 +156,38 @@ def test_every_architecture_has_a_pace(arch):
 # -- the tuner -------------------------------------------------------------------------------------------------------
 
 
-class FakeWorkers:
-    """Answers jobs as compile workers would; `registers(config)` and the like decide what."""
+class FakePool:
+    """Answers as a pool of compile workers would; `answer(config)` says what differs."""
 
     def __init__(self, answer) -> None:
-        self.answer, self.seen = answer, []
+        self.answer, self.seen = answer, {}
 
-    def run(self, jobs):
-        for number, job in enumerate(jobs):
-            config = LaunchConfig.from_json(job["config"])
-            self.seen.append(config)
-            threads, tile = 32 * config.num_warps, config.blocks["BLOCK_SIZE"] * config.blocks["ROWS"]
-            each = max(1, tile // threads // 8)  # accesses of 16 bytes
-            resources = {"registers": 32, "spills": 0, "scratch": 0, "shared": 32, "threads": threads, "looped": {}}
-            resources |= {
-                "occupancy": max(1, 2048 // threads) * threads / 2048,
-                "loads": {128: each},
-                "stores": {128: each},
-            }
-            resources["instructions"] = {"load": each, "store": each, "barrier": 2, "other": 80 * each}
-            found = self.answer(config)
-            if "error" in found:
-                yield number, {"error": found["error"], "seconds": 0.1}
-            else:
-                moved = [[0, "load", 2 * tile, False], [2, "store", 2 * tile, False]]
-                yield number, {"resources": {**resources, **found}, "seconds": 0.1, "accesses": moved}
+    def submit(self, name, call, request):
+        self.seen[name] = LaunchConfig.from_json(request["config"])
+
+    def wait(self, name):
+        config = self.seen[name]
+        threads, tile = 32 * config.num_warps, config.blocks["BLOCK_SIZE"] * config.blocks["ROWS"]
+        each = max(1, tile // threads // 8)  # accesses of 16 bytes
+        found = self.answer(config)
+        if "error" in found:
+            return {"error": found["error"]}
+        resources = {"registers": 32, "spills": 0, "scratch": 0, "shared": 32, "threads": threads, "looped": {}}
+        resources["occupancy"] = max(1, 2048 // threads) * threads / 2048
+        resources |= {"loads": {128: each}, "stores": {128: each}}
+        resources["instructions"] = {"load": each, "store": each, "barrier": 2, "other": 80 * each}
+        moved = [[0, "load", 2 * tile, False], [2, "store", 2 * tile, False]]
+        return {"resources": {**resources, **found}, "accesses": moved}
 
 
 JOB = Job("rms_norm", "fwd", (4096, 14, 2), (16384, 4096), "bfloat16")
 
 
 def _choose(answer, **more):
-    workers, saved = FakeWorkers(answer), {}
-    tuner = static.StaticTuner(H200, workers, save=lambda name, entry: saved.setdefault(name, entry) is entry, **more)
+    pool, saved = FakePool(answer), {}
+    tuner = static.StaticTuner(H200, pool, save=lambda name, entry: saved.setdefault(name, entry) is entry, **more)
     (result,) = tuner.run([JOB])
-    return result, saved, workers
+    return result, saved, pool
 
 
 HEURISTIC = tunable().heuristic(H200, JOB.key)
@@ -246,7 +244,7 @@ def test_without_a_heuristic_that_compiles_there_is_no_choice():
 
 @pytest.mark.aot
 def test_the_budget_ends_a_run(monkeypatch):
-    tuner = static.StaticTuner(H200, FakeWorkers(lambda config: {}), candidates=2)
+    tuner = static.StaticTuner(H200, FakePool(lambda config: {}), candidates=2)
     clock = iter(range(0, 100, 10))
     monkeypatch.setattr(static.time, "monotonic", lambda: next(clock))
     results = tuner.run([JOB] * 3, budget=15)
@@ -256,8 +254,8 @@ def test_the_budget_ends_a_run(monkeypatch):
 
 @pytest.mark.aot
 def test_no_more_is_compiled_than_asked_for():
-    result, _, workers = _choose(lambda config: {}, candidates=8)
-    assert 6 <= result.tried <= 9 and len(workers.seen) <= 9
+    result, _, pool = _choose(lambda config: {}, candidates=8)
+    assert 6 <= result.tried <= 9 and len(set(pool.seen.values())) <= 9
 
 
 @pytest.mark.aot
@@ -309,7 +307,7 @@ def test_the_command(arch, kind, capsys, clean_registry):
 
 
 def test_the_published_regret_is_what_the_model_gives(monkeypatch, tmp_path, capsys):
-    """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the constants in the code."""
+    """benchmarks/results/static-regret-h200.json follows from the measurements beside it and the code's constants."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "static_regret", raising=False)
     import static_regret
@@ -337,7 +335,7 @@ def test_the_page_has_the_published_regret(monkeypatch):
 
 
 def test_what_is_measured_for_the_regret(monkeypatch):
-    """Each kernel once, with the op whose it is, the heuristic first among its candidates; certified as the model needs."""
+    """Each kernel once, with its own op, the heuristic first among its candidates; certified as the model needs."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "static_regret", raising=False)
     import static_regret
@@ -350,7 +348,7 @@ def test_what_is_measured_for_the_regret(monkeypatch):
         ("cross_entropy", "stats"),
     }
     for job in jobs:
-        tunable = registry._tunables[f"{job['op']}.{job['variant']}"]
+        tunable = registry.get_tunable(f"{job['op']}.{job['variant']}")
         assert job["configs"][0] == tunable.heuristic(target, job["key"]) and len(set(job["configs"])) == len(
             job["configs"]
         )

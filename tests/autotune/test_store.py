@@ -271,7 +271,8 @@ number = int(sys.argv[1])
 torn = 0
 for turn in range(40):
     config = LaunchConfig({"BLOCK_SIZE": 4096, "ROWS": 1}, 1 << (turn % 5), vendor={"pad": "x" * 4000})
-    assert store.save(H200, ("rms_norm", "fwd", (4096, turn % 4, 2)), Entry(config, {"kind": "measured", "writer": number}, "h"))
+    entry = Entry(config, {"kind": "measured", "writer": number}, "h")
+    assert store.save(H200, ("rms_norm", "fwd", (4096, turn % 4, 2)), entry)
     problems = []
     entries = store.read_user(H200, problems)
     torn += len(problems)

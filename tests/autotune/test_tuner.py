@@ -8,9 +8,9 @@ import pytest
 
 from liger_hw import registry
 from liger_hw.autotune import space, store
-from liger_hw.autotune.journal import Journal, Past
-from liger_hw.autotune.remote import WorkerDied, WorkerError
+from liger_hw.autotune.store import Journal, Past
 from liger_hw.autotune.tuner import Effort, Job, Tuner
+from liger_hw.autotune.workers import WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig
 from tests.autotune.fakes import FACTS, H200, FakeMeasurer, tunable
 
@@ -303,12 +303,12 @@ class Pool:
         self.answers, self.urgent = answers, 0
         self.submitted: dict[str, LaunchConfig] = {}
 
-    def submit(self, recipe, args, urgent=False):
+    def submit(self, name, call, request, urgent=False):
         self.urgent += urgent
-        self.submitted[recipe] = LaunchConfig.from_json(args[4])
+        self.submitted[name] = LaunchConfig.from_json(request["config"])
 
-    def wait(self, recipe):
-        return self.answers(self.submitted[recipe])
+    def wait(self, name):
+        return self.answers(self.submitted[name])
 
 
 def test_what_does_not_compile_or_fit_is_never_run():

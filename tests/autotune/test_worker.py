@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from liger_hw.autotune import remote
-from liger_hw.autotune.remote import CompilePool, RemoteMeasurer, Worker, WorkerDied, WorkerError
 from liger_hw.autotune.tuner import Job, Tuner
+from liger_hw.autotune.workers import CompilePool, RemoteMeasurer, Worker, WorkerDied, WorkerError
 from tests.autotune.fakes import FACTS, H200, tunable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +27,11 @@ def fake(monkeypatch):
     monkeypatch.setattr(Worker, "module", "tests.autotune.fake_worker")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def request(config) -> dict:
+    head = {"target": H200.to_json(), "op": "rms_norm", "sizes": [8192, 4096], "dtype": "bfloat16"}
+    return {**head, "tunable": "rms_norm.fwd", "config": config.to_json()}
 
 
 def with_warps(warps: int):
@@ -44,7 +48,7 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
         with pytest.raises(WorkerError, match="no"):
             measurer.prepare(with_warps(32).to_json())
         assert measurer.prepare(with_warps(1).to_json())["id"] == 1
-        worker = measurer._worker._process
+        worker = measurer._worker.process
     finally:
         measurer.close()
     assert worker.poll() is not None
@@ -71,26 +75,21 @@ def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
 
 
 def test_the_compile_pool_survives_aborts_and_hangs(fake):
-    pool = CompilePool(H200.to_json(), 2, seconds=3.0)
-    try:
+    with CompilePool(2, seconds=3.0) as pool:
         for warps in (1, 2, 4, 8):
-            pool.submit(str(warps), ["rms_norm", [8192, 4096], "bfloat16", "fwd", with_warps(warps).to_json()])
-        assert pool.wait("1") == {"resources": {"shared": 100}} and pool.wait("8") == {"resources": {"shared": 800}}
-        assert "crashed" in pool.wait("2")["error"] and "hung" in pool.wait("4")["error"]
-        pool.submit("8", ["never", "looked", "at", "again", {}], urgent=True)
-        assert pool.wait("8") == {"resources": {"shared": 800}}
-    finally:
-        pool.close()
+            pool.submit(warps, "candidate", request(with_warps(warps)))
+        assert [pool.wait(warps)["resources"] for warps in (1, 8)] == [{"shared": 100}, {"shared": 800}]
+        assert "crashed" in pool.wait(2)["error"] and "hung" in pool.wait(4)["error"]
+        pool.submit(8, "never looked at again", {}, urgent=True)
+        assert pool.wait(8)["resources"] == {"shared": 800}
 
 
 def test_urgent_candidates_overtake(fake):
-    pool = CompilePool(H200.to_json(), 0)
-    args = ["rms_norm", [1, 1], "bfloat16", "fwd", with_warps(1).to_json()]
-    for name in ("a", "b", "c"):
-        pool.submit(name, args)
-    pool.submit("c", args, urgent=True)
-    assert [pool._queue.get()[2] for _ in range(4)] == ["c", "a", "b", "c"]
-    pool.close()
+    with CompilePool(0) as pool:
+        for name in ("a", "b", "c"):
+            pool.submit(name, "candidate", {})
+        pool.submit("c", "candidate", {}, urgent=True)
+        assert [pool._queue.get()[2] for _ in range(4)] == ["c", "a", "b", "c"]
 
 
 RUN = """
@@ -98,8 +97,8 @@ import signal
 import sys
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest was started in the background
-from liger_hw.autotune import remote, store
-remote.Worker.module = "tests.autotune.fake_worker"
+from liger_hw.autotune import workers
+workers.Worker.module = "tests.autotune.fake_worker"
 import liger_hw.cli.autotune as command
 command._device = lambda name: "cuda:0"
 from liger_hw.cli import main
@@ -165,10 +164,9 @@ def test_workers_end_with_their_parent(tmp_path):
     """A worker whose parent was killed notices within a second or two, even while it waits for nothing."""
     script = (
         "import json, os, sys, time\n"
-        "from liger_hw.autotune.remote import Worker\n"
-        "from tests.autotune.fakes import H200\n"
-        "w = Worker('compile', {'target': H200.to_json()})\n"
-        "print(w._process.pid, flush=True)\n"
+        "from liger_hw.autotune.workers import Worker\n"
+        "w = Worker('compile')\n"
+        "print(w.process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -191,16 +189,13 @@ def _alive(pid: int) -> bool:
 def test_what_the_pool_compiles_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     """The compile worker's result is in Triton's cache, for the whole operator that the candidate is part of."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pool = CompilePool(H200.to_json(), 1)
-    try:
-        fwd = tunable()
-        pool.submit("x", ["rms_norm", [8192, 4096], "bfloat16", "fwd", fwd.safe(H200, KEY).to_json()])
+    fwd = tunable()
+    with CompilePool(1) as pool:
+        pool.submit("x", "candidate", request(fwd.safe(H200, KEY)))
         resources = pool.wait("x")["resources"]
-    finally:
-        pool.close()
     assert resources["threads"] == 32 * fwd.safe(H200, KEY).num_warps and resources["registers"] > 0
     assert list(tmp_path.rglob("_norm_fwd_kernel.cubin"))
 
 
 def test_limits_have_a_default_for_every_long_call():
-    assert {"prepare", "time", "open", "scan", "verify", "facts"} <= set(remote.RemoteMeasurer.LIMITS)
+    assert {"prepare", "time", "open", "scan", "verify", "facts"} <= set(RemoteMeasurer.LIMITS)

@@ -1,18 +1,19 @@
 """What torch says about devices we do not have.
 
-Recorded from public documents, not from devices of ours (the H200 is the exception, see below). The fields before `|` of
-each entry's source were printed by torch on the real device and published; the rest are the vendor's published figures in
-torch's field names. A value nobody published is left out, as an older torch would leave it out.
+Recorded from public documents, not from devices of ours (the H200 is the exception, see below). The fields before `|`
+of each entry's source were printed by torch on the real device and published; the rest are the vendor's published
+figures in torch's field names. A value nobody published is left out, as an older torch would leave it out.
 
-NVIDIA: `print(torch.cuda.get_device_properties(0))` in public logs for name, capability, memory, multiprocessors and L2 of
-A100, H100, H200, B200 and RTX 4090; Inductor's DeviceProperties in public generated code for RTX 5090 (170
+NVIDIA: `print(torch.cuda.get_device_properties(0))` in public logs for name, capability, memory, multiprocessors and
+L2 of A100, H100, H200, B200 and RTX 4090; Inductor's DeviceProperties in public generated code for RTX 5090 (170
 multiprocessors, 1536 threads each, 65536 registers) and B200 | shared memory and threads: CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability"; RTX 5090 name, memory, L2: NVIDIA RTX Blackwell architecture paper.
-AMD: public prints of MI250X (110 multiprocessors, 8 MB), MI300X (304, 4 MB, ROCm/ROCm issue 4203), RX 7900 XTX (48, 6 MB)
-and RX 9070 XT (32, 8 MB); Inductor's DeviceProperties for gfx950 (256, 131072 registers), gfx942 (65536), gfx90a (65536
-with older, 131072 with newer ROCm), all 2048 threads | `hipinfo` of an RX 7900 XTX: 2048 threads, warp 32, 64 KB;
-`rocminfo` of an MI355X: 160 KB of LDS, 4 MB L2.
-Intel: public prints of Max 1550 (one tile), A770, Arc Pro B60 and a Lunar Lake laptop | B580: same silicon as the B60, 12 GB.
+AMD: public prints of MI250X (110 multiprocessors, 8 MB), MI300X (304, 4 MB, ROCm/ROCm issue 4203), RX 7900 XTX (48, 6
+MB) and RX 9070 XT (32, 8 MB); Inductor's DeviceProperties for gfx950 (256, 131072 registers), gfx942 (65536), gfx90a
+(65536 with older, 131072 with newer ROCm), all 2048 threads | `hipinfo` of an RX 7900 XTX: 2048 threads, warp 32, 64
+KB; `rocminfo` of an MI355X: 160 KB of LDS, 4 MB L2.
+Intel: public prints of Max 1550 (one tile), A770, Arc Pro B60 and a Lunar Lake laptop | B580: same silicon as the B60,
+12 GB.
 """
 
 from __future__ import annotations

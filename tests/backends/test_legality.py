@@ -138,7 +138,8 @@ def test_every_heuristic_and_safe_configuration_is_legal(op):
 
 
 def test_the_large_register_file_is_taken_for_large_tiles():
-    """Intel's rule: 64 values a work-item in the small mode; a tile of more than 16 elements a work-item takes the large."""
+    """Intel's rule: 64 values a work-item in the small mode; a tile of more than 16 elements a work-item takes the
+    large."""
     xpu = backend("xpu")
     few, many = LaunchConfig({"BLOCK_SIZE": 4096}, 8), LaunchConfig({"BLOCK_SIZE": 8192, "ROWS": 1}, 8)
     assert "grf_mode" not in xpu.lower(few) and xpu.lower(many)["grf_mode"] == "256"

@@ -78,7 +78,8 @@ def test_an_older_torch_leaves_fields_out(vendor, name):
 
 @pytest.mark.parametrize(("vendor", "name"), ALL)
 def test_a_device_is_known_by_its_name(vendor, name):
-    """By name it is what torch describes on the machine, to the name that finds its shipped table (NVIDIA's are recorded)."""
+    """By name it is what torch describes on the machine, to the name that finds its shipped table (NVIDIA's are
+    recorded)."""
     real, known = _target(vendor, name), known_target(name.removeprefix("Arc "))
     same = known if vendor == "cuda" else replace(known, name=real.name)
     assert same == real

@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chunked_losses
 import pytest
+import sweep
 import torch
 from fake_device import FakeDevice
 
 from liger_hw import registry
-from liger_hw.bench import chunked, floors, ops, peers
-from liger_hw.bench.cases import LOSSES
+from liger_hw.bench import floors, ops, peers
+from liger_hw.bench.cases import Case
 from liger_hw.bench.timing import Meter
 
-pytestmark = pytest.mark.cpu
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+pytestmark = pytest.mark.cpu
 ONE_POINT = ["--hidden", "8", "--tokens", "1", "--vocabularies", "50", "--device", "cpu"]
 ONE_RUN = {"hidden": 8, "device": "cpu", "points": [{"vocab": 50, "tokens": 1, "ms": 1.0, "share": 0.5}]}
 
@@ -29,9 +32,9 @@ def script(monkeypatch):
     return lambda name: __import__(name)
 
 
-@pytest.mark.parametrize("name", sorted(chunked.OPS))
+@pytest.mark.parametrize("name", sorted(chunked_losses.OPS))
 def test_a_chunked_loss_is_a_case(name):
-    (case,) = ops.cases([name], ["2x3x8x11"], torch.float32)
+    case = Case(chunked_losses.OPS[name], "small", (2, 3, 8, 11), torch.float32)
     rows = ops.bench([case], "cpu", against=("torch",), repeats=1, copy_rate=10.0)
     assert [(row["arm"], row["status"]) for row in rows] == [(peers.OURS, "ok"), ("torch", "ok")]
     for row in rows:
@@ -39,10 +42,10 @@ def test_a_chunked_loss_is_a_case(name):
         assert row["error_out"] < 1e-6 and row["error_grad"] < 1e-5
 
 
-@pytest.mark.parametrize("name", sorted(chunked.OPS))
+@pytest.mark.parametrize("name", sorted(chunked_losses.OPS))
 def test_a_chunked_loss_depends_on_what_it_is_given(name):
     """The arms must not agree because nothing flows: every leaf gets a gradient, and another draw another loss."""
-    (case,) = ops.cases([name], ["2x3x8x11"], torch.float32)
+    case = Case(chunked_losses.OPS[name], "small", (2, 3, 8, 11), torch.float32)
     drawn = [ops.make_inputs(case, case.sizes, torch.device("cpu"), seed) for seed in (0, 1)]
     values = [case.op.function(*inputs.args) for inputs in drawn]
     assert values[0].item() != values[1].item()
@@ -51,9 +54,9 @@ def test_a_chunked_loss_depends_on_what_it_is_given(name):
 
 def test_the_list_of_losses_has_every_loss():
     words = ("cross_entropy", "jsd", "kl_div", "tvd")
-    assert LOSSES.keys() == {name for name in registry.ops() if name.endswith(words)} | chunked.OPS.keys()
-    todo = ops.cases([], ["losses"])
-    assert {case.op.name for case in todo} == LOSSES.keys()
+    assert sweep.LOSSES.keys() == {name for name in registry.ops() if name.endswith(words)} | chunked_losses.OPS.keys()
+    todo = sweep.cases_of("losses")
+    assert {case.op.name for case in todo} == sweep.LOSSES.keys()
     assert {case.dtype for case in todo if case.op.name in ("jsd", "kl_div", "tvd")} == {torch.float32}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import size_plots
 import torch
 
 from liger_hw.bench import plots, report
@@ -109,7 +110,7 @@ def test_plots_over_sizes(tmp_path):
         for n in (1, 4, 9)
         for arm, ms in (("liger_hw", 0.8), ("liger", 1.0), ("compile", 0.7))
     ]
-    plots.share_by_size(rows, tmp_path / "share.png")
-    plots.speed_by_size(rows, tmp_path / "speed.png")
+    size_plots.share_by_size(rows, tmp_path / "share.png")
+    size_plots.speed_by_size(rows, tmp_path / "speed.png")
     plots.bars(rows, tmp_path / "bars.png")
     assert all((tmp_path / f"{name}.png").stat().st_size > 8000 for name in ("share", "speed", "bars"))

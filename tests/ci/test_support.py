@@ -140,9 +140,9 @@ def test_a_release_that_went_deeper_has_its_own_table(support):
 
 
 def test_depths_are_those_of_the_compiler(support):
-    from liger_hw.autotune import matrix
+    from liger_hw.autotune.compile import DEPTHS
 
-    assert support.DEPTHS == matrix.DEPTHS
+    assert support.DEPTHS == DEPTHS
 
 
 def test_what_is_unproven_is_listed(support, monkeypatch):

@@ -10,10 +10,9 @@ import sys
 import pytest
 import torch
 
+from liger_hw.bench import agreement, training
+from liger_hw.bench.training import Original, Run
 from liger_hw.cli import main
-from liger_hw.cli.demo import check, train
-from liger_hw.cli.demo.arms import Original
-from liger_hw.cli.demo.train import Run
 
 pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
@@ -32,7 +31,7 @@ def demo(tmp_path, capsys):
 
 
 def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
-    original = Original()
+    original = Original("mistral")
     code, out, err = demo()
     assert code == 0, out + err
     assert "torch's reference path" in out and "OK: liger_hw trains as hf does" in out
@@ -130,43 +129,47 @@ def _run(losses: list[float], grad: float = 1.0, start: float = 0.0) -> Run:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tolerance_is_the_limit(dtype):
     base = _run([5.0] * 10)
-    limit = check.allowed(dtype, 9, 5.0)
-    assert not check.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
-    assert check.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
+    limit = agreement.allowed(dtype, 9, 5.0)
+    assert not agreement.compare(base, _run([5.0] * 9 + [5.0 + 0.9 * limit]), dtype).problems
+    assert agreement.compare(base, _run([5.0] * 9 + [5.0 + 1.1 * limit]), dtype).problems
 
 
 def test_the_tolerance_grows_with_steps_and_dtype():
-    assert check.allowed("float32", 0, 5.0) < check.allowed("float32", 50, 5.0) < check.allowed("bfloat16", 0, 5.0)
-    assert check.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
+    assert (
+        agreement.allowed("float32", 0, 5.0)
+        < agreement.allowed("float32", 50, 5.0)
+        < agreement.allowed("bfloat16", 0, 5.0)
+    )
+    assert agreement.allowed("bfloat16", 29, 5.0) < 0.05  # 30 steps in bf16: within 1%
 
 
 def test_other_reasons_to_fail():
     base = _run([5.0, 4.0])
-    assert "same weights" in check.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
-    assert "first gradient of w" in check.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
-    assert check.compare(base, _run([5.0, math.nan]), "float32").problems
-    assert check.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
+    assert "same weights" in agreement.compare(base, _run([5.0, 4.0], start=1.0), "float32").problems[0]
+    assert "first gradient of w" in agreement.compare(base, _run([5.0, 4.0], grad=1.001), "float32").problems[0]
+    assert agreement.compare(base, _run([5.0, math.nan]), "float32").problems
+    assert agreement.compare(base, _run([5.0, 4.0], grad=math.nan), "float32").problems
     more = Run([5.0, 4.0], {"w": 1.0, "v": 1.0}, 0.0, [1.0], 1, None)
-    assert "gradient for v" in check.compare(base, more, "float32").problems[0]
+    assert "gradient for v" in agreement.compare(base, more, "float32").problems[0]
 
 
 def test_steps_past_the_judged_ones_are_not_judged():
-    base = [5.0] * (check.JUDGED_STEPS + 1)
-    assert not check.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
+    base = [5.0] * (agreement.JUDGED_STEPS + 1)
+    assert not agreement.compare(_run(base), _run(base[:-1] + [9.0]), "float32").problems
 
 
 # -- text and arguments ----------------------------------------------------------------------------------------------
 
 
 def test_pairs_of_ascii_bytes_are_one_token_each_way():
-    tokens = train.to_tokens(b"Hello", 32768)
+    tokens = training.to_tokens(b"Hello", 32768)
     assert tokens.tolist() == [ord("H") << 8 | ord("e"), ord("l") << 8 | ord("l")]
-    assert int(train.to_tokens(bytes(range(256)), 32768).max()) < 32768
-    assert train.to_tokens(b"\x00\xff", 256).tolist() == [0, 255]
+    assert int(training.to_tokens(bytes(range(256)), 32768).max()) < 32768
+    assert training.to_tokens(b"\x00\xff", 256).tolist() == [0, 255]
 
 
 def test_the_default_text_is_real_and_long():
-    text = train.read_text(None)
+    text = training.read_text(None)
     assert len(text) > 200_000 and b"statement" in text
 
 

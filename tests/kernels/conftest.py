@@ -48,16 +48,5 @@ def exact_convolutions():
 
 
 @pytest.fixture(autouse=True)
-def no_failed_configuration():
-    """In production a configuration that fails is set aside and the next layer answers; a test must see it."""
-    from liger_hw import registry
-
-    before = dict(registry._quarantined)
-    yield
-    failed = {mark: why for mark, why in registry._quarantined.items() if mark not in before}
-    for mark in failed:
-        del registry._quarantined[mark]
-    registry.invalidate()
-    assert not failed, "\n".join(
-        f"{arch} {name} {key} {config}: {why}" for (arch, name, key, config), why in failed.items()
-    )
+def _no_failed_configuration(no_failed_configuration):
+    pass

@@ -12,10 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_hw import registry
-from liger_hw.autotune import compile_ahead, ttir
-from liger_hw.autotune.compile import _launcher_mode
+from liger_hw.autotune import compile_ahead
+from liger_hw.autotune.compile import driver_stub
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.runtime import launch as _launch
+from liger_hw.runtime.observe import observing
+from liger_hw.runtime.operator import LauncherMode
 
 AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
 FEW, MANY = (1, 512, 16, 16, 64), (1, 513, 16, 16, 64)  # 2^20 elements, and as a key has it twice that
@@ -95,7 +97,7 @@ def test_tritons_launcher_keeps_it(early):
     vars(run).update(launch=lambda *given: told.append(given), launch_cooperative_grid=False, launch_pdl=early)
     vars(run).update(num_ctas=1, arg_annotations=(), kernel_signature=b"", gsan_enabled=False)
     taken, head = _launch._entry(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
-    with ttir.standing_in(SimpleNamespace()):  # newer launchers look at the driver, and ask it nothing
+    with driver_stub(None):  # newer launchers look at the driver, and ask it nothing
         run(2, 1, 1, 9, 7, (4, 1, 0), None, None, None, "X_ptr", 8)
         taken(2, 1, 1, 9, *head, "X_ptr", 8)
     assert told[0] == told[1] and told[1][:7] == (2, 1, 1, 9, 7, False, early)
@@ -175,7 +177,7 @@ def test_the_chain_is_launched_early(shape):
     def note(plan, *_launch):
         early.setdefault(plan.tunable.name, set()).add(plan.constexprs["AHEAD"])
 
-    with registry.pretend(known_target("sm90")), FakeTensorMode(), _launcher_mode(), compile_ahead._noting(note):
+    with registry.pretend(known_target("sm90")), FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(note)):
         with torch.autograd.set_multithreading_enabled(False):
             _chain(torch.empty(shape), rounds=1)
     assert {name.split(".")[0] for name in early} == set(CHAIN) and early["rope.fwd"] == early["rope.bwd"] == {True}
@@ -211,7 +213,7 @@ def chained(request, gpu, seed):
 @pytest.mark.gpu
 def test_chains_without_waiting(chained):
     x, expected = chained
-    for _ in range(3):  # the third is replayed, see _recorded.py
+    for _ in range(3):  # the third is replayed, see runtime/replay.py
         _same(_chain(x), expected)
 
 

@@ -1,4 +1,4 @@
-"""Recognition: each variant of a norm, MLP or rotary function is found by what it computes, and a near miss is refused."""
+"""Each variant of a norm, MLP or rotary function is recognised by what it computes, and a near miss is refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_norms(name):
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_a_norm_s_core_computes_it(name):
+def test_a_norm_s_replacement_computes_it(name):
     module = NORMS[name][0]()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -91,7 +91,7 @@ def test_a_norm_s_core_computes_it(name):
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
     module = module.bfloat16()
     found = probing.recognise(module)
-    torch.testing.assert_close(found.core(module, x), module(x), rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(found.replacement(module, x), module(x), rtol=2**-7, atol=1e-3)
 
 
 def test_a_norm_that_agrees_in_one_dtype_only_keeps_its_own_forward_in_others():
@@ -211,7 +211,7 @@ def test_mlps(name):
     assert isinstance(found, Match), found
     assert (found.kernel, found.variant) == (kernel, variant)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(found.core(module, x), module(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.replacement(module, x), module(x), rtol=1e-5, atol=1e-6)
 
 
 NOT_MLPS = {
@@ -405,7 +405,7 @@ def test_rotary_functions(name):
     found = rotary.recognise(function, shared_halves=True)
     assert isinstance(found, Match), found
     assert (found.kernel, found.variant) == (kernel, variant)
-    assert callable(found.core(function))
+    assert callable(found.replacement)
 
 
 def test_keywords_in_any_order():
@@ -415,7 +415,7 @@ def test_keywords_in_any_order():
         torch.randn(1, 5, 2, 8),
         torch.polar(torch.ones(1, 5, 4), torch.randn(1, 5, 4)),
     )
-    replacement = rotary.recognise(_complex_rope, True).core(_complex_rope)
+    replacement = rotary.recognise(_complex_rope, True).replacement
     found = replacement(freqs_cis=angles, xk=k, xq=q)
     for a, b in zip(found, _complex_rope(q, k, angles)):
         torch.testing.assert_close(a, b)
@@ -435,7 +435,7 @@ def test_halves_that_may_differ_are_both_read(function):
     found = rotary.recognise(function, shared_halves=False)
     assert found.variant == ""
     given = _turned_by(function)
-    for a, b in zip(found.core(function)(*given), function(*given), strict=True):
+    for a, b in zip(found.replacement(*given), function(*given), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -444,7 +444,7 @@ def test_of_equal_halves_one_is_read(function):
     q, k, cos, sin, *more = _turned_by(function)
     halves = [t[..., :4] for t in (cos, sin)]
     equal, one = ([torch.cat((t, t * other), -1) for t in halves] for other in (1, float("nan")))
-    found = rotary.recognise(function, shared_halves=True).core(function)(q, k, *one, *more)
+    found = rotary.recognise(function, shared_halves=True).replacement(q, k, *one, *more)
     for a, b in zip(found, function(q, k, *equal, *more), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -473,7 +473,7 @@ def test_other_rotary_functions_are_refused():
 def test_a_call_without_a_form_runs_the_original():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     cos = torch.randn(1, 5, 8, requires_grad=True)
-    replacement = rotary.recognise(_llama_rope, True).core(_llama_rope)
+    replacement = rotary.recognise(_llama_rope, True).replacement
     for given in ((q, q, cos, cos.detach()), (q[0], q[0], cos.detach()[0], cos.detach()[0])):
         axis = 1 if given[0].dim() == 4 else 0
         found, wanted = replacement(*given, unsqueeze_dim=axis), _llama_rope(*given, unsqueeze_dim=axis)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, Target
+from ..base import KIB, MIB, Arch, Backend, Device, Target
 
 
 class CpuBackend(Backend):
     vendor = "cpu"
     device_type = "cpu"
+    archs = {"cpu": Arch("cpu", (32,), 64 * KIB, 65536, 2048)}
+    devices = {"cpu": Device("cpu", "cpu", 2, 32 * MIB, 0)}  # two multiprocessors keep the interpreter's grids small
 
     def present(self) -> bool:
         return True
@@ -18,30 +20,10 @@ class CpuBackend(Backend):
         return None
 
     def target_from_properties(self, properties: Any) -> Target:
-        target = self.known_target("cpu")
-        assert target is not None
-        return target
+        return self.target("cpu", self.archs["cpu"], self.devices["cpu"])
 
-    def known_archs(self) -> tuple[str, ...]:
-        return ("cpu",)
-
-    def known_target(self, arch: str) -> Target | None:
-        """Two multiprocessors keep the interpreter's persistent grids small (1 to 2 ms a program)."""
-        if arch != "cpu":
-            return None
-        return Target(
-            vendor=self.vendor,
-            arch="cpu",
-            name="cpu",
-            multiprocessors=2,
-            warp_size=32,
-            warp_sizes=(32,),
-            max_threads=1024,
-            shared_memory=64 * 1024,
-            registers=65536,
-            l2=32 * 1024 * 1024,
-            family="cpu",
-        )
+    def known_devices(self) -> tuple[str, ...]:
+        return ()
 
 
 BACKEND = CpuBackend()

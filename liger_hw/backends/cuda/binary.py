@@ -1,7 +1,7 @@
-"""What a compiled NVIDIA kernel takes: registers from the cubin, memory widths and instructions from its PTX.
+"""What a compiled NVIDIA kernel takes: registers from the cubin, access widths and instructions from its PTX.
 
-The cubin is read by the `cuobjdump` that Triton's wheel brings. PTX is before register allocation and scheduling, so the
-instruction counts say what was asked for, not the cycles it takes. Registers are handed out by the warp in steps of 256,
+The cubin is read by the `cuobjdump` that Triton's wheel brings. PTX is before register allocation and scheduling, so
+its instruction counts say what was asked for, not what runs. Registers are handed out to a warp in steps of 256 and to
 warps in fours, and each resident block keeps 1 KiB of shared memory for itself (CUDA C++ Programming Guide, "Compute
 Capabilities"; Hopper Tuning Guide, "Shared Memory").
 """
@@ -12,37 +12,48 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from typing import Any
 
-from .._text import instructions
-from ..base import INSTRUCTIONS, Resources, Target
+from ..assembly import Assembly
+from ..base import KIB, Resources, Target
 
-_INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w]*(?:\.[\w:]+)+)(.*)$")
-_LABEL = re.compile(r"^(\$L__BB\w+):")
-_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[bsuf](\d+)$")
 _COPY = re.compile(r"\],\s*(0x[0-9a-f]+|\d+)")
-_KINDS = (
-    ("atomic", ("atom.", "red.")),
-    ("matrix", ("mma.", "wgmma.", "tcgen05.", "ldmatrix.", "stmatrix.")),
-    ("shuffle", ("shfl.", "redux.", "vote.")),
-    ("barrier", ("bar.", "barrier.", "mbarrier.", "cp.async.wait", "fence.")),
-    ("special", ("ex2.", "lg2.", "rsqrt.", "sqrt.", "rcp.", "tanh.", "sin.", "cos.", "div.")),
-    ("shared", ("ld.shared", "st.shared")),
-    ("spill", ("ld.local", "st.local")),
-)
-_KIB = 1024
 _MOST_BLOCKS = 32
+
+
+def _classify(name: str, operands: str) -> tuple[str, int | None] | None:
+    if name.startswith("cp.async.") and ".shared" in name and ".bulk" not in name:
+        size = _COPY.search(operands)
+        return "load", 8 * int(size[1], 0) if size else 0
+    if name.startswith(("ld.global", "cp.async.bulk.tensor", "st.global")):
+        found = _WIDTH.search(name)
+        return "store" if name.startswith("st") else "load", int(found[1] or 1) * int(found[2]) if found else 0
+    return None
+
+
+PTX = Assembly(
+    instruction=re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w]*(?:\.[\w:]+)+)(.*)$"),
+    label=re.compile(r"^(\$L__BB\w+):"),
+    branch=re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);"),
+    classify=_classify,
+    kinds=(
+        ("atomic", ("atom.", "red.")),
+        ("matrix", ("mma.", "wgmma.", "tcgen05.", "ldmatrix.", "stmatrix.")),
+        ("shuffle", ("shfl.", "redux.", "vote.")),
+        ("barrier", ("bar.", "barrier.", "mbarrier.", "cp.async.wait", "fence.")),
+        ("special", ("ex2.", "lg2.", "rsqrt.", "sqrt.", "rcp.", "tanh.", "sin.", "cos.", "div.")),
+        ("shared", ("ld.shared", "st.shared")),
+        ("spill", ("ld.local", "st.local")),
+    ),
+)
 
 
 def resources(target: Target, compiled: Any) -> Resources:
     """Resources of a `triton.compiler.CompiledKernel` made for an NVIDIA target."""
     registers, stack, local = _usage(compiled.asm["cubin"])
-    threads = compiled.metadata.num_warps * target.warp_size
-    shared = compiled.metadata.shared
-    loads, stores, kinds, looped = _count(compiled.asm["ptx"])
+    threads, shared = compiled.metadata.num_warps * target.warp_size, compiled.metadata.shared
     return Resources(
         registers=registers,
         spills=(stack + local) // 4,
@@ -50,15 +61,13 @@ def resources(target: Target, compiled: Any) -> Resources:
         shared=shared,
         threads=threads,
         occupancy=_occupancy(target, registers, shared, threads),
-        loads=loads,
-        stores=stores,
-        instructions=kinds,
-        looped=looped,
+        **PTX.count(compiled.asm["ptx"]),
     )
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """(registers a thread, bytes of stack, bytes of local memory): a kernel without local arrays has both from spills."""
+    """(registers a thread, bytes of stack, bytes of local memory): a kernel without local arrays has both from
+    spills."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -72,33 +81,6 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
     return int(found[1]), int(found[2]), int(found[4])
 
 
-def _count(ptx: str) -> tuple[dict[int, int], dict[int, int], dict[str, int], dict[str, int]]:
-    loads, stores, kinds, looped = Counter(), Counter(), Counter(), Counter()
-    for found, repeated in instructions(ptx, _INSTRUCTION, _LABEL, _BRANCH):
-        name, operands = found.groups()
-        if name.startswith("cp.async.") and ".shared" in name and ".bulk" not in name:
-            size = _COPY.search(operands)
-            loads[8 * int(size[1], 0) if size else 0] += 1
-            kind = "load"
-        elif name.startswith(("ld.global", "cp.async.bulk.tensor")):
-            loads[_bits(name)] += 1
-            kind = "load"
-        elif name.startswith("st.global"):
-            stores[_bits(name)] += 1
-            kind = "store"
-        else:
-            kind = next((kind for kind, starts in _KINDS if name.startswith(starts)), "other")
-        kinds[kind] += 1
-        looped[kind] += repeated
-    sort = lambda found: dict(sorted(found.items()))  # noqa: E731
-    return sort(loads), sort(stores), *({kind: n[kind] for kind in INSTRUCTIONS} for n in (kinds, looped))
-
-
-def _bits(name: str) -> int:
-    found = _WIDTH.search(name)
-    return int(found[1] or 1) * int(found[2]) if found else 0
-
-
 def _occupancy(target: Target, registers: int, shared: int, threads: int) -> float:
     warps = -(-threads // target.warp_size)
     of_a_warp = -(-registers * target.warp_size // 256) * 256
@@ -107,6 +89,6 @@ def _occupancy(target: Target, registers: int, shared: int, threads: int) -> flo
         _MOST_BLOCKS,
         resident_warps // warps,
         target.max_threads_per_multiprocessor // threads,
-        (target.shared_memory + _KIB) // (shared + _KIB),
+        (target.shared_memory + KIB) // (shared + KIB),
     )
     return blocks * threads / target.max_threads_per_multiprocessor

@@ -1,51 +1,31 @@
 """AMD GPUs: CDNA (wavefronts of 64) and RDNA (wavefronts of 32).
 
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
-and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950).
-Devices: public prints and vendor figures (tests/backends/recorded.py); MI325X: AMD's data sheet, an MI300X with faster memory.
+and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950). Devices: public prints and
+vendor figures (tests/backends/recorded.py), the MI325X from AMD's data sheet.
 torch reaches AMD through its "cuda" device type; the backend is told apart by `torch.version.hip`.
 
-A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four SIMDs)
-on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767), so 48 on an
-RX 7900 XTX of 96 compute units. Registers are counted for the same: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA 2 to 4
-(accumulation registers included), 1536 x 32 x 4 on gfx1100, gfx1151 and gfx1201 (LLVM AMDGPU user guide, "Processors";
-RDNA 3 ISA, "VGPRs"). They are not read from the device: ROCm reported 65536 and, later, 131072 for the same gfx90a.
+A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four
+SIMDs) on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767),
+so 48 on an RX 7900 XTX of 96 compute units. Registers are counted for the same: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA
+2 to 4 (accumulation registers included), 1536 x 32 x 4 on gfx1100, gfx1151 and gfx1201 (LLVM AMDGPU user guide,
+"Processors"; RDNA 3 ISA, "VGPRs"). They are not read from the device: ROCm releases report different numbers for the
+same gfx90a.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..base import Backend, Device, LaunchConfig, Pace, Resources, Target
+from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Resources, Target
 
-KIB, MIB = 1024, 1024 * 1024
-
-# arch -> (wavefront, LDS a block, family)
-_ARCHS = {
-    "gfx90a": (64, 64 * KIB, "cdna2"),
-    "gfx942": (64, 64 * KIB, "cdna3"),
-    "gfx950": (64, 160 * KIB, "cdna4"),
-    "gfx1100": (32, 64 * KIB, "rdna3"),
-    "gfx1151": (32, 64 * KIB, "rdna3.5"),
-    "gfx1201": (32, 64 * KIB, "rdna4"),
-}
-_DEVICES = {  # one torch device each: half an MI250X; L2 or last-level cache as ROCm reports it, of one die
-    "MI250X": Device("AMD Instinct MI250X", "gfx90a", 110, 8 * MIB, 1638),
-    "MI300X": Device("AMD Instinct MI300X", "gfx942", 304, 4 * MIB, 5300),
-    "MI325X": Device("AMD Instinct MI325X", "gfx942", 304, 4 * MIB, 6000),
-    "MI355X": Device("AMD Instinct MI355X", "gfx950", 256, 4 * MIB, 8000),
-    "RX 7900 XTX": Device("AMD Radeon RX 7900 XTX", "gfx1100", 48, 6 * MIB, 960),
-    "8060S": Device("AMD Radeon 8060S", "gfx1151", 20, 2 * MIB, 256),
-    "RX 9070 XT": Device("AMD Radeon RX 9070 XT", "gfx1201", 32, 8 * MIB, 640),
-}
-_CLOCKS = {"gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4, "gfx1100": 2.5, "gfx1151": 2.9, "gfx1201": 2.97}
-"""GHz, the data sheets' engine clocks."""
+_REGISTERS = {64: 512 * 64 * 4, 32: 1536 * 32 * 4}
 _LATENCY = {64: 800.0, 32: 600.0}
-"""Nanoseconds until memory answers, by wavefront; assumed, not measured by us: chiplets answer later."""
+"""Nanoseconds until memory answers, by wavefront. Assumed: chiplets answer later."""
 
 
-def _registers(wavefront: int) -> int:
-    return 4 * (512 * 64 if wavefront == 64 else 1536 * 32)
+def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1) -> Arch:
+    return Arch(family, (wavefront,), lds, _REGISTERS[wavefront], 2048, clock)
 
 
 def arch_of(gcn_arch_name: str) -> str:
@@ -56,7 +36,23 @@ def arch_of(gcn_arch_name: str) -> str:
 class RocmBackend(Backend):
     vendor = "rocm"
     device_type = "cuda"
-    devices = _DEVICES
+    archs = {  # clocks are the data sheets' engine clocks
+        "gfx90a": _arch("cdna2", 64, clock=1.7),
+        "gfx942": _arch("cdna3", 64, clock=2.1),
+        "gfx950": _arch("cdna4", 64, lds=160 * KIB, clock=2.4),
+        "gfx1100": _arch("rdna3", 32, clock=2.5),
+        "gfx1151": _arch("rdna3.5", 32, clock=2.9),
+        "gfx1201": _arch("rdna4", 32, clock=2.97),
+    }
+    devices = {  # one torch device each: half an MI250X; L2 or last-level cache as ROCm reports it, of one die
+        "MI250X": Device("AMD Instinct MI250X", "gfx90a", 110, 8 * MIB, 1638),
+        "MI300X": Device("AMD Instinct MI300X", "gfx942", 304, 4 * MIB, 5300),
+        "MI325X": Device("AMD Instinct MI325X", "gfx942", 304, 4 * MIB, 6000),
+        "MI355X": Device("AMD Instinct MI355X", "gfx950", 256, 4 * MIB, 8000),
+        "RX 7900 XTX": Device("AMD Radeon RX 7900 XTX", "gfx1100", 48, 6 * MIB, 960),
+        "8060S": Device("AMD Radeon 8060S", "gfx1151", 20, 2 * MIB, 256),
+        "RX 9070 XT": Device("AMD Radeon RX 9070 XT", "gfx1201", 32, 8 * MIB, 640),
+    }
     options = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"})
 
     def present(self) -> bool:
@@ -70,50 +66,26 @@ class RocmBackend(Backend):
         return torch.cuda.get_device_properties(index)
 
     def target_from_properties(self, properties: Any) -> Target:
-        arch = arch_of(properties.gcnArchName)
-        wavefront = properties.warp_size
-        _, lds, family = _ARCHS.get(arch, (wavefront, 64 * KIB, f"wave{wavefront}"))
-        device = self.device_named(properties.name) or self._known(arch)
-        return Target(
-            vendor=self.vendor,
-            arch=arch,
+        name, wavefront = arch_of(properties.gcnArchName), properties.warp_size
+        device = self.device_named(properties.name) or self._known(name)
+        return self.target(
+            name,
+            self.archs.get(name) or _arch(f"wave{wavefront}", wavefront),
+            device,
             name=properties.name,
             multiprocessors=properties.multi_processor_count,
-            warp_size=wavefront,
-            warp_sizes=(wavefront,),
             max_threads=getattr(properties, "max_threads_per_block", 1024),
-            shared_memory=lds,
-            registers=_registers(wavefront),
             l2=getattr(properties, "L2_cache_size", device.l2 if device else 4 * MIB),
-            bandwidth=device.bandwidth if device else 0,
-            family=family,
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         )
 
     def _known(self, name: str) -> Device | None:
         return super()._known(arch_of(name))
 
-    def target_of_device(self, device: Device) -> Target:
-        wavefront, lds, family = _ARCHS[device.arch]
-        return Target(
-            vendor=self.vendor,
-            arch=device.arch,
-            name=device.name,
-            multiprocessors=device.multiprocessors,
-            warp_size=wavefront,
-            warp_sizes=(wavefront,),
-            max_threads=1024,
-            shared_memory=lds,
-            registers=_registers(wavefront),
-            l2=device.l2,
-            bandwidth=device.bandwidth,
-            family=family,
-            max_threads_per_multiprocessor=2048,
-        )
-
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        # LLVM AMDGPU user guide, "amdgpu-waves-per-eu": an integer; a fraction aborts the process inside LLVM. A SIMD of
-        # CDNA holds 8 wavefronts (ROCm Compute Profiler, "Compute unit"), one of RDNA 16 (RDNA 3 ISA, "Wave states").
+        # LLVM AMDGPU user guide, "amdgpu-waves-per-eu": an integer; a fraction aborts the process inside LLVM. A SIMD
+        # of CDNA holds 8 wavefronts (ROCm Compute Profiler, "Compute unit"), one of RDNA 16 (RDNA 3 ISA, "Wave
+        # states").
         most = 8 if target.warp_size == 64 else 16
         waves = config.vendor.get("waves_per_eu")
         if waves is not None and (type(waves) is not int or not 0 <= waves <= most):
@@ -123,7 +95,8 @@ class RocmBackend(Backend):
         matrix = config.vendor.get("matrix_instr_nonkdim")
         if matrix is not None and (type(matrix) is not int or matrix not in sizes):
             return f"matrix_instr_nonkdim={matrix!r} is not one of {', '.join(map(str, sizes))} on {target.arch}"
-        # Triton's AMD backend overwrites kpack with 1 on gfx950 (HIPOptions): 2 would name a kernel that is not launched.
+        # Triton's AMD backend overwrites kpack with 1 on gfx950 (HIPOptions): 2 would name a kernel that is not
+        # launched.
         packs = (1,) if target.arch == "gfx950" else (1, 2)
         kpack = config.vendor.get("kpack")
         if kpack is not None and (type(kpack) is not int or kpack not in packs):
@@ -141,8 +114,9 @@ class RocmBackend(Backend):
     def pace(self, target: Target) -> Pace:
         """CDNA: four 16-wide SIMDs take four cycles for a wavefront of 64 each, one a cycle for the compute unit (ROCm
         Compute Profiler, "Pipeline descriptions"). RDNA: the four SIMDs of a work-group processor issue one each."""
+        arch = self.archs.get(target.arch, self.archs["gfx942"])
         issue = 1.0 if target.warp_size == 64 else 4.0
-        return Pace(_CLOCKS.get(target.arch, 2.1), issue, _LATENCY[target.warp_size], into_registers=True)
+        return Pace(arch.clock, issue, _LATENCY[target.warp_size], into_registers=True)
 
     def resources(self, target: Target, compiled: Any) -> Resources:
         from .binary import resources

@@ -1,8 +1,9 @@
 """Intel GPUs, through torch.xpu.
 
 Limits: Intel oneAPI GPU Optimization Guide (sub-group sizes, general register file modes, shared local memory of a
-work-group; "Intel Xe GPU Architecture": vector engines of an Xe-core, eight hardware threads each, one sub-group a thread);
-device numbers are read from torch.xpu's device properties. One torch device is one tile (stack) of a Max 1550.
+work-group; "Intel Xe GPU Architecture": vector engines of an Xe-core, eight hardware threads each, one sub-group a
+thread); device numbers are read from torch.xpu's device properties. One torch device is one tile (stack) of a Max
+1550.
 PCI device ids: Linux, include/drm/intel/pciids.h. They tell the architecture where the name is a generic one, as
 "Intel(R) Graphics [0x64a0]" is for Lunar Lake.
 """
@@ -13,25 +14,16 @@ import math
 import re
 from typing import Any
 
-from ..base import Backend, Device, LaunchConfig, Pace, Target
+from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
-KIB, MIB = 1024, 1024 * 1024
 GRF_MODES = ("default", "128", "256", "512", "auto")
-
-# arch -> (vector engines of a Xe-core, sub-group sizes, SLM)
-_ARCHS = {
-    "pvc": (8, (16, 32), 128 * KIB),
-    "acm": (16, (8, 16, 32), 64 * KIB),
-    "bmg": (8, (16, 32), 128 * KIB),
-    "lnl": (8, (16, 32), 128 * KIB),
-}
-_DEVICES = {  # one torch device each; multiprocessors are Xe-cores
-    "Max 1550": Device("Intel(R) Data Center GPU Max 1550", "pvc", 64, 192 * MIB, 1638),
-    "A770": Device("Intel(R) Arc(TM) A770 Graphics", "acm", 32, 16 * MIB, 560),
-    "B580": Device("Intel(R) Arc(TM) B580 Graphics", "bmg", 20, 18 * MIB, 456),
-    "Lunar Lake": Device("Intel(R) Arc(TM) Graphics (Lunar Lake)", "lnl", 8, 8 * MIB, 136),
-}
-_FAMILIES = {"pvc": "xe-hpc", "acm": "xe", "bmg": "xe2", "lnl": "xe2"}
+_SUB_GROUP = 32
+_THREADS_AN_ENGINE = 8
+_REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
+_LARGE_GRF_SUB_GROUPS = 32
+"""Most sub-groups of a work-group in the large register mode: 8 vector engines of 4 threads."""
+_SMALL_GRF_TILE = 16
+"""Elements a work-item up to which the small register mode holds a tile."""
 _NAMES = (
     ("Max", "pvc"),
     ("A770", "acm"),
@@ -42,16 +34,11 @@ _NAMES = (
     ("B50", "bmg"),
 )
 _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
-_CLOCKS = {"pvc": 1.6, "acm": 2.4, "bmg": 2.85, "lnl": 2.05}
-"""GHz, the data sheets' highest graphics clocks."""
-_SUB_GROUP = 32
-_THREADS_AN_ENGINE = 8
-_WORK_GROUP = 1024
-_LARGE_GRF_SUB_GROUPS = 32
-"""Most sub-groups of a work-group in the large register mode: 8 vector engines of 4 threads."""
-_SMALL_GRF_TILE = 16
-"""Elements a work-item up to which the small register mode holds a tile."""
-_REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
+
+
+def _arch(family: str, engines: int, sub_groups: tuple[int, ...], slm: int, clock: float) -> Arch:
+    """A row of the table; engines: vector engines of a Xe-core."""
+    return Arch(family, sub_groups, slm, _REGISTERS, engines * _THREADS_AN_ENGINE * _SUB_GROUP, clock)
 
 
 def arch_of(properties: Any) -> str:
@@ -71,7 +58,18 @@ def arch_of(properties: Any) -> str:
 class XpuBackend(Backend):
     vendor = "xpu"
     device_type = "xpu"
-    devices = _DEVICES
+    archs = {  # clocks are the data sheets' highest graphics clocks
+        "pvc": _arch("xe-hpc", 8, (16, 32), 128 * KIB, clock=1.6),
+        "acm": _arch("xe", 16, (8, 16, 32), 64 * KIB, clock=2.4),
+        "bmg": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.85),
+        "lnl": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.05),
+    }
+    devices = {  # one torch device each; multiprocessors are Xe-cores
+        "Max 1550": Device("Intel(R) Data Center GPU Max 1550", "pvc", 64, 192 * MIB, 1638),
+        "A770": Device("Intel(R) Arc(TM) A770 Graphics", "acm", 32, 16 * MIB, 560),
+        "B580": Device("Intel(R) Arc(TM) B580 Graphics", "bmg", 20, 18 * MIB, 456),
+        "Lunar Lake": Device("Intel(R) Arc(TM) Graphics (Lunar Lake)", "lnl", 8, 8 * MIB, 136),
+    }
     options = frozenset({"grf_mode"})
 
     def present(self) -> bool:
@@ -85,62 +83,43 @@ class XpuBackend(Backend):
         return torch.xpu.get_device_properties(index)
 
     def target_from_properties(self, properties: Any) -> Target:
-        arch = arch_of(properties)
-        engines, known_sizes, slm = _ARCHS[arch]
-        device = self._known(arch)
-        sizes = tuple(sorted(getattr(properties, "sub_group_sizes", known_sizes)))
+        name = arch_of(properties)
+        arch, device = self.archs[name], self._known(name)
+        sizes = tuple(sorted(getattr(properties, "sub_group_sizes", arch.warp_sizes)))
         sub_group = _SUB_GROUP if _SUB_GROUP in sizes else sizes[-1]
-        cores, all_engines = properties.gpu_subslice_count, getattr(properties, "gpu_eu_count", 0)
-        return Target(
-            vendor=self.vendor,
-            arch=arch,
+        cores = properties.gpu_subslice_count
+        threads = getattr(properties, "gpu_eu_count", 0) // cores * _THREADS_AN_ENGINE * sub_group
+        return self.target(
+            name,
+            arch,
+            device,
             name=properties.name,
             multiprocessors=cores,
             warp_size=sub_group,
             warp_sizes=sizes,
-            max_threads=min(getattr(properties, "max_work_group_size", _WORK_GROUP), _WORK_GROUP),
-            shared_memory=getattr(properties, "local_mem_size", slm),
-            registers=_REGISTERS,
+            max_threads=min(getattr(properties, "max_work_group_size", 1024), 1024),
+            shared_memory=getattr(properties, "local_mem_size", arch.shared_memory),
             l2=getattr(properties, "last_level_cache_size", device.l2),
-            bandwidth=device.bandwidth,
-            family=_FAMILIES[arch],
-            max_threads_per_multiprocessor=(all_engines // cores or engines) * _THREADS_AN_ENGINE * sub_group,
-        )
-
-    def target_of_device(self, device: Device) -> Target:
-        engines, sizes, slm = _ARCHS[device.arch]
-        return Target(
-            vendor=self.vendor,
-            arch=device.arch,
-            name=device.name,
-            multiprocessors=device.multiprocessors,
-            warp_size=_SUB_GROUP,
-            warp_sizes=sizes,
-            max_threads=_WORK_GROUP,
-            shared_memory=slm,
-            registers=_REGISTERS,
-            l2=device.l2,
-            bandwidth=device.bandwidth,
-            family=_FAMILIES[device.arch],
-            max_threads_per_multiprocessor=engines * _THREADS_AN_ENGINE * _SUB_GROUP,
+            max_threads_per_multiprocessor=threads or arch.max_threads,
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
         mode = str(config.vendor.get("grf_mode", "default"))
         if mode not in GRF_MODES:
             return f"grf_mode={mode!r} is not one of {', '.join(GRF_MODES)}"
-        if mode == "512" and target.arch in _ARCHS:
+        if mode == "512" and target.arch in self.archs:
             return f"grf_mode=512 is not in {target.arch}: a hardware thread has at most 256 registers there"
         if mode in ("256", "512") and config.num_warps > _LARGE_GRF_SUB_GROUPS:
             return f"grf_mode={mode} needs num_warps <= {_LARGE_GRF_SUB_GROUPS}, got {config.num_warps}"
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """With the large register file for tiles that would not fit the small one, where the configuration does not say.
+        """With the large register file for tiles that would not fit the small one, where the configuration does not
+        say.
 
-        oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for each of
-        8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a work-item; a
-        row kernel keeps two to three fp32 tiles and its addresses.
+        oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for
+        each of 8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a
+        work-item; a row kernel keeps two to three fp32 tiles and its addresses.
         """
         options = super().lower(config)
         tile = math.prod(config.blocks.values())
@@ -150,9 +129,9 @@ class XpuBackend(Backend):
         return options
 
     def pace(self, target: Target) -> Pace:
-        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series): four sub-groups of 32 issue
-        one instruction a cycle together ("Intel Xe GPU Architecture"). The latency is assumed."""
-        return Pace(_CLOCKS.get(target.arch, 2.0), 4.0, 700.0, virtual=True)
+        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series): four sub-groups of 32
+        issue one instruction a cycle together ("Intel Xe GPU Architecture"). The latency is assumed."""
+        return Pace(self.archs[target.arch].clock, 4.0, 700.0, virtual=True)
 
     def load_hint(self, hint: str) -> tuple[str, str]:
         return "", {"none": "", "stream": "evict_first", "keep": "evict_last"}[hint]

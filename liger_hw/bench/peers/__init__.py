@@ -3,10 +3,9 @@
     torch    eager, as models write it            liger  liger-kernel's functional API, its defaults
     compile  torch.compile of the same            quack  quack-kernels (CuTe DSL, NVIDIA only)
     aten     torch's own fused op, where it has   cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
-    apart    our own ops one after the other, where an op of ours does in one what several can
 
-A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file of
-each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
+A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file
+of each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Op
-from . import apart, cce, eager, liger, quack
+from . import cce, eager, liger, quack
 from .common import Absent, Unsupported  # noqa: F401  callers take both from here
 
 OURS = "liger_hw"
@@ -62,7 +61,9 @@ def _compile(op: Op) -> Callable[..., Any]:
     return torch.compile(_torch(op), dynamic=False)
 
 
-def _in(table: dict[str, Callable[..., Any]], peer: str) -> Callable[[Op], Callable[..., Any]]:
+def table_of(table: dict[str, Callable[..., Any]], peer: str) -> Callable[[Op], Callable[..., Any]]:
+    """A `Peer.build` that looks an op's function up in a table."""
+
     def build(op: Op) -> Callable[..., Any]:
         if op.name not in table:
             raise Absent(f"{peer} has no {op.name}")
@@ -76,12 +77,11 @@ PEERS = {
     for peer in (
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
-        Peer("aten", "torch", "torch", _in(eager.ATEN, "aten")),
-        Peer("apart", "torch", "torch", _in(apart.APART, "apart")),
+        Peer("aten", "torch", "torch", table_of(eager.ATEN, "aten")),
         Peer("liger", "liger_kernel", "liger-kernel", liger.build),
-        Peer("quack", "quack", "quack-kernels", _in(quack.QUACK, "quack")),
-        Peer("cce", "cut_cross_entropy", "cut-cross-entropy", _in(cce.table("high"), "cce")),
-        Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", _in(cce.table(None), "cce")),
+        Peer("quack", "quack", "quack-kernels", table_of(quack.QUACK, "quack")),
+        Peer("cce", "cut_cross_entropy", "cut-cross-entropy", table_of(cce.table("high"), "cce")),
+        Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", table_of(cce.table(None), "cce")),
     )
 }
 DEFAULT = ("torch", "compile", "liger", "quack", "cce")

@@ -7,13 +7,10 @@ import importlib
 from typing import Any, Callable
 
 from ...registry import Op
-from .. import chunked
 from .common import Absent, only
 
 
 def build(op: Op) -> Callable[..., Any]:
-    if op.name in chunked.OPS:
-        return chunked.liger(op.name)
     if op.name in ELSEWHERE:
         return ELSEWHERE[op.name]
     functional = importlib.import_module("liger_kernel.transformers.functional")

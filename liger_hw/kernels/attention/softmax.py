@@ -12,18 +12,19 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target
+from ...registry import Op, Sample
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
+from ..rows.aligned import align_down, load_row, row_pad, store_row
 from ..rows.blocks import keep_narrow
-from ..rows.maps import heuristic, row_operators, row_tunables
+from .row_maps import row_map_operators, row_map_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """The specification in plain torch: it sums in fp32 (fp64 for fp64) and, as here, its backward sees the rounded y."""
+    """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded y."""
     return torch.softmax(x, -1)
 
 
@@ -38,22 +39,31 @@ def _exp(x, anchor):
 
 @triton.jit
 def _exp_folded(x, anchor, log2_base):
-    """The same in two. The compiler fuses the first product with the subtraction, so that the anchor's alone is rounded: it
-    moves every value of a row by the same factor, which the sum takes out again. See `_log2_base` for how large that is."""
+    """The same in two instructions: the compiler fuses the first product with the subtraction.
+
+    Only the anchor's product is rounded then. That multiplies all values of a row by the same factor, which the
+    division by their sum takes out again. `_log2_base` bounds the factor.
+    """
     return tl.exp2(x * log2_base - anchor * log2_base)
 
 
 @triton.jit
 def _log2_base(top):
-    """log2(e), or 1 for a row that reaches 2^30: there the rounding of a product would move values by up to 2^64 and more,
-    and 1 has none; and the base no longer matters, since two numbers up there differ by 64 at least or not at all."""
+    """log2(e), or 1 for a row whose maximum reaches 2^30.
+
+    There the rounding of a product would be as large as 2^64 and more, and 1 has none. The base no longer matters: two
+    numbers of that size differ by 64 at least or not at all.
+    """
     return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
 
 @triton.jit
 def _below_2_30(x, top):
-    """A 16-bit row and its maximum; times the power of two that brings them under 2^30 where the maximum's size is not. To
-    softmax that is the same row: numbers up there, and those they become, differ by 64 at least or not at all."""
+    """A 16-bit row and its maximum, scaled by a power of two so that the maximum's size is below 2^30.
+
+    Softmax of the scaled row is the same: numbers of that size, and what they become, differ by 64 at least or not at
+    all.
+    """
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
     factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
     return x * factor.to(x.dtype), top * factor
@@ -67,7 +77,9 @@ def _softmax_fwd_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    WHOLE_ROW: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -75,56 +87,74 @@ def _softmax_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
+    """Tiles of whole rows. A NARROW row is kept in its 16-bit dtype across both reductions and its exponentials are
+    computed twice: their fp32 values would not fit the registers."""
     begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
-    if WHOLE_ROW:
-        first = tl.program_id(0)
-        end, step = (first + 1, 1) if WHOLE_ROW == 2 else (n_tiles, tl.num_programs(0))
-        for tile in tl.range(first, end, step, num_stages=STAGES):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            mask = (rows < n_rows) & (cols < n_cols)[None, :]
-            x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
-            x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            top = tl.max(x.to(tl.float32), axis=1)[:, None]
-            if (
-                BLOCK_SIZE > 16384 and x.dtype != tl.float32
-            ):  # narrow across both sums; the exponentials are computed twice
-                x, top = _below_2_30(x, top)
-                scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
-                y = _exp_folded(keep_narrow(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
-            else:
-                e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
-                y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-            tl.store(Y_ptr + rows * n_cols + cols[None, :], y.to(Y_ptr.dtype.element_ty), mask=mask)
-    else:
-        FEW: tl.constexpr = 128 // X_ptr.dtype.element_ty.primitive_bitwidth  # neighbours that a thread loads at once
-        LANES: tl.constexpr = BLOCK_SIZE // FEW
-        col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
-            y_ptrs = Y_ptr + rows * n_cols + cols[None, :]
-            highest = tl.full([ROWS, LANES], -float("inf"), dtype=tl.float32)  # a maximum and a sum of its own a lane:
-            total = tl.zeros([ROWS, LANES], dtype=tl.float32)  # no thread waits for another until the row is read
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = col_tile * BLOCK_SIZE
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                x = tl.load(x_ptrs + start, mask=mask, other=-float("inf")).to(tl.float32)
-                x = tl.reshape(x, [ROWS, LANES, FEW])
-                higher = tl.maximum(highest, tl.max(x, axis=2))
-                anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
-                total = total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, :, None]), axis=2)
-                highest = higher
-            top = tl.max(highest, axis=1)[:, None]
-            anchor = tl.where(top == -float("inf"), 0.0, top)
-            scale = 1.0 / tl.sum(total * _exp(highest, anchor), axis=1)[:, None]
-            scale = tl.where(top == -float("inf"), float("nan"), scale)
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                x = tl.load(x_ptrs + start, mask=mask, other=-float("inf")).to(tl.float32)
-                tl.store(y_ptrs + start, (_exp(x, anchor) * scale).to(Y_ptr.dtype.element_ty), mask=mask)
+    first = tl.program_id(0)
+    end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(first, end, step, num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
+        x = load_row(x_ptrs, 0, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT)
+        top = tl.max(x.to(tl.float32), axis=1)[:, None]
+        if NARROW and x.dtype != tl.float32:
+            x, top = _below_2_30(x, top)
+            scale = 1.0 / tl.sum(_exp_folded(x.to(tl.float32), top, 1.4426950408889634), axis=1)[:, None]
+            y = _exp_folded(keep_narrow(x, scale).to(tl.float32), top, 1.4426950408889634) * scale
+        else:
+            e = _exp_folded(x.to(tl.float32), top, _log2_base(top))
+            y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+        store_row(Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :], y, 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _softmax_fwd_looped_kernel(
+    X_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE. Each of a tile's LANES groups of elements, those that a thread loads at once, has a
+    running maximum and sum of its own, so that no thread waits for another until the row is read."""
+    begin(AHEAD)
+    cols = tl.arange(0, BLOCK_SIZE)
+    PER_LANE: tl.constexpr = 128 // X_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = BLOCK_SIZE // PER_LANE
+    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
+        y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
+        highest = tl.full([ROWS, LANES], -float("inf"), dtype=tl.float32)
+        total = tl.zeros([ROWS, LANES], dtype=tl.float32)
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = col_tile * BLOCK_SIZE
+            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
+            x = tl.reshape(x, [ROWS, LANES, PER_LANE])
+            higher = tl.maximum(highest, tl.max(x, axis=2))
+            anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
+            total = total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, :, None]), axis=2)
+            highest = higher
+        top = tl.max(highest, axis=1)[:, None]
+        anchor = tl.where(top == -float("inf"), 0.0, top)
+        scale = 1.0 / tl.sum(total * _exp(highest, anchor), axis=1)[:, None]
+        scale = tl.where(top == -float("inf"), float("nan"), scale)
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
+            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
+            store_row(y_ptrs, _exp(x, anchor) * scale, start, exist, pad, n_cols, VECTOR)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -136,7 +166,9 @@ def _softmax_bwd_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    WHOLE_ROW: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -144,43 +176,62 @@ def _softmax_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """As the forward, with y (always contiguous) and dy read instead of x."""
+    """Tiles of whole rows; y is contiguous."""
     begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
-    if WHOLE_ROW:
-        first = tl.program_id(0)
-        end, step = (first + 1, 1) if WHOLE_ROW == 2 else (n_tiles, tl.num_programs(0))
-        for tile in tl.range(first, end, step, num_stages=STAGES):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            mask = (rows < n_rows) & (cols < n_cols)[None, :]
-            dense = rows * n_cols + cols[None, :]
-            dy_ptrs = DY_ptr + rows * DY_row_stride + cols[None, :]
-            y = tl.load(Y_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-            if WHOLE_ROW == 1 or BLOCK_SIZE > 16384:  # of few rows every program has registers enough
-                y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
-            dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
-            tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
-    else:
-        col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            dense = rows * n_cols + cols[None, :]
-            dy_ptrs = DY_ptr + rows * DY_row_stride + cols[None, :]
-            dot = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = col_tile * BLOCK_SIZE
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                y = tl.load(Y_ptr + dense + start, mask=mask, other=0.0).to(tl.float32)
-                dot += y * tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-            shift = tl.sum(dot, axis=1)[:, None]
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                y = tl.load(Y_ptr + dense + start, mask=mask, other=0.0).to(tl.float32)
-                dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-                tl.store(DX_ptr + dense + start, (y * (dy - shift)).to(DX_ptr.dtype.element_ty), mask=mask)
+    first = tl.program_id(0)
+    end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(first, end, step, num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
+        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
+        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
+        if NARROW or not ONE_TILE:  # a device that is not full has registers enough for the fp32 values
+            y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
+        dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
+        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _softmax_bwd_looped_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    DY_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE; y is contiguous."""
+    begin(AHEAD)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
+        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
+        dot = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = col_tile * BLOCK_SIZE
+            y = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+            dot += y * load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+        shift = tl.sum(dot, axis=1)[:, None]
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
+            y = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+            store_row(DX_ptr + dense, y * (dy - shift), start, exist, pad, n_cols, VECTOR)
 
 
 # -- tunables and operators ------------------------------------------------------------------------------------------
@@ -192,29 +243,9 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """The shared one, but for two buckets of 16-bit rows (on an H200, bf16, forward and backward, 2026-11-22):
-
-    rows of 1024, beyond those that fit the device at once and up to 8192: 8192 x 640 takes 15.5 us by one row of 2 warps, by
-    two rows of 4 together 16.5; backward 16384 columns of at most a row a multiprocessor: 1 x 12289 takes 6.0 us with 16
-    elements a thread, 6.4 with 32.
-    """
-    n_cols, rows_bucket, itemsize = key
-    n_rows = 1 << rows_bucket
-    medium = n_cols == 1024 and 4 * target.multiprocessors < n_rows <= 8192
-    wide = n_cols == 16384 and n_rows <= target.multiprocessors and tensors == 2
-    if itemsize == 2 and (medium or wide):
-        return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 16))
-    return heuristic(target, key, tensors)
-
-
-FWD, BWD = row_tunables(
-    "softmax",
-    (_softmax_fwd_kernel, _exp, _exp_folded, _log2_base, _below_2_30, keep_narrow),
-    (_softmax_bwd_kernel, keep_narrow),
-    _heuristic,
-)
-softmax_fwd, softmax_bwd = row_operators(FWD, BWD, softmax_reference, _bwd_reference)
+FWD = row_map_tunable("softmax", "fwd", _softmax_fwd_kernel, _softmax_fwd_looped_kernel, tensors=1)
+BWD = row_map_tunable("softmax", "bwd", _softmax_bwd_kernel, _softmax_bwd_looped_kernel, tensors=2)
+softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference)
 
 
 class LigerSoftmaxFunction(Function):

@@ -10,99 +10,22 @@ from typing import NamedTuple
 
 import torch
 
-from ... import registry
-from ...registry import LaunchConfig, Target
-from ...runtime.operator import launch
-from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
-from .cross_entropy_reference import MEAN, NONE, Options
-
-if INTERPRET:  # libdevice has no tanh there
-
-    @triton.jit
-    def _tanh(x):
-        e = tl.exp(-2.0 * tl.abs(x))
-        t = (1.0 - e) / (1.0 + e)
-        return tl.where(x < 0, -t, t)
-
-else:
-
-    @triton.jit
-    def _tanh(x):
-        return libdevice.tanh(x)
-
-
-@triton.jit
-def _scan_block(
-    x,
-    cols,
-    n_cols,
-    W_ptr,
-    softcap,
-    m,
-    d,
-    weighted,
-    top,
-    argmax,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Take one block into the running maximum m, sum d of exp(s - m), sum of w * s, and first largest logit.
-
-    MASKED: the block ends past n_cols, where x is -inf.
-    """
-    s = x
-    if SOFTCAP:
-        s = softcap * _tanh(x * (1.0 / softcap))
-    if SMOOTHING:
-        ws = s
-        if W_ptr is not None:
-            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
-        if MASKED:
-            ws = tl.where(cols < n_cols, ws, 0.0)
-        weighted += tl.sum(ws)
-    if MASKED and SOFTCAP:
-        s = tl.where(cols < n_cols, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
-    d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
-    if ARGMAX:
-        block_top = tl.max(x)
-        first = tl.min(tl.where(x == block_top, cols, n_cols))
-        argmax = tl.where(block_top > top, first, argmax)
-        top = tl.maximum(top, block_top)
-    return m_new, d, weighted, top, argmax
-
-
-@triton.jit
-def _gradient_block(
-    x, cols, n_cols, W_ptr, softcap, y, lse, pull, push, smooth, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr
-):
-    """pull * p - push at the target - smooth * w, through the softcap."""
-    s = x
-    if SOFTCAP:
-        t = _tanh(x * (1.0 / softcap))
-        s = softcap * t
-    g = pull * tl.exp(s - lse)
-    if SMOOTHING:
-        if W_ptr is not None:
-            g -= smooth * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        else:
-            g -= smooth
-    g = tl.where(cols == y, g - push, g)
-    if SOFTCAP:
-        g *= 1.0 - t * t
-    return g
-
-
-@triton.jit
-def _tail_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored):
-    """The last block of a row, -inf past its end."""
-    x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
-    if BIAS_ptr is not None:
-        x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    return tl.where(cols < n_cols, x, float("-inf"))
+from ... import env, registry
+from ...registry import LaunchConfig, Target, Tunable
+from ...runtime.operator import is_interpreted, launch
+from ...runtime.triton_import import tl, triton
+from ..rows.edges import body_start, body_width, edge_vector, row_head
+from .cross_entropy_reference import MEAN, NONE, Options, absent, check_targets
+from .softmax_rows import (
+    has_block_size,
+    rows_heuristic,
+    rows_safe,
+    rows_space,
+    scan_row,
+    tanh,
+    write_gradient,
+    write_zeros,
+)
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -136,6 +59,7 @@ def _cross_entropy_fwd_kernel(
     TOKEN_SCALING: tl.constexpr,
     ARGMAX: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -144,16 +68,19 @@ def _cross_entropy_fwd_kernel(
     """One program a row. DX may be X: a row is read and written by its own program only, each element read first.
 
     X and DX hold a chunk of rows that begins at row `row_start` of the rest; columns n_cols..n_stored may be touched.
-    Only the last block is masked. A row of ONE_BLOCK stays in registers between the two sweeps.
     """
     # what the first sweep asked to keep is let go by the second, which is the last to need it
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_EVICT == "evict_last" else ""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    X_ptr += chunk_row * X_row_stride
+    head = row_head(chunk_row * X_row_stride, VECTOR)
+    X_ptr += body_start(chunk_row * X_row_stride, head, VECTOR)
     if DX_ptr is not None:
-        DX_ptr += chunk_row * DX_row_stride
-    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+        DX_ptr += body_start(chunk_row * DX_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    if VECTOR > 1:
+        n_stored = n_body
+    n_full = 0 if ONE_BLOCK else (n_body - 1) // BLOCK_SIZE
     block_cols = tl.arange(0, BLOCK_SIZE)
     tail_cols = n_full * BLOCK_SIZE + block_cols
     y = tl.load(Y_ptr + row)
@@ -167,38 +94,22 @@ def _cross_entropy_fwd_kernel(
         if TOP_ptr is not None:
             tl.store(TOP_ptr + row, -1)
         if DX_ptr is not None:
-            nothing = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
-            for i in range(0, n_full):
-                tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
-            tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+            write_zeros(DX_ptr, block_cols, tail_cols, head, n_body, n_full, n_cols, n_stored, BLOCK_SIZE, VECTOR)
         return
 
     # Read before the first sweep: its reductions are the barrier between this and another warp's gradient at y.
     inside = (y >= 0) & (y < n_cols)
     y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
-    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
     if SOFTCAP:
-        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+        s_y = softcap * tanh(s_y * (1.0 / softcap))
 
-    m = float("-inf")
-    d = 0.0
-    weighted = 0.0
-    top = float("-inf")
-    argmax = 0
-    for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + block_cols
-        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        if BIAS_ptr is not None:
-            x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        m, d, weighted, top, argmax = _scan_block(
-            x, cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, False
-        )
-    x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    m, d, weighted, top, argmax = _scan_block(
-        x_tail, tail_cols, n_cols, W_ptr, softcap, m, d, weighted, top, argmax, SOFTCAP, SMOOTHING, ARGMAX, True
-    )
+    m, d, _, weighted, argmax, x_tail, x_edge = scan_row(
+        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
+        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    )  # fmt: skip
     lse = m + tl.log(d)
 
     push = tl.where(inside, 1.0, float("nan"))
@@ -253,58 +164,30 @@ def _cross_entropy_fwd_kernel(
             pull *= go
             push *= go
             smooth *= go
-        y_col = y_read.to(tl.int32)
-        if not ONE_BLOCK:
-            x_tail = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-        g = _gradient_block(
-            x_tail, tail_cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING
-        )
-        dx_type = DX_ptr.dtype.element_ty
-        tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=AGAIN_EVICT)
-        for done in tl.range(0, n_full, num_stages=STAGES):
-            cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
-            x = tl.load(X_ptr + cols, eviction_policy=AGAIN_EVICT).to(tl.float32)
-            if BIAS_ptr is not None:
-                x += tl.load(BIAS_ptr + cols).to(tl.float32)
-            g = _gradient_block(x, cols, n_cols, W_ptr, softcap, y_col, lse, pull, push, smooth, SOFTCAP, SMOOTHING)
-            tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=AGAIN_EVICT)
+        y_col = y_read.to(tl.int32) - head
+        write_gradient(
+            X_ptr, DX_ptr, BIAS_ptr, W_ptr, x_tail, x_edge, block_cols, head, n_body, n_full, n_cols,
+            n_stored, softcap, 1.0, y_col, lse, pull, push, smooth, 0.0, 0.0, SOFTCAP, SMOOTHING, False, ONE_BLOCK, BLOCK_SIZE, STAGES,
+            AGAIN_EVICT, VECTOR,
+        )  # fmt: skip
 
-
-ROW_KERNELS = (_cross_entropy_fwd_kernel, _tail_logits, _scan_block, _gradient_block)
 
 DIMS = ("n_rows", "n_cols")
 
 
-def rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """A row of up to 8192 columns in one block, read once; a wider one by blocks of that, kept for the second read.
-
-    Wider blocks spill where a thread has few registers; the H200's tables prefer 8192 or 16384 (2026-11-20).
-    """
-    block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
-
-
-def rows_safe(target: Target, key: registry.Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 8))
-
-
-def rows_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    """One block that holds the row, or smaller ones and a second read of it."""
-    smallest, largest = min(key[0], 1024), min(key[0], 65536)
-    blocks = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
-        for block in blocks
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in ((1,) if block == key[0] else (1, 2, 3))
-        for hint in (("none",) if block == key[0] else ("none", "keep"))
-        if 4 <= block // (warps * target.warp_size) <= 64
-    ]
-
-
-def has_block_size(config: LaunchConfig, key: registry.Key) -> str | None:
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
+def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
+    """The `<op>.fwd` tunable of an op made of `launch_rows`."""
+    return Tunable(
+        op,
+        "fwd",
+        kernels=(_cross_entropy_fwd_kernel,),
+        key=key,
+        dims=dims,
+        heuristic=heuristic,
+        safe=rows_safe,
+        space=rows_space,
+        valid=has_block_size,
+    )
 
 
 class RowResults(NamedTuple):
@@ -352,6 +235,7 @@ def launch_rows(
         options.token_scaling,
         results.hits is not None or results.top is not None,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
+        1 if owned else edge_vector(x, dx),
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 
@@ -370,3 +254,142 @@ def row_buffers(n_rows: int, options: Options, dtype, device, extra: tuple[bool,
         torch.empty(n_rows, dtype=torch.float32, device=device) if extra[1] else None,
         torch.empty(n_rows, dtype=torch.int64, device=device) if extra[2] else None,
     )
+
+
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def _cross_entropy_stats_kernel(
+    Y_ptr,
+    W_ptr,
+    STATS_ptr,
+    OK_ptr,
+    n_rows,
+    n_cols,
+    ignore_index,
+    MEAN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program. STATS: the shares a mean gives to the loss, 1 / sum of w[y], and to the z-loss, 1 / counted rows (1
+    each unless MEAN); sum of w; 1 / counted rows; and the share of the loss again, 1 where no row counts."""
+    counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
+    outside = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
+    weights = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    classes = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_rows, BLOCK_SIZE):
+        rows = start + tl.arange(0, BLOCK_SIZE)
+        y = tl.load(Y_ptr + rows, mask=rows < n_rows, other=0)
+        counts = (rows < n_rows) & (y != ignore_index)
+        inside = (y >= 0) & (y < n_cols)
+        counted += counts.to(tl.int32)
+        outside += (counts & (inside == 0)).to(tl.int32)
+        if W_ptr is not None:
+            weights += tl.load(W_ptr + y, mask=counts & inside, other=0.0).to(tl.float32)
+    n = tl.sum(counted).to(tl.float32)
+    total = n
+    if W_ptr is not None:
+        total = tl.sum(weights)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            classes += tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        tl.store(STATS_ptr + 2, tl.sum(classes))
+    else:
+        tl.store(STATS_ptr + 2, n_cols)
+    tl.store(STATS_ptr, 1.0 / total if MEAN else 1.0)
+    tl.store(STATS_ptr + 1, 1.0 / n if MEAN else 1.0)
+    tl.store(STATS_ptr + 3, 1.0 / n)
+    tl.store(STATS_ptr + 4, tl.where(n == 0, 1.0, 1.0 / total))
+    tl.store(OK_ptr, (tl.sum(outside) == 0).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _cross_entropy_sum_kernel(
+    STATS_ptr,
+    LOSS_rows_ptr,
+    Z_rows_ptr,
+    HIT_rows_ptr,
+    LOSS_ptr,
+    Z_ptr,
+    HIT_ptr,
+    n_rows,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program sums the rows' results, in a fixed order. Shares in STATS are infinite when no row counts: nan."""
+    loss = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    z = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    hits = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_rows, BLOCK_SIZE):
+        rows = start + tl.arange(0, BLOCK_SIZE)
+        loss += tl.load(LOSS_rows_ptr + rows, mask=rows < n_rows, other=0.0)
+        if Z_rows_ptr is not None:
+            z += tl.load(Z_rows_ptr + rows, mask=rows < n_rows, other=0.0)
+        if HIT_rows_ptr is not None:
+            hits += tl.load(HIT_rows_ptr + rows, mask=rows < n_rows, other=0.0)
+    tl.store(LOSS_ptr, (tl.sum(loss) + 0.0 * tl.load(STATS_ptr)).to(LOSS_ptr.dtype.element_ty))
+    if Z_rows_ptr is not None:
+        tl.store(Z_ptr, (tl.sum(z) + 0.0 * tl.load(STATS_ptr + 1)).to(Z_ptr.dtype.element_ty))
+    if HIT_rows_ptr is not None:
+        tl.store(HIT_ptr, tl.sum(hits) * tl.load(STATS_ptr + 3))
+
+
+def _stats_key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
+    return ((n_rows - 1).bit_length() if n_rows > 1 else 0,)
+
+
+def _stats_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
+    block = max(64, min(1 << key[0], 4096))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 4))
+
+
+def _stats_safe(target: Target, key: registry.Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": 256}, 1)
+
+
+def _stats_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    return [LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 4)) for block in (256, 512, 1024, 2048, 4096, 8192)]
+
+
+STATS = Tunable(
+    "cross_entropy",
+    "stats",
+    kernels=(_cross_entropy_stats_kernel, _cross_entropy_sum_kernel),
+    key=_stats_key,
+    dims=DIMS,
+    heuristic=_stats_heuristic,
+    safe=_stats_safe,
+    space=_stats_space,
+    valid=has_block_size,
+)
+
+
+def launch_stats(op: str, target, weight, n_cols: int, options: Options, device: torch.device) -> torch.Tensor:
+    """Shares of the mean and sums over targets and class weights, on the device, [5] fp32; the targets are checked.
+
+    On a GPU the check is an assertion on the device, without a synchronisation: one extra small launch.
+    """
+    if is_interpreted() or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets(op, target, n_cols, options.ignore_index)
+    n_rows = target.shape[0]
+    stats = torch.empty(5, dtype=torch.float32, device=device)
+    ok = torch.empty(1, dtype=torch.int32, device=device)
+    plan = STATS.plan(device, _stats_key(n_rows, n_cols, 0))
+    args = (target, weight, stats, ok, n_rows, n_cols, options.ignore_index)
+    launch(plan, _cross_entropy_stats_kernel, (1,), args, (options.reduction == MEAN,))
+    if device.type not in ("cpu", "meta"):
+        try:
+            torch._assert_async(ok, f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1 names the row")
+        except NotImplementedError:
+            pass  # no such operator on this device: the loss and the gradient of the row are nan all the same
+    return stats
+
+
+def launch_sum(rows: RowResults, stats: torch.Tensor, options: Options, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; an absent one is an empty tensor."""
+    loss, z_loss, hits, top = rows
+    assert loss is not None
+    if options.reduction != NONE:
+        n_rows, device = loss.shape[0], loss.device
+        loss = torch.empty((), dtype=dtype, device=device)
+        z_loss = None if z_loss is None else torch.empty((), dtype=dtype, device=device)
+        hits = None if hits is None else torch.empty((), dtype=torch.float32, device=device)
+        plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
+        launch(plan, _cross_entropy_sum_kernel, (1,), (stats, *rows[:3], loss, z_loss, hits, n_rows))
+    return loss, *(absent(stats) if t is None else t for t in (z_loss, hits, top))

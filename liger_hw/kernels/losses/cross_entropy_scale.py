@@ -13,7 +13,8 @@ from ...registry import LaunchConfig, Target, Tunable, row_key
 from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
-from .cross_entropy_rows import DIMS, has_block_size
+from .cross_entropy_rows import DIMS
+from .softmax_rows import has_block_size
 
 
 @triton.jit
@@ -129,25 +130,17 @@ def _bwd_in_place_reference(grad, grad_output, stats):
     grad.copy_(_bwd_reference(grad, grad_output, stats))
 
 
-def _bwd_fake(grad, grad_output, stats):
-    return torch.empty_like(grad)
-
-
-def _bwd_in_place_fake(grad, grad_output, stats):
-    return None
-
-
 cross_entropy_bwd = define(
     "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
+    fake=("grad",),
 )
 cross_entropy_bwd_ = define(
     "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
     launcher=_bwd_in_place,
     reference=_bwd_in_place_reference,
-    fake=_bwd_in_place_fake,
+    fake=(),
 )
 
 

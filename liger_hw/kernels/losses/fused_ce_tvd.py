@@ -22,9 +22,16 @@ from ...registry import Op, Sample, next_power_of_2
 from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major
 from .cross_entropy import check_arguments, sample_targets
 from .cross_entropy_reference import NONE, Options, check_targets
-from .cross_entropy_stats import launch_stats
-from .distill_reference import Distillation, distill_reference, distill_slopes
-from .distill_rows import SAVED, DistillRows, distill_rows, distill_tunable
+from .cross_entropy_rows import launch_stats
+from .distill_rows import (
+    SAVED,
+    Distillation,
+    DistillRows,
+    distill_reference,
+    distill_rows,
+    distill_slopes,
+    distill_tunable,
+)
 from .divergence_rows import TVD, label_share
 
 _NAME = "liger_fused_ce_tvd"
@@ -99,10 +106,6 @@ def _fwd_fake(student, teacher, target, ignore_index):
     return tuple(student.new_empty(shape, dtype=wide) for shape in ((n_rows,), (n_rows,), (n_rows, SAVED)))
 
 
-def _bwd_fake(student, *rest):
-    return student.new_empty(student.shape)
-
-
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
 fused_ce_tvd_fwd = define(
     f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor, Tensor, Tensor)",
@@ -114,7 +117,7 @@ fused_ce_tvd_bwd = define(
     f"fused_ce_tvd_bwd({_INPUTS}, Tensor saved, Tensor dce, Tensor dtvd, int ignore_index) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
+    fake=("student",),
 )
 
 

@@ -22,7 +22,7 @@ Everything is computed in fp32. The first launch reads a row once, the second re
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 
@@ -30,36 +30,20 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from .cross_entropy_rows import _tail_logits, _tanh, has_block_size, rows_heuristic, rows_safe, rows_space
+from ..rows.edges import body_start, body_width, edge_vector, row_head
+from .softmax_rows import (
+    has_block_size,
+    load_edges,
+    rows_heuristic,
+    rows_safe,
+    rows_space,
+    scan_row,
+    tanh,
+    write_gradient,
+    write_zeros,
+)
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _scan_scores(
-    x, cols, n_cols, softcap, inv_temperature, m, d, weighted, total,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Take one block into the running maximum m, sums of exp(s - m) and of exp(s - m) * (s - m), and sum of s * T."""
-    if SOFTCAP:
-        x = softcap * _tanh(x * (1.0 / softcap))
-    if SUM:
-        if MASKED:
-            total += tl.sum(tl.where(cols < n_cols, x, 0.0))
-        else:
-            total += tl.sum(x)
-    s = x * inv_temperature
-    if MASKED and SOFTCAP:
-        s = tl.where(cols < n_cols, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block of -inf only (masked classes) adds nothing
-    e = tl.exp(s - shift)
-    rescale = tl.exp(m - shift)
-    if ENTROPY:
-        moved = tl.where(d == 0.0, 0.0, (m - shift) * d)  # the sum so far, about the new maximum
-        weighted = (weighted + moved) * rescale + tl.sum(tl.where(e == 0.0, 0.0, e * (s - shift)))
-    d = d * rescale + tl.sum(e)
-    return m_new, d, weighted, total
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -80,6 +64,7 @@ def _log_prob_rows_kernel(
     ignore_index,
     SOFTCAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -92,8 +77,12 @@ def _log_prob_rows_kernel(
     """
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    X_ptr += chunk_row * X_row_stride
-    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+    head = row_head(chunk_row * X_row_stride, VECTOR)
+    X_ptr += body_start(chunk_row * X_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    if VECTOR > 1:
+        n_stored = n_body
+    n_full = 0 if ONE_BLOCK else (n_body - 1) // BLOCK_SIZE
     block_cols = tl.arange(0, BLOCK_SIZE)
     y = tl.load(Y_ptr + row)
     ignored = y == ignore_index
@@ -106,58 +95,26 @@ def _log_prob_rows_kernel(
             return
     inside = (y >= 0) & (y < n_cols)
     y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
-    s_y = tl.load(X_ptr + y_read).to(tl.float32)
+    s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
     if SOFTCAP:
-        s_y = softcap * _tanh(s_y * (1.0 / softcap))
+        s_y = softcap * tanh(s_y * (1.0 / softcap))
     s_y *= inv_temperature
-    m = float("-inf")
-    d = 0.0
-    weighted = 0.0
-    total = 0.0
     ENTROPY: tl.constexpr = ENTROPY_ptr is not None
     SUM: tl.constexpr = SUM_ptr is not None
-    for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + block_cols
-        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        if BIAS_ptr is not None:
-            x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        m, d, weighted, total = _scan_scores(
-            x, cols, n_cols, softcap, inv_temperature, m, d, weighted, total, SOFTCAP, ENTROPY, SUM, False
-        )
-    tail_cols = n_full * BLOCK_SIZE + block_cols
-    x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    m, d, weighted, total = _scan_scores(
-        x, tail_cols, n_cols, softcap, inv_temperature, m, d, weighted, total, SOFTCAP, ENTROPY, SUM, True
-    )
+    m, d, moment, total, _, _, _ = scan_row(
+        X_ptr, BIAS_ptr, None, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
+        SOFTCAP, SUM, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    )  # fmt: skip
     lse = m + tl.log(d)
     logp = tl.where(inside, s_y - lse, float("nan"))
     tl.store(LOGP_ptr + row, tl.where(ignored, 0.0, logp))
     tl.store(LSE_ptr + row, lse)
     if ENTROPY_ptr is not None:
-        tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, tl.log(d) - weighted / d))
+        tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, tl.log(d) - moment / d))
     if SUM_ptr is not None:
         tl.store(SUM_ptr + row, total)
-
-
-@triton.jit
-def _scores_gradient(
-    x, cols, y, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr
-):
-    """a * [c = y] - pull * p + flat - b * p * (log p + entropy), through the softcap; all of them have 1 / T in them."""
-    if SOFTCAP:
-        t = _tanh(x * (1.0 / softcap))
-        x = softcap * t
-    log_p = x * inv_temperature - lse
-    p = tl.exp(log_p)
-    g = flat - pull * p
-    if ENTROPY:
-        g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
-    g = tl.where(cols == y, g + a, g)
-    if SOFTCAP:
-        g *= 1.0 - t * t
-    return g
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -182,6 +139,7 @@ def _log_prob_gradient_kernel(
     inv_temperature,
     SOFTCAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -190,18 +148,18 @@ def _log_prob_gradient_kernel(
     """One program a row. DX may be X: every element is read and written by the same thread."""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    X_ptr += chunk_row * X_row_stride
-    DX_ptr += chunk_row * DX_row_stride
-    n_full = 0 if ONE_BLOCK else (n_cols - 1) // BLOCK_SIZE
+    head = row_head(chunk_row * X_row_stride, VECTOR)
+    X_ptr += body_start(chunk_row * X_row_stride, head, VECTOR)
+    DX_ptr += body_start(chunk_row * DX_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    if VECTOR > 1:
+        n_stored = n_body
+    n_full = 0 if ONE_BLOCK else (n_body - 1) // BLOCK_SIZE
     block_cols = tl.arange(0, BLOCK_SIZE)
     tail_cols = n_full * BLOCK_SIZE + block_cols
-    dx_type = DX_ptr.dtype.element_ty
     y = tl.load(Y_ptr + row)
     if y == ignore_index:
-        nothing = tl.zeros([BLOCK_SIZE], dtype=dx_type)
-        for i in range(0, n_full):
-            tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
-        tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+        write_zeros(DX_ptr, block_cols, tail_cols, head, n_body, n_full, n_cols, n_stored, BLOCK_SIZE, VECTOR)
         return
     a = tl.load(A_ptr + row).to(tl.float32) * inv_temperature
     a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
@@ -217,20 +175,16 @@ def _log_prob_gradient_kernel(
     if B_ptr is not None:
         b = tl.load(B_ptr + row).to(tl.float32) * inv_temperature
         entropy = tl.load(ENTROPY_ptr + row)
-    y_col = y.to(tl.int32)
+    x_edge = 0.0
+    if VECTOR > 1:
+        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)
+    SMOOTHING: tl.constexpr = FLAT_ptr is not None
     ENTROPY: tl.constexpr = B_ptr is not None
-    for i in tl.range(0, n_full, num_stages=STAGES):
-        cols = i * BLOCK_SIZE + block_cols
-        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
-        if BIAS_ptr is not None:
-            x += tl.load(BIAS_ptr + cols).to(tl.float32)
-        g = _scores_gradient(x, cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY)
-        tl.store(DX_ptr + cols, g.to(dx_type))
-    x = _tail_logits(X_ptr, BIAS_ptr, tail_cols, n_cols, n_stored)
-    g = _scores_gradient(
-        x, tail_cols, y_col, softcap, inv_temperature, lse, a, pull, flat, b, entropy, SOFTCAP, ENTROPY
-    )
-    tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored)
+    write_gradient(
+        X_ptr, DX_ptr, BIAS_ptr, None, 0.0, x_edge, block_cols, head, n_body, n_full, n_cols, n_stored,
+        softcap, inv_temperature, y.to(tl.int32) - head, lse, -pull, -a, -flat, b, entropy,
+        SOFTCAP, SMOOTHING, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_EVICT, VECTOR,
+    )  # fmt: skip
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -262,10 +216,11 @@ def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registry.Key]) -> tuple[Tunable, Tunable]:
     """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels. Their key is (columns, bytes an element)."""
 
-    def tunable(variant: str, kernels: tuple, heuristic: Callable[..., LaunchConfig]) -> Tunable:
+    def tunable(variant: str, kernel: Any, heuristic: Callable[..., LaunchConfig]) -> Tunable:
         return Tunable(
-            *(op, variant),
-            kernels=(*kernels, _tail_logits),
+            op,
+            variant,
+            kernels=(kernel,),
             key=key,
             dims=dims,
             heuristic=heuristic,
@@ -274,8 +229,8 @@ def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registr
             valid=has_block_size,
         )
 
-    fwd = tunable("fwd", (_log_prob_rows_kernel, _scan_scores), _rows_heuristic)
-    return fwd, tunable("bwd", (_log_prob_gradient_kernel, _scores_gradient), _gradient_heuristic)
+    fwd = tunable("fwd", _log_prob_rows_kernel, _rows_heuristic)
+    return fwd, tunable("bwd", _log_prob_gradient_kernel, _gradient_heuristic)
 
 
 LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_scaled_cross_entropy", DIMS, vocab_key)
@@ -325,7 +280,7 @@ def row_log_probs(
     plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
     numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits)
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
 
@@ -368,7 +323,7 @@ def row_log_prob_gradients(
         float(softcap),
         1.0 / temperature,
     )
-    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"]
+    flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits, dlogits)
     entropy = None if entropy_coef is None else saved.entropy
     args = (logits, target, bias, saved.lse, entropy, coef, pull, flat, entropy_coef, dlogits, *numbers)
     launch(plan, _log_prob_gradient_kernel, (n,), args, flags)

@@ -37,7 +37,7 @@ from ...runtime.operator import (
 )
 from .cross_entropy import sample_targets
 from .cross_entropy_reference import NONE, Options, check_targets
-from .cross_entropy_stats import launch_stats
+from .cross_entropy_rows import launch_stats
 from .log_prob_rows import (
     LogProbs,
     log_prob_buffers,
@@ -142,10 +142,6 @@ def _fwd_fake(logits, target, start, vocab, ignore_index, logit_sum):
     return tuple(logits.new_empty(size, dtype=dtype) for size, dtype in sizes)
 
 
-def _bwd_fake(logits, *rest):
-    return logits.new_empty(logits.shape)
-
-
 vocab_parallel_rows = define(
     "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor target, int start, int vocab, int ignore_index, "
     "bool logit_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -158,7 +154,7 @@ vocab_parallel_gradient = define(
     " -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
+    fake=("logits",),
 )
 
 
@@ -177,14 +173,14 @@ class LigerVocabParallelCEFunction(Function):
         label_smoothing_mode="global",
     ):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten().long()
-        n_cols, world, rank = logits.shape[1], *_place(tp_group)
+        n_cols, world, rank = logits.shape[1], *group_rank(tp_group)
         vocab, partition = n_cols * world, label_smoothing_mode == "partition"
         width = n_cols if partition else vocab
         smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
         call = logits, y, rank * n_cols, vocab, ignore_index, smoothing != 0.0
         lse, s_y, total, mine, here = vocab_parallel_rows(*call)
         apart = not smoothing or partition
-        lse, (s_y, *summed) = _combined(lse, [s_y] if apart else [s_y, total], tp_group, world)
+        lse, (s_y, *summed) = combine_log_sum_exp(lse, [s_y] if apart else [s_y, total], tp_group, world)
         loss = lse - (1.0 - smoothing) * s_y
         if smoothing:
             loss = loss - smoothing / width * (total if apart else summed[0])
@@ -206,12 +202,12 @@ class LigerVocabParallelCEFunction(Function):
         return dx.view(logits.shape), *(None,) * 6
 
 
-def _place(group: Any) -> tuple[int, int]:
+def group_rank(group: Any) -> tuple[int, int]:
     """(ranks, this rank) of a group; (1, 0) for None."""
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
 
-def _combined(lse, parts: list[torch.Tensor], group: Any, world: int):
+def combine_log_sum_exp(lse, parts: list[torch.Tensor], group: Any, world: int):
     """The log-sum-exp over all ranks, and the sums of the parts, in two collectives."""
     if world == 1:
         return lse, parts

@@ -1,29 +1,58 @@
-"""What elementwise ops share: how a tensor is cut into stretches, the tunables, and rows read where they lie.
+"""Core of the activations: one forward and one backward kernel over elements, their tunables, launches and autograd.
 
-An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row, and only
-views with a gap between rows are walked row by row, several at once where they are narrow. Of odd column counts, tiles
-that lie inside are not masked, so that they keep their 16-byte accesses.
+A gated activation (swiglu, fused_gate_up_swiglu, geglu) computes c = f(a) * b, an ungated one (relu_squared) y = f(x).
+The kernels take the name of f as a constexpr flag (`_activation`).
+
+An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row. Only
+views with a gap between rows are walked row by row, several at once where they are narrow. Where the column count is
+odd, tiles that lie inside a row have code of their own without masks, so that they keep their 16-byte accesses.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2, row_key
+from ...recompute.recipes import offer
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key
+from ...runtime import saved_tensors
 from ...runtime.dependent_launch import begin, few_elements
-from ...runtime.operator import cdiv, launch
+from ...runtime.operator import cdiv, check, check_tensors, define, empty_like, launch
 from ...runtime.triton_import import tl, triton
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, which of them there are, whether that is all) of this program.
+def _activation(x, KIND: tl.constexpr):
+    """(f(x), f'(x)) in fp32; what the caller does not use is not computed. relu_squared's f' holds where x > 0."""
+    if KIND == "silu":
+        share = tl.sigmoid(x)
+        value = x * share
+        slope = share + value * (1.0 - share)
+    elif KIND == "relu_squared":
+        value = tl.where(x <= 0.0, 0.0, x * x)
+        slope = 2.0 * x
+    else:
+        if KIND == "gelu_tanh":  # 1.59577 = 2 sqrt(2 / pi), 0.0713548 = 0.044715 of it
+            share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052533 * x * x))
+            density = share * (1.0 - share) * (1.5957691216057308 + 0.21406443846157598 * x * x)
+        else:
+            share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+            density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        value = x * share
+        slope = share + x * density
+    return value, slope
 
-    TILES: tiles of a row, 0 where rows lie end to end and count as one. (A constant: one row of 4096 takes 1 us, a division
-    by a number of the launch 0.2.) WIDTH: columns of a tile; BLOCK_SIZE // WIDTH rows a tile, of one tile each.
+
+@triton.jit
+def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, columns, mask of what exists, whether all of it does) of this program.
+
+    TILES: tiles of a row, 0 where rows lie end to end and count as one. It is a constexpr because a division by a
+    number of the launch is slow. WIDTH: columns of a tile. A program takes BLOCK_SIZE // WIDTH rows, one tile of each.
     """
     pid = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SIZE)
@@ -40,44 +69,223 @@ def stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE
         return (pid // TILES).to(tl.int64), start + lanes, start + lanes < n_cols, start + BLOCK_SIZE <= n_cols
 
 
-DIMS = ("n_rows", "n_cols")
-_ROW = 1024
+@triton.jit
+def _fwd_tile(
+    a_ptrs,
+    b_ptrs,
+    c_ptrs,
+    mask,
+    gate_multiplier,
+    down_multiplier,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    if IS_GATED:
+        b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    gate = a.to(tl.float32)
+    if IS_SCALED:
+        gate = (gate * gate_multiplier).to(a.dtype).to(tl.float32)
+    c, _ = _activation(gate, KIND)
+    if IS_GATED:
+        c = c.to(a.dtype)
+        if IS_SCALED:
+            c = (c.to(tl.float32) * b.to(tl.float32) * down_multiplier).to(a.dtype)
+        else:
+            c = c * b  # one product in the dtype of its factors is rounded as an fp32 one would be
+    tl.store(c_ptrs, c.to(c_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _activation_fwd_kernel(
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    A_row_stride,
+    B_row_stride,
+    n_rows,
+    n_cols,
+    b_offset,
+    gate_multiplier,
+    down_multiplier,
+    KIND: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset is None (and B_ptr and the multipliers).
+
+    B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see
+    `launch_activation`.
+    """
+    begin(AHEAD)
+    IS_GATED: tl.constexpr = b_offset is not None
+    row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
+    a = A_ptr + row * A_row_stride + cols
+    b = a
+    if B_ptr is not None:
+        b = B_ptr + row * B_row_stride + cols
+    elif IS_GATED:
+        b = a + b_offset
+    c = C_ptr + row * n_cols + cols
+    by, down = gate_multiplier, down_multiplier
+    if SPLIT:
+        if whole:
+            _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+
+
+@triton.jit
+def _bwd_tile(
+    dc_ptrs,
+    a_ptrs,
+    b_ptrs,
+    da_ptrs,
+    db_ptrs,
+    mask,
+    gate_multiplier,
+    down_multiplier,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    if IS_GATED:
+        a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        gate, d = a.to(tl.float32), dc.to(tl.float32)
+        if IS_SCALED:
+            gate, d = (gate * gate_multiplier).to(a.dtype).to(tl.float32), d * down_multiplier
+        value, slope = _activation(gate, KIND)
+        da = d * b.to(tl.float32)
+        if IS_SCALED:
+            da = da * gate_multiplier * slope
+            db = (d * value.to(a.dtype).to(tl.float32)).to(a.dtype)
+        else:
+            da = da * slope
+            db = dc * value.to(a.dtype)
+        tl.store(da_ptrs, da.to(a.dtype), mask=mask)
+        tl.store(db_ptrs, db, mask=mask)
+    else:
+        d = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        x = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        is_inactive = x <= 0.0
+        _, slope = _activation(x, KIND)
+        dx = slope * d
+        if KIND == "relu_squared":
+            dx = tl.where(is_inactive, 0.0, dx)  # 0 even where dy is not finite, as torch has it
+        tl.store(da_ptrs, dx.to(da_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _activation_bwd_kernel(
+    DC_ptr,
+    A_ptr,
+    B_ptr,
+    DA_ptr,
+    DB_ptr,
+    DC_row_stride,
+    A_row_stride,
+    B_row_stride,
+    D_row_stride,
+    n_rows,
+    n_cols,
+    b_offset,
+    gate_multiplier,
+    down_multiplier,
+    KIND: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The gradients of the forward kernel's inputs, with its conventions; D_row_stride None: n_cols."""
+    begin(AHEAD)
+    IS_GATED: tl.constexpr = b_offset is not None
+    row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
+    dc = DC_ptr + row * DC_row_stride + cols
+    a = A_ptr + row * A_row_stride + cols
+    b = a
+    if B_ptr is not None:
+        b = B_ptr + row * B_row_stride + cols
+    elif IS_GATED:
+        b = a + b_offset
+    da = DA_ptr + row * (n_cols if D_row_stride is None else D_row_stride) + cols
+    db = da
+    if DB_ptr is not None:
+        db = DB_ptr + row * D_row_stride + cols
+    elif IS_GATED:
+        db = da + b_offset
+    by, down = gate_multiplier, down_multiplier
+    if SPLIT:
+        if whole:
+            _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+        else:
+            _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+    else:
+        _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_CACHE, LOAD_EVICT)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_NARROW = 1024
+"""Rows of fewer columns count, in a key, as fewer rows of so many."""
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key`; narrow rows count as fewer rows of `_ROW` columns."""
-    if n_cols < _ROW:
-        n_rows, n_cols = cdiv(n_rows * n_cols, _ROW), _ROW
+    if n_cols < _NARROW:
+        n_rows, n_cols = cdiv(n_rows * n_cols, _NARROW), _NARROW
     return row_key(n_rows, n_cols, itemsize)
 
 
-def heuristic(
-    target: Target, key: Key, most: int = 16, few: int = 8192, small: int = 512, waves: int = 1
+def _heuristic(
+    target: Target,
+    key: Key,
+    load_bytes: int = 16,
+    small_launch: int = 8192,
+    small_block: int = 512,
+    waves: int = 1,
 ) -> LaunchConfig:
-    """One load of `most` bytes a thread and tensor, 1024 elements a program.
+    """One load of `load_bytes` a thread and tensor, 1024 elements a program.
 
-    Of 8 bytes, `small` elements a program, where there are at most `few` elements a multiprocessor, of 4 bytes where they
-    are a handful: what is short then is threads. (On an H200, swiglu, forward and backward: a row of 4096 columns 2.04 us
-    against 2.30, 512 rows of 2048 6.82 against 7.14.)
-
-    waves: 2 where what is more than one wave of resident threads, and not more than two, becomes one of two loads a thread.
-    (relu_squared, 512 rows of 8192, on the H200, forward and backward: 11.8 us against 12.2, 2026-11-22.)
+    Launches of at most `small_launch` elements a multiprocessor are short of threads: they take 8 bytes a thread and
+    `small_block` elements a program, the smallest 4 bytes. waves: 2 gives a thread two loads where that turns more than
+    one wave of resident threads into one.
     """
     elements = key[0] << key[1]
     if elements <= 128 * target.multiprocessors:
         return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, max(1, 4 // key[2]), 8))
-    if elements <= few * target.multiprocessors:
-        return LaunchConfig({"BLOCK_SIZE": small}, target.warps(small, 8 // key[2], 8))
-    resident = target.multiprocessors * target.max_threads_per_multiprocessor * most // key[2]  # elements
+    if elements <= small_launch * target.multiprocessors:
+        return LaunchConfig({"BLOCK_SIZE": small_block}, target.warps(small_block, 8 // key[2], 8))
+    resident = target.multiprocessors * target.max_threads_per_multiprocessor * load_bytes // key[2]  # elements
     block = 2048 if resident < elements <= waves * resident else 1024
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(1024, most // key[2], 8))
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(1024, load_bytes // key[2], 8))
 
 
-def safe(target: Target, key: Key) -> LaunchConfig:
+def flat_safe(target: Target, key: Key) -> LaunchConfig:
+    """`Tunable.safe` of a kernel with one block, BLOCK_SIZE."""
     return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, 8))
 
 
-def space(target: Target, key: Key) -> list[LaunchConfig]:
+def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
+    """`Tunable.space` of a kernel with one block, BLOCK_SIZE."""
     return [
         LaunchConfig({"BLOCK_SIZE": block}, warps, hint=hint)
         for block in (256, 512, 1024, 2048, 4096, 8192)
@@ -87,25 +295,33 @@ def space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def valid(config: LaunchConfig, key: Key) -> str | None:
+def flat_valid(config: LaunchConfig, key: Key) -> str | None:
+    """`Tunable.valid` of a kernel with one block, BLOCK_SIZE."""
     return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
 
 
-def elementwise_tunable(op: str, variant: str, *kernels: Any, **limits: int) -> Tunable:
-    """A tunable of one BLOCK_SIZE, its kernel first; no knob of it can change a result. limits: the heuristic's."""
-    return Tunable(
-        op,
-        variant,
-        kernels=(*kernels, stretch, begin),
-        key=_key,
-        dims=DIMS,
-        heuristic=partial(heuristic, **limits),
-        safe=safe,
-        space=space,
-        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
-        valid=valid,
-        ahead=few_elements,
+def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:
+    """The tunables `<op>.fwd` and `<op>.bwd`, each from arguments of `_heuristic`. No knob of theirs changes a
+    result."""
+    return tuple(
+        Tunable(
+            op,
+            variant,
+            kernels=(kernel,),
+            key=_key,
+            dims=("n_rows", "n_cols"),
+            heuristic=partial(_heuristic, **rules),
+            safe=flat_safe,
+            space=flat_space,
+            neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
+            valid=flat_valid,
+            ahead=few_elements,
+        )
+        for variant, kernel, rules in (("fwd", _activation_fwd_kernel, fwd), ("bwd", _activation_bwd_kernel, bwd))
     )
+
+
+# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -126,31 +342,152 @@ def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def launch_elementwise(
+def launch_activation(
     tunable: Tunable,
+    kind: str,
     tensors: tuple[torch.Tensor | None, ...],
-    strides: tuple[int, ...],
-    size: tuple[int, int],
-    *numbers: float,
-    flags: tuple[Any, ...] = (),
+    strides: tuple[int | None, ...],
+    n_elements: int,
+    n_cols: int,
+    b_offset: int | None = None,
+    multipliers: tuple[float | None, float | None] = (None, None),
 ) -> None:
-    """Launch the tunable's kernel over `size` = (elements, columns); one stride for each tensor that has one in it.
+    """Launch the tunable's kernel over n_elements elements in rows of n_cols.
 
-    The kernel takes tensors, strides, n_rows, n_cols, numbers, flags, then `stretch`'s TILES and WIDTH, and SPLIT: whether
-    tiles that lie inside are worth code of their own, without masks.
+    tensors, strides: those of the kernel, in its order, None where the op has none. The kernel is SPLIT, with code of
+    its own for tiles without masks, where an odd column count would narrow masked accesses.
     """
-    first, (n_elements, n_cols) = tensors[0], size
-    if n_elements:
-        n_rows = n_elements // n_cols
-        plan = tunable.plan(first.device, _key(n_rows, n_cols, first.itemsize))
-        width = block = plan.config.blocks["BLOCK_SIZE"]
-        split = n_cols & 15 != 0
-        if n_rows == 1 or strides == (n_cols,) * len(strides):
-            tiles, grid = 0, cdiv(n_elements, block)
-        else:
-            width = min(block, next_power_of_2(n_cols))
-            tiles = cdiv(n_cols, width)
-            grid = cdiv(n_rows, block // width) * tiles
-            split = split and width == block and any(stride & 15 == 0 for stride in strides)
-        numbers = n_rows, n_cols, *numbers
-        launch(plan, tunable.kernels[0], (grid,), (*tensors, *strides, *numbers), (*flags, tiles, width, split))
+    if not n_elements:
+        return
+    first, n_rows = tensors[0], n_elements // n_cols
+    plan = tunable.plan(first.device, _key(n_rows, n_cols, first.itemsize))
+    width = block = plan.config.blocks["BLOCK_SIZE"]
+    split, spacing = n_cols & 15 != 0, [stride for stride in strides if stride is not None]
+    if n_rows == 1 or all([stride == n_cols for stride in spacing]):
+        tiles, grid = 0, cdiv(n_elements, block)
+    else:
+        width = min(block, next_power_of_2(n_cols))
+        tiles = cdiv(n_cols, width)
+        grid = cdiv(n_rows, block // width) * tiles
+        split = split and width == block and any([stride & 15 == 0 for stride in spacing])
+    scaled = any([m not in (None, 1.0) for m in multipliers])
+    args = (*tensors, *strides, n_rows, n_cols, b_offset, *multipliers)
+    launch(plan, tunable.kernels[0], (grid,), args, (kind, scaled, tiles, width, split))
+
+
+def _launch_bwd(tunable, kind, dc, a, b, da, db, *multipliers):
+    n_cols = a.shape[-1]
+    (dc, dc_stride), (a, a_stride), (b, b_stride) = evenly_spaced(dc), evenly_spaced(a), evenly_spaced(b)
+    tensors, strides = (dc, a, b, da, db), (dc_stride, a_stride, b_stride, n_cols)
+    launch_activation(tunable, kind, tensors, strides, a.numel(), n_cols, 0, multipliers)
+
+
+# -- operators and autograd ------------------------------------------------------------------------------------------
+
+
+class ActivationOperators:
+    """An activation's operators, and the autograd that saves their inputs.
+
+    fwd(*inputs, *options) -> c and bwd(dc, *inputs, *options) -> the inputs' gradients. bwd_ writes these over the
+    inputs, which are contiguous, and returns nothing.
+    """
+
+    def __init__(self, fwd: Callable[..., Any], bwd: Callable[..., Any], bwd_: Callable[..., Any]) -> None:
+        self.fwd, self.bwd, self.bwd_ = fwd, bwd, bwd_
+
+    def forward(self, ctx: Any, inputs: tuple[torch.Tensor, ...], options: tuple) -> torch.Tensor:
+        """The forward of an autograd Function."""
+        ctx.options = options
+        ctx.save_for_backward(*inputs)
+        c = self.fwd(*inputs, *options)
+        offer(ctx, c, self.fwd, (*inputs, *options))
+        return c
+
+    def backward(self, ctx: Any, dc: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradients of the inputs, written over them where nobody else can see them
+        (`runtime/saved_tensors.py`)."""
+        inputs, private = saved_tensors.unpack(ctx)
+        if private and all([t.is_contiguous() for t in inputs]):
+            self.bwd_(dc, *inputs, *ctx.options)
+            return tuple([t.detach() for t in inputs])
+        grads = self.bwd(dc, *inputs, *ctx.options)
+        return (grads,) if isinstance(grads, torch.Tensor) else tuple(grads)
+
+
+def gated_operators(
+    tunables: tuple[Tunable, Tunable],
+    arguments: str,
+    how: Callable[..., tuple],
+    reference: Callable[..., torch.Tensor],
+    bwd_reference: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> ActivationOperators:
+    """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)` and `<op>_bwd_`.
+
+    arguments: the rest of the schema; how: those arguments -> (name of f, gate_multiplier, down_multiplier)
+    """
+    fwd_tunable, bwd_tunable = tunables
+    op = fwd_tunable.op
+
+    def fwd(a, b, *options):
+        (a, a_stride), (b, b_stride) = evenly_spaced(a), evenly_spaced(b)
+        c = empty_like(a, a.dtype)
+        kind, *multipliers = how(*options)
+        strides = (a_stride, b_stride)
+        launch_activation(fwd_tunable, kind, (a, b, c), strides, a.numel(), a.shape[-1], 0, tuple(multipliers))
+        return c
+
+    def bwd(dc, a, b, *options):
+        da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
+        kind, *multipliers = how(*options)
+        _launch_bwd(bwd_tunable, kind, dc, a, b, da, db, *multipliers)
+        return da, db
+
+    def bwd_(dc, a, b, *options):
+        kind, *multipliers = how(*options)
+        _launch_bwd(bwd_tunable, kind, dc, a, b, a, b, *multipliers)
+
+    def bwd_reference_(dc, a, b, *options):
+        for t, gradient in zip((a, b), bwd_reference(dc, a, b, *options)):
+            t.copy_(gradient)
+
+    return ActivationOperators(
+        define(
+            f"{op}_fwd(Tensor a, Tensor b, {arguments}) -> Tensor",
+            launcher=fwd,
+            reference=lambda a, b, *options: reference(a, b, *options).contiguous(),
+            fake=("a",),
+        ),
+        define(
+            f"{op}_bwd(Tensor dc, Tensor a, Tensor b, {arguments}) -> (Tensor, Tensor)",
+            launcher=bwd,
+            reference=bwd_reference,
+            fake=("a", "b"),
+        ),
+        define(
+            f"{op}_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, {arguments}) -> ()",
+            launcher=bwd_,
+            reference=bwd_reference_,
+            fake=(),
+        ),
+    )
+
+
+# -- what gated ops check and sample alike ---------------------------------------------------------------------------
+
+
+def check_gated(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise unless a and b are [..., n_cols] of one shape, dtype and device."""
+    check_tensors(op, a=a, b=b)
+    if a.shape != b.shape or a.dtype != b.dtype or not a.dim():
+        have = f"{a.dtype} of shape {tuple(a.shape)} and {b.dtype} of shape {tuple(b.shape)}"
+        check(False, op, f"a and b must be [..., n_cols] of one shape and dtype, got {have}")
+
+
+def gated_sample(sizes, dtype, device, generator, *options, strided=False) -> Sample:
+    """a and b of (n_rows, n_cols), then the op's options. strided: a and b are the halves of one tensor."""
+    n_rows, n_cols = sizes
+    y = torch.randn(n_rows, 2 * n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    a, b = y.chunk(2, -1)
+    if not strided:
+        a, b = a.contiguous(), b.contiguous()
+    return Sample(args=(a.requires_grad_(), b.requires_grad_(), *options), moved=8 * n_rows * n_cols * dtype.itemsize)

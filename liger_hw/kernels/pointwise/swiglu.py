@@ -1,9 +1,9 @@
 """SwiGLU: c = silu(gate_multiplier * a) * b * down_multiplier, with silu(g) = g * sigmoid(g), element by element.
 
-Shapes: a, b [..., n_cols] of one shape and dtype -> c like a. fused_gate_up_swiglu.py takes both in one tensor.
+Shapes: a, b [..., n_cols] of one shape and dtype -> c like a; fused_gate_up_swiglu.py takes both in one tensor.
 Dtypes: fp32, fp16 or bf16; arithmetic in fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as
 torch rounds them in `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once.
-Saved for backward: a and b. Where nobody else can see them (`saved_tensors.py`), their gradients take their place.
+Saved for backward: a and b. Where nobody else can see them, their gradients are written over them.
 Backward, with g = gate_multiplier * a and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 
@@ -15,13 +15,10 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...recompute.recipes import offer, project
-from ...registry import Op, Sample
-from ...runtime import saved_tensors as _reuse
-from ...runtime.dependent_launch import begin
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, empty_like, first_order
-from ...runtime.triton_import import tl, triton
-from .elementwise import elementwise_tunable, evenly_spaced, launch_elementwise, stretch
+from ...recompute.recipes import project
+from ...registry import Op
+from ...runtime.operator import Function, check, check_numbers, first_order
+from .elementwise import activation_tunables, check_gated, gated_operators, gated_sample
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -36,202 +33,8 @@ def swiglu_reference(
     return (silu.to(wide) * b.to(wide) * down_multiplier).to(a.dtype)
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _swiglu_fwd_tile(
-    a_ptrs,
-    b_ptrs,
-    c_ptrs,
-    mask,
-    gate_multiplier,
-    down_multiplier,
-    PLAIN: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-):
-    """PLAIN: both multipliers are 1: there is one product, in the input's dtype, that rounds it once too. (On an H200, bf16,
-    forward and backward, 2026-11-22: 16 x 4096 takes 2.27 us instead of 2.35 with inputs in L2, 4096 x 1024 18.0 for 18.4.)"""
-    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    gate = a.to(tl.float32)
-    if not PLAIN:
-        gate = (gate * gate_multiplier).to(a.dtype).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(a.dtype)
-    if PLAIN:
-        c = silu * b
-    else:
-        c = (silu.to(tl.float32) * b.to(tl.float32) * down_multiplier).to(a.dtype)
-    tl.store(c_ptrs, c, mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _swiglu_fwd_kernel(
-    A_ptr,
-    B_ptr,
-    C_ptr,
-    A_row_stride,
-    B_row_stride,
-    n_rows,
-    n_cols,
-    b_offset,
-    gate_multiplier,
-    down_multiplier,
-    PLAIN: tl.constexpr,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """B_ptr None: the fused layout, b lies b_offset behind a in its row. PLAIN: both multipliers are 1."""
-    begin(AHEAD)
-    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
-    a_ptrs = A_ptr + row * A_row_stride + cols
-    b_ptrs = a_ptrs + b_offset if B_ptr is None else B_ptr + row * B_row_stride + cols
-    c_ptrs = C_ptr + row * n_cols + cols
-    if SPLIT:
-        if whole:  # no mask: 16-byte accesses whatever n_cols divides by
-            _swiglu_fwd_tile(
-                a_ptrs, b_ptrs, c_ptrs, None, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT
-            )
-        else:
-            _swiglu_fwd_tile(
-                a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT
-            )
-    else:
-        _swiglu_fwd_tile(a_ptrs, b_ptrs, c_ptrs, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
-
-
-@triton.jit
-def _swiglu_bwd_tile(
-    dc_ptrs,
-    a_ptrs,
-    b_ptrs,
-    da_ptrs,
-    db_ptrs,
-    mask,
-    gate_multiplier,
-    down_multiplier,
-    PLAIN: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-):
-    a = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    b = tl.load(b_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    dc = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    gate, d = a.to(tl.float32), dc.to(tl.float32)
-    if not PLAIN:
-        gate, d = (gate * gate_multiplier).to(a.dtype).to(tl.float32), d * down_multiplier
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    slope = sigmoid + silu * (1.0 - sigmoid)
-    if PLAIN:
-        da = d * b.to(tl.float32) * slope
-        db = dc * silu.to(a.dtype)
-    else:
-        da = d * b.to(tl.float32) * gate_multiplier * slope
-        db = (d * silu.to(a.dtype).to(tl.float32)).to(a.dtype)
-    tl.store(da_ptrs, da.to(a.dtype), mask=mask)
-    tl.store(db_ptrs, db, mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _swiglu_bwd_kernel(
-    DC_ptr,
-    A_ptr,
-    B_ptr,
-    DA_ptr,
-    DB_ptr,
-    DC_row_stride,
-    A_row_stride,
-    B_row_stride,
-    D_row_stride,
-    n_rows,
-    n_cols,
-    b_offset,
-    gate_multiplier,
-    down_multiplier,
-    PLAIN: tl.constexpr,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """B_ptr and DB_ptr None: as in the forward."""
-    begin(AHEAD)
-    row, cols, mask, whole = stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
-    dc = DC_ptr + row * DC_row_stride + cols
-    a = A_ptr + row * A_row_stride + cols
-    b = a + b_offset if B_ptr is None else B_ptr + row * B_row_stride + cols
-    da = DA_ptr + row * D_row_stride + cols
-    db = da + b_offset if DB_ptr is None else DB_ptr + row * D_row_stride + cols
-    if SPLIT:
-        if whole:
-            _swiglu_bwd_tile(dc, a, b, da, db, None, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
-        else:
-            _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
-    else:
-        _swiglu_bwd_tile(dc, a, b, da, db, mask, gate_multiplier, down_multiplier, PLAIN, LOAD_CACHE, LOAD_EVICT)
-
-
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-_FEW = 32768
-"""Elements a multiprocessor: 4096 x 1024 takes 17.6 us, forward and backward, on the H200; 18.0 beyond (2026-11-22)."""
-FWD = elementwise_tunable("swiglu", "fwd", _swiglu_fwd_kernel, _swiglu_fwd_tile, few=_FEW)
-BWD = elementwise_tunable("swiglu", "bwd", _swiglu_bwd_kernel, _swiglu_bwd_tile, few=_FEW)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
-def launch_swiglu(tunable, tensors, strides, size, b_offset, gate_multiplier, down_multiplier) -> None:
-    plain = gate_multiplier == down_multiplier == 1.0
-    launch_elementwise(tunable, tensors, strides, size, b_offset, gate_multiplier, down_multiplier, flags=(plain,))
-
-
-def _fwd(a, b, gate_multiplier, down_multiplier):
-    (a, a_stride), (b, b_stride), n_cols = evenly_spaced(a), evenly_spaced(b), a.shape[-1]
-    c = empty_like(a, a.dtype)
-    size, strides = (a.numel(), n_cols), (a_stride, b_stride)
-    launch_swiglu(FWD, (a, b, c), strides, size, 0, gate_multiplier, down_multiplier)
-    return c
-
-
-def _bwd(dc, a, b, gate_multiplier, down_multiplier):
-    (dc, dc_stride), (a, a_stride), (b, b_stride), n_cols = (
-        evenly_spaced(dc),
-        evenly_spaced(a),
-        evenly_spaced(b),
-        a.shape[-1],
-    )
-    da, db = empty_like(a, a.dtype), empty_like(a, a.dtype)
-    size, strides = (a.numel(), n_cols), (dc_stride, a_stride, b_stride, n_cols)
-    launch_swiglu(BWD, (dc, a, b, da, db), strides, size, 0, gate_multiplier, down_multiplier)
-    return da, db
-
-
-def _bwd_in_place(dc, a, b, gate_multiplier, down_multiplier):
-    """As `_bwd`, over a and b, which are contiguous."""
-    (dc, dc_stride), n_cols = evenly_spaced(dc), a.shape[-1]
-    size, strides = (a.numel(), n_cols), (dc_stride, n_cols, n_cols, n_cols)
-    launch_swiglu(BWD, (dc, a, b, a, b), strides, size, 0, gate_multiplier, down_multiplier)
-
-
-# -- the operators ---------------------------------------------------------------------------------------------------
-
-
-def _fwd_reference(a, b, gate_multiplier, down_multiplier):
-    return swiglu_reference(a, b, gate_multiplier, down_multiplier).contiguous()
-
-
-def _bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
+def swiglu_bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
+    """(da, db) in plain torch."""
     wide = torch.promote_types(a.dtype, torch.float32)
     gate = (a.to(wide) * gate_multiplier).to(a.dtype).to(wide)
     sigmoid, d = torch.sigmoid(gate), dc.to(wide) * down_multiplier
@@ -241,37 +44,15 @@ def _bwd_reference(dc, a, b, gate_multiplier, down_multiplier):
     return da.to(a.dtype).contiguous(), db.to(a.dtype).contiguous()
 
 
-def _bwd_in_place_reference(dc, a, b, gate_multiplier, down_multiplier):
-    da, db = _bwd_reference(dc, a, b, gate_multiplier, down_multiplier)
-    a.copy_(da)
-    b.copy_(db)
+# -- the operators ---------------------------------------------------------------------------------------------------
 
-
-def _fwd_fake(a, b, gate_multiplier, down_multiplier):
-    return a.new_empty(a.shape)
-
-
-def _bwd_fake(dc, a, b, gate_multiplier, down_multiplier):
-    return a.new_empty(a.shape), a.new_empty(a.shape)
-
-
-swiglu_fwd = define(
-    "swiglu_fwd(Tensor a, Tensor b, float gate_multiplier, float down_multiplier) -> Tensor",
-    launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
-)
-swiglu_bwd = define(
-    "swiglu_bwd(Tensor dc, Tensor a, Tensor b, float gate_multiplier, float down_multiplier) -> (Tensor, Tensor)",
-    launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
-)
-swiglu_bwd_ = define(
-    "swiglu_bwd_(Tensor dc, Tensor(a!) a, Tensor(b!) b, float gate_multiplier, float down_multiplier) -> ()",
-    launcher=_bwd_in_place,
-    reference=_bwd_in_place_reference,
-    fake=lambda dc, a, b, gate_multiplier, down_multiplier: None,
+TUNABLES = activation_tunables("swiglu", fwd={"small_launch": 32768}, bwd={"small_launch": 32768})
+operators = gated_operators(
+    TUNABLES,
+    "float gate_multiplier, float down_multiplier",
+    lambda gate_multiplier, down_multiplier: ("silu", gate_multiplier, down_multiplier),
+    swiglu_reference,
+    swiglu_bwd_reference,
 )
 
 
@@ -280,20 +61,12 @@ class LigerSiLUMulFunction(Function):
 
     @staticmethod
     def forward(ctx, a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        ctx.multipliers = float(gate_multiplier), float(down_multiplier)
-        ctx.save_for_backward(a, b)
-        c = swiglu_fwd(a, b, *ctx.multipliers)
-        offer(ctx, c, swiglu_fwd, (a, b, *ctx.multipliers))
-        return c
+        return operators.forward(ctx, (a, b), (float(gate_multiplier), float(down_multiplier)))
 
     @staticmethod
     @first_order
     def backward(ctx, dc):
-        (a, b), private = _reuse.unpack(ctx)
-        if private and a.is_contiguous() and b.is_contiguous():
-            swiglu_bwd_(dc, a, b, *ctx.multipliers)
-            return a.detach(), b.detach(), None, None
-        return *swiglu_bwd(dc, a, b, *ctx.multipliers), None, None
+        return *operators.backward(ctx, dc), None, None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -308,15 +81,13 @@ def liger_swiglu(
     spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
-    check_tensors("liger_swiglu", a=a, b=b)
+    check_gated("liger_swiglu", a, b)
     check_numbers("liger_swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dim():
-        have = f"{a.dtype} of shape {tuple(a.shape)} and {b.dtype} of shape {tuple(b.shape)}"
-        check(False, "liger_swiglu", f"a and b must be [..., n_cols] of one shape and dtype, got {have}")
     return LigerSiLUMulFunction.apply(a, b, gate_multiplier, down_multiplier)
 
 
 def check_silu(module: str, activation: str) -> None:
+    """Raise `ValueError` unless a config's hidden_act is silu."""
     if activation not in ("silu", "swish"):
         other = "; gelu variants take LigerGEGLUMLP" if "gelu" in activation else ""
         check(False, module, f"computes silu (swish), but the config's hidden_act is {activation!r}{other}")
@@ -356,16 +127,8 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models; n_cols is the intermediate size."""
 
 
-def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False) -> Sample:
-    n_rows, n_cols = sizes
-    y = torch.randn(n_rows, 2 * n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    a, b = y.chunk(2, -1)
-    if not strided:
-        a, b = a.contiguous(), b.contiguous()
-    return Sample(
-        args=(a.requires_grad_(), b.requires_grad_(), *multipliers),
-        moved=8 * n_rows * n_cols * dtype.itemsize,
-    )
+def _sample(sizes, dtype, device, generator, *, multipliers=(1.0, 1.0), strided=False):
+    return gated_sample(sizes, dtype, device, generator, *multipliers, strided=strided)
 
 
 OP = registry.register(
@@ -373,13 +136,9 @@ OP = registry.register(
         name="swiglu",
         function=liger_swiglu,
         reference=swiglu_reference,
-        tunables=(FWD, BWD),
+        tunables=TUNABLES,
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"multipliers": (0.75, 1.5)},
-            {"strided": True},
-        ),
+        options=({}, {"multipliers": (0.75, 1.5)}, {"strided": True}),
     )
 )

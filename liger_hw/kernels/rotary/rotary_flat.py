@@ -187,15 +187,15 @@ def heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def safe(target: Target, key: Key) -> LaunchConfig:
-    return _elementwise.safe(target, key) if is_flat(key) else rope._safe(target, key)
+    return _elementwise.flat_safe(target, key) if is_flat(key) else rope._safe(target, key)
 
 
 def space(target: Target, key: Key) -> list[LaunchConfig]:
-    return _elementwise.space(target, key) if is_flat(key) else rope._space(target, key)
+    return _elementwise.flat_space(target, key) if is_flat(key) else rope._space(target, key)
 
 
 def valid(config: LaunchConfig, key: Key) -> str | None:
-    return _elementwise.valid(config, key) if is_flat(key) else rope._valid(config, key)
+    return _elementwise.flat_valid(config, key) if is_flat(key) else rope._valid(config, key)
 
 
 TUNABLES = {"key": rope._key, "heuristic": heuristic, "safe": safe, "space": space, "valid": valid}

@@ -1,19 +1,59 @@
-"""Model families: one small spec each, in the table of its kind. A new family is one line in one of the tables.
+"""Model families: what `apply_liger_kernel_to_<family>` needs to know about each. families.py has the table.
 
-A family without a spec needs none: `liger_hw.patch(model)` finds the same kernels. A spec gives it a function with
-Liger's name and keywords. `liger-hw models` lists what every family of transformers gets.
+A spec states where a family's code is and which keywords its function has. Which kernels fit which of its modules is
+found by running them (see ../probing/). A family without a spec needs none: `liger_hw.patch(model)` finds the same
+kernels. `liger-hw models` lists what every family of transformers gets.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from dataclasses import dataclass
 
-TABLES = ("dense", "moe", "vision")
-"""Modules in this folder; each defines `SPECS`."""
+LOSS = (("cross_entropy", False), ("fused_linear_cross_entropy", True))
+ROPE, NO_ROPE = (("rope", True),), (("rope", False),)
+NORM, LAYER_NORM = (("rms_norm", True),), (("layer_norm", True),)
+SWIGLU, GEGLU = (("swiglu", True),), (("geglu", True),)
+MODEL = (("model", None),)
+
+LLAMA_LIKE = (*ROPE, *LOSS, *NORM, *SWIGLU, *MODEL)
+"""Keywords of most families' public function, in Liger's order, with their defaults."""
 
 
-def specs() -> dict[str, Any]:
-    """Family name -> its FamilySpec, all of them, in the tables' order. Imports neither torch nor transformers."""
-    tables = (importlib.import_module(f"{__name__}.{table}") for table in TABLES)
-    return {spec.name: spec for table in tables for spec in table.SPECS}
+@dataclass(frozen=True)
+class FamilySpec:
+    """A family of transformers models.
+
+    name: suffix of `apply_liger_kernel_to_<name>` and, by default, of the modeling module
+    models: names of its model classes in the modeling module; a class patch examines one model of each, without weights
+    parameters: keyword and default of each argument of the public function, in order, `model` among them
+    module: name of the package in transformers.models, where it is not `name`
+    also: options that the function takes beyond its signature, as `**kwargs`; on unless given as False
+    types: values of `config.model_type` that mean this family, beside its name
+    """
+
+    name: str
+    models: tuple[str, ...]
+    parameters: tuple[tuple[str, bool | None], ...] = LLAMA_LIKE
+    module: str = ""
+    also: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return (self.name, *self.types)
+
+    @property
+    def function_name(self) -> str:
+        return f"apply_liger_kernel_to_{self.name}"
+
+    @property
+    def modeling_module(self) -> str:
+        package = self.module or self.name
+        return f"transformers.models.{package}.modeling_{package}"
+
+
+def specs() -> dict[str, FamilySpec]:
+    """Every spec by its family's name. Imports neither torch nor transformers."""
+    from .families import SPECS
+
+    return {spec.name: spec for spec in SPECS}

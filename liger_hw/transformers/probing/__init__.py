@@ -1,12 +1,15 @@
-"""What a module computes, found by running it: the heart of the patch engine.
+"""Recognising a module by what it computes, found by running it: the heart of the patch engine.
 
 `recognise(module)` runs a copy of a norm, gated MLP or experts module on small random inputs, on the CPU, beside the
-kernels' references, and answers with the `Match` that agrees, a `Refused` that says why none does, or None for a
-module that is none of these. `rotary.recognise(function)` does the same for a rotary function.
+kernels' references. It answers with the `Match` that agrees, a `Refused` that says why none does, or None for a module
+that is none of these. `rotary.recognise(function)` does the same for a rotary function.
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
-stand-ins that answer with random numbers, so a sharded, quantised, adapted or not yet loaded (meta) model is probed
-alike and a 7B model in a few milliseconds. Nothing outside changes: no random state, no module, no hook.
+stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
+alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, in bf16 the rounding, and the gradients.
+
+probe.py has how a copy is run; norms.py, mlps.py and rotary.py have one kind each; guards.py says when a match that was
+found on one module applies to another.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from . import mlps, norms
-from .twin import EVERYTHING, Guards, Match, Refused, current_forward, guards_of, holds, quiet, reads
+from .guards import EVERYTHING, Guards, guards_of, holds, reads
+from .probe import Match, Refused, current_forward, quiet
 
 __all__ = ["EVERYTHING", "Guards", "Match", "Refused", "current_forward", "guards_of", "holds", "reads", "recognise"]
 

@@ -1,40 +1,55 @@
-"""Recognising norms: RMSNorm with its offset, casting mode and epsilon, and LayerNorm with or without scale and shift."""
+"""Norms: RMSNorm with its offset, casting mode and epsilon, and LayerNorm with or without scale and shift.
+
+In order: what takes a norm's place, which modules may be a norm, which are refused at once, how a copy is run, and how
+the variant is recognised.
+"""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
 
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
-from .. import parts
-from .twin import (
-    BATCH,
-    EVERYTHING,
-    Match,
-    Refused,
-    agrees,
-    generator,
-    random,
-    reads,
-    required_inputs,
-    run,
-    twin_of,
-)
+from .guards import EVERYTHING, reads
+from .probe import BATCH, Match, Refused, agrees, generator, probe_copy, random, required_inputs, run
 
-_PROBE_EPS = 0.25
-"""Set in place of the module's own epsilon: large beside the variance, so that a wrong one cannot agree."""
-_SMALL = 2e-3
-"""The size of the inputs where epsilon is a number in the code, for the same reason."""
-_LOW, _HIGH = torch.bfloat16, torch.float32
-_MISMATCHES = 0.02
-"""Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
+# -- what takes its place --------------------------------------------------------------------------------------------
+
+
+def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
+    """RMSNorm of (module, x), whose attributes have these names. No weight: no scaling; eps may be a number."""
+    from ..functional import liger_rms_norm
+
+    if not isinstance(eps, str):
+        return lambda self, x: liger_rms_norm(x, weight and getattr(self, weight), eps, offset, casting_mode)
+    if weight is None:
+        return lambda self, x: liger_rms_norm(x, None, getattr(self, eps), 0.0, casting_mode)
+    return lambda self, x: liger_rms_norm(x, getattr(self, weight), getattr(self, eps), offset, casting_mode)
+
+
+def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
+    """LayerNorm likewise; `offset` is added to the weight."""
+    from ..functional import liger_layer_norm
+
+    def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = None if weight is None else getattr(self, weight)
+        shift = None if bias is None else getattr(self, bias)
+        if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # autocast runs torch's own in fp32
+        value = getattr(self, eps) if isinstance(eps, str) else eps
+        return liger_layer_norm(x, scale + offset if offset else scale, shift, value)
+
+    return replacement
+
+
+# -- which modules may be a norm -------------------------------------------------------------------------------------
+
 _OTHER_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
-_WIDTH = 64
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -56,138 +71,164 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     if len(shapes) > 2 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
         return Refused(f"its parameters are {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}", kind)
-    return _Probe(module, forward, shapes, kind).answer()
+    return _Probe(module, forward, shapes).answer(kind)
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _Variant:
+    """What the norm may be: a kernel, with the names of the module's weight and bias."""
+
     kernel: str
     offset: float
     weight: str | None
     bias: str | None
 
     def reference(
-        self, x: torch.Tensor, weights: dict[str, torch.Tensor | None], eps: str | float, mode: str
+        self, x: torch.Tensor, weights: dict[str, torch.Tensor | None], eps: float, mode: str
     ) -> torch.Tensor:
-        value = _PROBE_EPS if isinstance(eps, str) else eps
         weight = None if self.weight is None else weights[self.weight]
         if self.kernel == "rms_norm":
-            return rms_norm_reference(x, weight, value, self.offset, mode)
+            return rms_norm_reference(x, weight, eps, self.offset, mode)
         weight = weight + self.offset if self.offset else weight
-        return layer_norm_reference(x, weight, None if self.bias is None else weights[self.bias], value)
+        return layer_norm_reference(x, weight, None if self.bias is None else weights[self.bias], eps)
 
-    def core(self, eps: str | float, mode: str) -> Callable:
+    def match(self, eps: str | float, mode: str, one_dtype: bool) -> Match:
         if self.kernel == "rms_norm":
-            return parts.rms_norm(self.weight, eps, self.offset, mode)
-        return parts.layer_norm(self.weight, self.bias, eps, self.offset)
+            words, replacement = mode, rms_norm_replacement(self.weight, eps, self.offset, mode)
+        else:
+            words = "" if self.bias or not self.weight else "no bias"
+            replacement = layer_norm_replacement(self.weight, self.bias, eps, self.offset)
+        words = words if self.weight else "no weight"
+        words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
+        used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
+        return Match(self.kernel, words, replacement, used=used, input_dtype_of=self.weight if one_dtype else "")
 
-    def words(self, mode: str) -> str:
-        scale = mode if self.kernel == "rms_norm" else "" if self.bias or not self.weight else "no bias"
-        scale = scale if self.weight else "no weight"
-        return ", ".join(filter(None, (scale, f"offset {self.offset:g}" if self.offset else "")))
+
+# -- how it is run, and how the variant is recognised -----------------------------------------------------------------
+
+_LOW, _HIGH = torch.bfloat16, torch.float32
+_PROBE_EPS = 0.25
+"""Stands for the module's own epsilon: large beside the variance, so that a wrong one cannot agree."""
+_SMALL = 2e-3
+"""The size of the inputs where epsilon is a number in the code, for the same reason."""
+_MISMATCHES = 0.02
+"""Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
+_WIDTH = 64
+"""Of the probe's input, where the module has no weight and names no width."""
 
 
 class _Probe:
-    def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
-        self.module, self.forward, self.kind = module, forward, kind
+    """Runs copies of one module with random weights and a large epsilon, beside the kernels' references."""
+
+    def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.module, self.forward = module, forward
         source = generator()
         self.weights = {name: random(*shape, source=source) for name, shape in shapes.items()}
         self.x = random(*BATCH, next(iter(shapes.values()))[0] if shapes else _width_of(module), source=source)
-        own, named = vars(module), reads(type(module), forward)
-        attributes = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
-        numbers = [c for c in _constants(forward) if 0.0 < c < 1e-2]
-        self.epsilons: list[str | float] = [*attributes, *numbers]
 
-    def answer(self) -> Match | Refused:
-        reason = "" if self.epsilons else "it has no epsilon of its own"
-        for eps in self.epsilons:
+    def answer(self, kind: str) -> Match | Refused:
+        """The first epsilon and variant that agree in fp32, where their rounding and gradients agree too."""
+        epsilons = self._epsilons()
+        reason = "" if epsilons else "it has no epsilon of its own"
+        for eps in epsilons:
             wanted = self._original(eps, _HIGH, _HIGH)
             if isinstance(wanted, str):
                 reason = reason or wanted
                 continue
-            for candidate in self._candidates():
-                if agrees(run(candidate.reference, self._input(eps), self._cast(_HIGH), eps, "llama"), wanted):
-                    return self._settled(eps, candidate)
-        return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", self.kind)
+            for variant in self._variants():
+                if agrees(self._reference(variant, eps, "llama", _HIGH, _HIGH), wanted):
+                    return self._with_casting_mode(eps, variant)
+        return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
 
-    def _candidates(self) -> Iterator[_Candidate]:
+    def _epsilons(self) -> list[str | float]:
+        """What may be the epsilon: attributes that the forward reads, and small numbers written in its code."""
+        own, named = vars(self.module), reads(type(self.module), self.forward)
+        attributes = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
+        code = getattr(self.forward, "__code__", None)
+        constants = code.co_consts if code is not None else ()
+        return [*attributes, *(c for c in constants if type(c) is float and 0.0 < c < 1e-2)]
+
+    def _variants(self) -> Iterator[_Variant]:
         names = list(self.weights)
         pairs = [(n, next((m for m in names if m != n), None)) for n in names] or [(None, None)]
         for weight, bias in pairs:
             for offset in (0.0, 1.0) if weight else (0.0,):
                 if not bias:
-                    yield _Candidate("rms_norm", offset, weight, None)
-                yield _Candidate("layer_norm", offset, weight, bias)
+                    yield _Variant("rms_norm", offset, weight, None)
+                yield _Variant("layer_norm", offset, weight, bias)
 
-    def _settled(self, eps: str | float, candidate: _Candidate) -> Match | Refused:
-        """The candidate that agrees in fp32, with the casting mode that agrees in bf16."""
-        kernel = candidate.kernel
+    def _with_casting_mode(self, eps: str | float, variant: _Variant) -> Match | Refused:
+        """The match of a variant that agrees in fp32, with the casting mode that rounds alike in bf16.
+
+        A mode that agrees also where the weights are kept in fp32 beside bf16 inputs is preferred. Where none does, the
+        match holds for inputs of the weight's dtype only.
+        """
+        kernel = variant.kernel
         modes = tuple(CASTING_MODES) if kernel == "rms_norm" else ("",)
-        good = [mode for mode in modes if self._rounds_alike(eps, candidate, mode, _LOW)]
+        good = [mode for mode in modes if self._rounds_alike(eps, variant, mode, _LOW)]
         if not good:
             return Refused(f"it rounds in bf16 unlike {kernel} in any casting mode", kernel)
-        if not self._same_gradients(eps, candidate):
+        if not self._has_same_gradients(eps, variant):
             return Refused(f"its gradients are not those of {kernel}", kernel)
-        mixed = [mode for mode in good if not self.weights or self._rounds_alike(eps, candidate, mode, _HIGH)]
-        mode = (mixed or good)[0]
-        core = candidate.core(eps, mode)
-        if not mixed:  # weights kept in fp32 beside bf16 activations round another way
-            core = parts.for_one_dtype(core, candidate.weight)
-        used = frozenset(n for n in (candidate.weight, candidate.bias, eps) if isinstance(n, str))
-        return Match(kernel, candidate.words(mode), core, used=used)
+        mixed = [mode for mode in good if not self.weights or self._rounds_alike(eps, variant, mode, _HIGH)]
+        return variant.match(eps, (mixed or good)[0], one_dtype=not mixed)
 
-    # -- running -------------------------------------------------------------------------------------------------------
-
-    def _cast(self, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-        absent = {name: None for name in self.module._parameters}
-        return absent | {name: w.to(dtype) for name, w in self.weights.items()}
-
-    def _original(self, eps: str | float, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
-        return run(self.forward, self._twin(eps, self._cast(w_dtype)), self._input(eps).to(x_dtype))
-
-    def _twin(self, eps: str | float, weights: dict[str, torch.Tensor | None]) -> nn.Module:
-        twin = twin_of(self.module, weights, {})
-        if isinstance(eps, str):
-            twin.__dict__[eps] = _PROBE_EPS
-        return twin
-
-    def _input(self, eps: str | float) -> torch.Tensor:
-        return self.x if isinstance(eps, str) else self.x * _SMALL
-
-    def _rounds_alike(self, eps: str | float, candidate: _Candidate, mode: str, w_dtype: torch.dtype) -> bool:
+    def _rounds_alike(self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype) -> bool:
+        """Whether results of bf16 inputs, with weights in `w_dtype`, differ by one rounding in a few places at most."""
         wanted = self._original(eps, _LOW, w_dtype)
         if isinstance(wanted, str):  # torch's own norms refuse mixed dtypes, and then so may ours
             return w_dtype is not _LOW
-        found = run(candidate.reference, self._input(eps).to(_LOW), self._cast(w_dtype), eps, mode)
+        found = self._reference(variant, eps, mode, _LOW, w_dtype)
         if isinstance(found, str) or found.dtype != wanted.dtype or found.shape != wanted.shape:
             return False
         low = found.dtype is _LOW
         difference = (found.float() - wanted.float()).abs()
         step = 2.0**-7 if low else 1e-5
-        return bool((difference <= step * wanted.float().abs() + 1e-5).all()) and (
-            not low or float((difference > 0).float().mean()) <= _MISMATCHES
-        )
+        if not bool((difference <= step * wanted.float().abs() + 1e-5).all()):
+            return False
+        return not low or float((difference > 0).float().mean()) <= _MISMATCHES
 
-    def _same_gradients(self, eps: str | float, candidate: _Candidate) -> bool:
+    def _has_same_gradients(self, eps: str | float, variant: _Variant) -> bool:
         results = []
-        for ours in (False, True):
+        for is_reference in (False, True):
             with torch.enable_grad():
                 weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
                 x = self._input(eps).clone().requires_grad_()
-                y = candidate.reference(x, weights, eps, "llama") if ours else self.forward(self._twin(eps, weights), x)
+                if is_reference:
+                    y = variant.reference(x, weights, self._value(eps), "llama")
+                else:
+                    y = self.forward(self._copy(eps, weights), x)
                 leaves = [x, *(w for w in weights.values() if w is not None)]
                 if not y.requires_grad:
                     return False
                 results.append(torch.autograd.grad((y * self.x.cos()).sum(), leaves, allow_unused=True))
         return all((a is None) == (b is None) and (a is None or agrees(a, b, 1e-4)) for a, b in zip(*results))
 
+    # -- one run -----------------------------------------------------------------------------------------------------
 
-def _constants(function: Callable) -> list[float]:
-    """Numbers written in a function's code."""
-    return [c for c in getattr(function, "__code__", _NO_CODE).co_consts if type(c) is float]
+    def _original(self, eps: str | float, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
+        return run(self.forward, self._copy(eps, self._cast(w_dtype)), self._input(eps).to(x_dtype))
 
+    def _reference(
+        self, variant: _Variant, eps: str | float, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
+    ) -> torch.Tensor | str:
+        return run(variant.reference, self._input(eps).to(x_dtype), self._cast(w_dtype), self._value(eps), mode)
 
-_NO_CODE = (lambda: None).__code__
+    def _copy(self, eps: str | float, weights: dict[str, torch.Tensor | None]) -> nn.Module:
+        copied = probe_copy(self.module, weights, {})
+        if isinstance(eps, str):
+            copied.__dict__[eps] = _PROBE_EPS
+        return copied
+
+    def _cast(self, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+        absent = {name: None for name in self.module._parameters}
+        return absent | {name: w.to(dtype) for name, w in self.weights.items()}
+
+    def _input(self, eps: str | float) -> torch.Tensor:
+        return self.x if isinstance(eps, str) else self.x * _SMALL
+
+    def _value(self, eps: str | float) -> float:
+        return _PROBE_EPS if isinstance(eps, str) else eps
 
 
 def _width_of(module: nn.Module) -> int:

@@ -1,0 +1,217 @@
+"""Two checkouts timed against each other on one GPU, case by case, in turn.
+
+    python benchmarks/launches.py write before.json            in the older checkout
+    python benchmarks/launches.py write after.json
+    python benchmarks/launches.py compare before.json after.json --json cases.json
+    python benchmarks/compare_commits.py --old OLD --new NEW --cases cases.json --out FILE.json
+
+For each case, a process of each checkout captures forward and backward as a graph; then the two take turns in replaying
+it, so that clocks and neighbours are the same for both. `ratio` is the newer median over the older. With several GPUs the
+cases are spread over them. A run that is cut short has what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TURNS, CALLS = 5, 12
+"""Turns of each arm, and replays a turn."""
+
+
+class Arm:
+    """A process of one checkout on one GPU, spoken to in lines of JSON."""
+
+    def __init__(self, checkout: str, gpu: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])}
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=checkout
+        )
+
+    def ask(self, **request: Any) -> Any:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError("the process ended")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(gpu: int, old: str, new: str, cases: list, until: float, keep: Any) -> None:
+    """Time every case of a list on one GPU; `keep` gets each row."""
+    arms = {"old": Arm(old, gpu), "new": Arm(new, gpu)}
+    for case in cases:
+        if time.monotonic() > until:
+            break
+        row = {"op": case[0], "sizes": case[1], "dtype": case[2], "options": case[3]}
+        try:
+            ready = {name: arm.ask(do="prepare", case=case) for name, arm in arms.items()}
+            if failed := {name: answer["error"] for name, answer in ready.items() if "error" in answer}:
+                keep({**row, "error": failed})
+                continue
+            samples: dict[str, list[float]] = {"old": [], "new": []}
+            for turn in range(TURNS):
+                for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
+                    samples[name] += arms[name].ask(do="burst", calls=CALLS)["ms"]
+            medians = {name: statistics.median(found) for name, found in samples.items()}
+            noise = max((sorted(f)[3 * len(f) // 4] - sorted(f)[len(f) // 4]) / medians[n] for n, f in samples.items())
+            keep({**row, **medians, "ratio": medians["new"] / medians["old"], "noise": noise})
+        except (RuntimeError, BrokenPipeError, json.JSONDecodeError) as error:
+            keep({**row, "error": str(error)})
+            for name, checkout in (("old", old), ("new", new)):
+                arms[name].close()
+                arms[name] = Arm(checkout, gpu)
+    for arm in arms.values():
+        arm.close()
+
+
+def prepared(case: list, meter: Any, short: bool) -> Any:
+    """The captured forward and backward of a case; `short` makes no more of it than the kernels need to be compiled."""
+    import torch
+
+    from liger_hw import registry
+    from liger_hw.bench.inputs import Inputs, Work, sample_sets
+
+    name, sizes, dtype, options = case
+    op = registry.get_op(name)
+    named = {key: str(value).removeprefix("torch.") for key, value in options.items()}
+    options = {
+        key: getattr(torch, named[key], value) if named[key] != str(value) else value for key, value in options.items()
+    }
+
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        sample = op.sample(tuple(sizes), getattr(torch, dtype), torch.device("cuda"), generator, **options)
+        return Inputs(sample.args, sample.kwargs, seed=1000 + seed, moved=sample.moved)
+
+    work = Work(op.function, [make(0)] if short else sample_sets(make, meter.l2), backward=True)
+    if short:
+        work.call()
+        return None
+    work.learn_overwrites()
+    for _ in range(3):
+        work.call()
+    work.restore()
+    runner = meter.runner(work, work.sets[0].moved / 4e9)
+    runner.burst(3)
+    return runner
+
+
+def serve() -> None:
+    """In a worker: prepare cases and replay them."""
+    from liger_hw.bench.timing import Meter
+
+    meter = Meter("cuda")
+    runner = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "prepare":
+                runner = None
+                meter.forget()
+                runner = prepared(request["case"], meter, request.get("short", False))
+                answer: dict[str, Any] = {"method": getattr(runner, "method", "")}
+            else:
+                answer = {"ms": runner.burst(request["calls"])}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        print(json.dumps(answer), flush=True)
+
+
+def warm(old: str, new: str, cases: list, processes: int, gpus: int, until: float) -> None:
+    """Call every case once in many processes, so that Triton's cache on disk has all kernels."""
+
+    def some(number: int) -> None:
+        checkout = (old, new)[number % 2]
+        arm = Arm(checkout, number // 2 % gpus)
+        for case in cases[number // 2 :: max(1, processes // 2)]:
+            if time.monotonic() > until:
+                break
+            try:
+                arm.ask(do="prepare", case=case, short=True)
+            except (RuntimeError, BrokenPipeError):
+                arm.close()
+                arm = Arm(checkout, number // 2 % gpus)
+        arm.close()
+
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        list(pool.map(some, range(processes)))
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Cases slower by more than 1% (below 10 us by more than 0.1 us), the geometric mean, failures."""
+    timed = [row for row in rows if "ratio" in row]
+    lines = []
+    for row in sorted(timed, key=lambda row: -row["ratio"]):
+        slower = row["new"] - row["old"]
+        if row["ratio"] > 1.01 and slower > 1e-4:
+            sizes = "x".join(map(str, row["sizes"]))
+            lines.append(
+                f"  {row['op']} {sizes} {row['dtype']} {row['options'] or ''}: {1e3 * row['old']:.2f} -> "
+                f"{1e3 * row['new']:.2f} us ({row['ratio']:.3f}, noise {row['noise']:.3f})"
+            )
+    if timed:
+        mean = math.exp(sum(math.log(row["ratio"]) for row in timed) / len(timed))
+        best = sorted(timed, key=lambda row: row["ratio"])[:12]
+        gains = ", ".join(f"{r['op']} {'x'.join(map(str, r['sizes']))} {r['ratio']:.3f}" for r in best)
+        lines.append(f"{len(timed)} cases, geometric mean {mean:.4f}, {len(lines)} slower by over 1%; fastest: {gains}")
+    for row in rows:
+        if "error" in row:
+            lines.append(f"  FAILED {row['op']} {row['sizes']} {row['options']}: {row['error']}"[:220])
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--old", help="the older checkout")
+    parser.add_argument("--new", help="the newer checkout")
+    parser.add_argument("--cases", help="a JSON list of [op, sizes, dtype, options]")
+    parser.add_argument("--out", help="where the rows go")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument(
+        "--warm", type=int, default=12, metavar="N", help="processes that fill the compiler's cache first"
+    )
+    parser.add_argument("--budget", type=float, default=500.0, metavar="SECONDS")
+    told = parser.parse_args()
+    if told.worker:
+        serve()
+        return 0
+    began = time.monotonic()
+    cases = json.loads(Path(told.cases).read_text())
+    old, new = (str(Path(path).resolve()) for path in (told.old, told.new))
+    warm(old, new, cases, told.warm, told.gpus, began + 0.55 * told.budget)
+    print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if len(rows) % 10 == 0:
+            Path(told.out).write_text(json.dumps(rows))
+
+    with concurrent.futures.ThreadPoolExecutor(told.gpus) as pool:
+        parts = [cases[gpu :: told.gpus] for gpu in range(told.gpus)]
+        list(pool.map(lambda gpu: measure(gpu, old, new, parts[gpu], began + told.budget, keep), range(told.gpus)))
+    Path(told.out).write_text(json.dumps(rows))
+    print(f"{len(rows)} of {len(cases)} cases in {time.monotonic() - began:.0f} s")
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,414 @@
+"""Training one Hugging Face model under one arm (as shipped, with Liger, with liger_hw, compiled), and what was seen.
+
+Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same
+order and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was
+built. `liger-hw demo` and `liger-hw bench e2e` are made of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import math
+import re
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import torch
+
+from ..transformers.rebind import PREFIX
+from .peers import Absent
+
+WARMUP_STEPS = 10
+"""Steps of linear warm-up of the learning rate: without it a large model's loss spikes, and a spike multiplies
+rounding.
+"""
+
+
+class Leftover(RuntimeError):
+    """Reverting a patch left something changed: an unpatched model must be what it was."""
+
+
+# -- what is trained -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
+
+    layers: as published, for saying how many of them a plan has; experts: of each layer, two of them for a token
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    attention: str = "sdpa"
+    layers: int = 32
+    experts: int = 0
+
+    def scaled(self, hidden: int) -> "Shape":
+        """The same proportions at another width, with four heads and bytes for a vocabulary: for a quick try."""
+        inner = max(8, round(self.intermediate * hidden / self.hidden / 8) * 8)
+        kv_heads = max(1, 4 * self.kv_heads // self.heads)
+        return replace(
+            self, vocab=256, hidden=hidden, intermediate=inner, heads=4, kv_heads=kv_heads, head_dim=hidden // 4
+        )
+
+
+MODELS = {
+    "mistral": Shape("mistral", 32768, 4096, 14336, 32, 8),
+    "llama3": Shape("llama", 128256, 4096, 14336, 32, 8),
+    "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8, layers=36),
+    "gemma2": Shape("gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26),  # 2B; sdpa has no logit softcap
+    "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96),  # mini
+    "mixtral": Shape("mixtral", 32000, 4096, 14336, 32, 8, experts=8),  # 8x7B; 11.6 GB a layer with AdamW in bf16
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its batches and its optimizer. A vocabulary of 256 reads text byte by byte, a larger one in pairs of
+    bytes.
+    """
+
+    shape: Shape
+    layers: int
+    batch: int
+    seq: int
+    steps: int
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+    learning_rate: float = 1e-4
+    seed: int = 0
+
+
+def read_text(path: str | None) -> bytes:
+    """The training text: a file, or Python's own documentation as every interpreter carries it (about 470 kB).
+
+    Raises `ValueError` when it cannot be read.
+    """
+    if path is not None:
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read --text {path}: {error.strerror}") from None
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("this Python carries no pydoc_data.topics; give a text with --text FILE") from None
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def to_tokens(text: bytes, vocab: int) -> torch.Tensor:
+    """Bytes as token ids below `vocab`, [n_tokens] int64. Raises `ValueError` for an empty text.
+
+    A vocabulary of 256 has a token for each byte. A larger one has a token for a pair of bytes, 7 bits of the first
+    and 8 of the second: English text is ASCII, so the ids spread over the vocabulary as words do.
+    """
+    if not text:
+        raise ValueError("the text is empty; name a file with some kilobytes of text with --text")
+    values = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    if vocab <= 256:
+        return values % vocab
+    pairs = values[: values.numel() // 2 * 2].view(-1, 2)
+    return ((pairs[:, 0] & 0x7F) << 8 | pairs[:, 1]) % vocab
+
+
+def config(training: Training) -> Any:
+    """The transformers config of the model."""
+    from transformers import AutoConfig
+
+    shape = training.shape
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2} if shape.experts else {}
+    window = {"sliding_window": None} if shape.family == "mistral" else {}
+    return AutoConfig.for_model(
+        shape.family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=training.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max(4096, training.seq),
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **experts,
+        **window,
+    )
+
+
+def build(training: Training, device: torch.device) -> Any:
+    """The model with random weights from the seed, made on the device in its dtype."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(training.seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, training.dtype))
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config(training), attn_implementation=training.shape.attention)
+    finally:
+        torch.set_default_dtype(before)
+    model.train()
+    if training.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+# -- arms ------------------------------------------------------------------------------------------------------------
+
+ARMS = {
+    "hf": "Hugging Face as shipped",
+    "hf-eager": "Hugging Face with its eager attention: what rounding alone does",
+    "liger": "liger-kernel, if installed",
+    "liger_hw": "liger_hw",
+    "compile": "Hugging Face as shipped, under torch.compile",
+}
+_MISSING = object()
+
+
+class Original:
+    """A family's modelling file as Hugging Face ships it: its names, the attributes of its classes, torch's own losses.
+
+    Raises `ValueError` where the family is patched already.
+    """
+
+    def __init__(self, family: str) -> None:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+        self.places = [module, torch.nn.functional, *classes]
+        self.saved = [dict(vars(place)) for place in self.places]
+        for place, saved in zip(self.places, self.saved):
+            for name, value in saved.items():
+                # PREFIX: what patches of single models leave in the module; nothing of Hugging Face's own uses it
+                if not name.startswith(PREFIX) and (origin := _kernel_package(value)):
+                    raise ValueError(
+                        f"{family} is already patched in this process ({place.__name__}.{name} comes from "
+                        f"{origin}); the "
+                        "unpatched arm needs it as Hugging Face ships it. Revert the patch, or use a process of its "
+                        "own."
+                    )
+
+    def changes(self) -> list[str]:
+        """Names that are not what they were, and functions and classes that are new."""
+        found = []
+        for place, saved in zip(self.places, self.saved):
+            now = vars(place)
+            found += [f"{place.__name__}.{name}" for name in saved if now.get(name, _MISSING) is not saved[name]]
+            found += [f"{place.__name__}.{name}" for name in now if name not in saved and callable(now[name])]
+        return found
+
+    def restore(self) -> None:
+        """Put everything back that changed."""
+        for place, saved in zip(self.places, self.saved):
+            for name in [name for name in vars(place) if name not in saved and callable(vars(place)[name])]:
+                delattr(place, name)
+            for name, value in saved.items():
+                if vars(place).get(name, _MISSING) is not value:
+                    setattr(place, name, value)
+
+
+def _kernel_package(value: Any) -> str:
+    """The liger module a function or class was written in, whatever it calls itself; else an empty string."""
+    written = getattr(value, "__globals__", {}).get("__name__") or getattr(value, "__module__", None) or ""
+    return written if written.split(".")[0] in ("liger_hw", "liger_kernel") else ""
+
+
+@contextlib.contextmanager
+def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
+    """The family as `arm` has it, and as it was afterwards; yields the patch report of liger_hw, else None.
+
+    Raises `Absent` where the arm cannot run here and `Leftover` where a revert left something changed.
+    """
+    name = f"apply_liger_kernel_to_{family}"
+    if arm not in ("liger", "liger_hw"):
+        yield None
+        if arm == "compile":
+            torch._dynamo.reset()
+        return
+    if arm == "liger":  # it has no way back, so what it changed is put back by hand
+        if device.type == "cpu":
+            raise Absent("liger-kernel needs a GPU")
+        try:
+            apply = getattr(importlib.import_module("liger_kernel.transformers"), name)
+        except ImportError as error:
+            raise Absent(f"liger-kernel is not installed ({error}); pip install liger-kernel") from None
+        original = Original(family)
+        apply()
+        try:
+            yield None
+        finally:
+            original.restore()
+        return
+    original = Original(family)
+    report = getattr(importlib.import_module("liger_hw.transformers"), name)()
+    try:
+        yield report
+    finally:
+        report.revert()
+        if left := original.changes():
+            original.restore()
+            raise Leftover(f"after revert() these are not what Hugging Face ships: {', '.join(left)}")
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One arm trained once. Times are seconds; memory is bytes, None where unknown.
+
+    start: fingerprint of the initial weights; grad_norms: gradient norm of each parameter at the first step
+    step_seconds: without the first steps, which compile and warm up
+    """
+
+    losses: list[float]
+    grad_norms: dict[str, float]
+    start: float
+    step_seconds: list[float]
+    tokens_per_step: int
+    peak_memory: int | None
+    first_step_seconds: float = math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 where every step was warm-up."""
+        return self.tokens_per_step / statistics.median(self.step_seconds) if self.step_seconds else 0.0
+
+
+def train(
+    arm: str,
+    training: Training,
+    tokens: torch.Tensor,
+    device: torch.device,
+    on_step: Callable[[int, Callable[[], float]], Any] = lambda step, loss: None,
+) -> Run:
+    """Train and return what was seen. `tokens` holds token ids on `device`; call it inside `patched(arm, ...)`.
+
+    `on_step(step, loss)` is called after each step; calling `loss()` reads the step's loss, which waits for the
+    device. It returns True to end the run after this step.
+    """
+    t = replace(training, shape=replace(training.shape, attention="eager")) if arm == "hf-eager" else training
+    generator = torch.Generator().manual_seed(t.seed)
+    rows = torch.randint(tokens.numel() - t.seq, (t.steps, t.batch), generator=generator).to(device)
+    columns = torch.arange(t.seq, device=device)
+    memory = _PeakMemory(device)
+    model = build(t, device)
+    parameters = dict(model.named_parameters())
+    start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
+    if arm == "compile":
+        model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=t.learning_rate, fused=True)
+    losses = torch.zeros(t.steps, dtype=torch.float32, device=device)
+    clock = _Clock(device)
+    grad_norms: dict[str, float] = {}
+    done = 0
+    try:
+        clock.mark()
+        for step in range(t.steps):
+            batch = tokens[rows[step, :, None] + columns]
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            losses[step] = loss.detach()
+            if step == 0:
+                grad_norms = _norms(parameters)
+            for group in optimizer.param_groups:
+                group["lr"] = t.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            clock.mark()
+            done = step + 1
+            if on_step(step, losses[step].item):
+                break
+        seconds = clock.intervals()
+        return Run(
+            losses=losses[:done].tolist(),
+            grad_norms=grad_norms,
+            start=start,
+            step_seconds=seconds[min(5, max(1, done // 4)) :],
+            tokens_per_step=t.batch * t.seq,
+            peak_memory=memory.read(),
+            first_step_seconds=seconds[0],
+        )
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        del model, optimizer, parameters
+
+
+def release(device: torch.device) -> None:
+    """Give freed memory back, so that the next run starts as this one did."""
+    gc.collect()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
+
+
+def _norms(parameters: dict[str, Any]) -> dict[str, float]:
+    named = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    if not named:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in named.values()])
+    return dict(zip(named, norms.tolist()))
+
+
+class _Clock:
+    """Marks in the device's own time, read only at the end, so that timing a step does not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = None if device.type == "cpu" else torch.get_device_module(device)
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.module is None:
+            self.marks.append(time.perf_counter())
+            return
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def intervals(self) -> list[float]:
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if self.module is None:
+            return [after - before for before, after in pairs]
+        self.module.synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]
+
+
+class _PeakMemory:
+    """Peak memory from here to `read()`: the device allocator's, or on Linux the process's resident set."""
+
+    def __init__(self, device: torch.device) -> None:
+        release(device)
+        self.module = None if device.type == "cpu" else torch.get_device_module(device)
+        if self.module is not None:
+            self.module.reset_peak_memory_stats()
+            self.held = self.module.memory_allocated()  # what an earlier arm's libraries keep is not this arm's
+            return
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # hand the last arm's memory back, or this arm inherits its peak
+        self.resettable = False
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+            self.resettable = True
+
+    def read(self) -> int | None:
+        if self.module is not None:
+            return self.module.max_memory_allocated() - self.held
+        if not self.resettable:
+            return None  # ru_maxrss cannot fall, so it would charge an arm with an earlier arm's peak
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else None

@@ -1,0 +1,387 @@
+"""Any loss made of token log-probabilities, on a linear head, without the logits of all tokens at once.
+
+A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the head gives to the target tokens. So
+
+    d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
+
+and c[t] depends on the tokens of t's *group* only. A group is the pair of sequences of a preference loss, one sequence
+(KTO, sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups is done while its logits
+exist. One GEMM gives the logits, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens]
+tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs take it in: three GEMMs
+a token, as the loss on whole logits would cost.
+
+A group too large for the memory budget is done in chunks of tokens. A first sweep finds every log-probability, then c
+follows, and a second sweep computes the logits again: four GEMMs a token, and no more memory than any other batch of
+that many tokens.
+
+The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
+Nothing waits for the device. The row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in
+`kernels/heads/linear_head.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, NamedTuple, Sequence
+
+import torch
+
+from .. import env
+from ..kernels.heads.chunk_plan import plan_groups
+from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
+from ..kernels.losses.cross_entropy_reference import absent, check_targets
+from ..kernels.losses.log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
+from ..registry import next_power_of_2
+from ..runtime.operator import Function, define, first_order, is_interpreted
+
+TOKEN, SEQUENCE, PAIR = 0, 1, 2
+"""What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
+
+
+class Seen(NamedTuple):
+    """What a loss is given, for some groups or for all, in the order of the groups.
+
+    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
+        those of the second target, None without one.
+    logit_sum: the sum of each token's logits, for metrics
+    grouped: the call's own tensors [groups, ...]
+    shared: its tensors that do not belong to a group
+    n_groups, vocab: of the whole call
+    """
+
+    logp: torch.Tensor
+    second: torch.Tensor | None
+    logit_sum: torch.Tensor | None
+    grouped: Sequence[torch.Tensor | None]
+    shared: Sequence[torch.Tensor | None]
+    n_groups: int
+    vocab: int
+
+
+class Spec(NamedTuple):
+    """One call of a loss in numbers, in the order of the operator's schema.
+
+    name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss
+    group: TOKEN, SEQUENCE or PAIR
+    n_grouped: how many of the extra tensors are grouped; the others are shared
+    scale: factor of the slopes (`gradient_scale`)
+    dx, dweight, dbias: the gradients that are wanted
+    """
+
+    name: str
+    kind: str
+    numbers: tuple[float, ...]
+    group: int
+    n_grouped: int
+    ignore_index: int = -100
+    temperature: float = 1.0
+    scale: float = 1.0
+    dx: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dx, self.dweight, self.dbias
+
+    @property
+    def loss(self) -> Any:
+        return LOSSES[self.name](self.kind, *self.numbers)
+
+
+LOSSES: dict[str, Any] = {}
+"""Name -> the class of a loss. Each has
+
+slopes(seen): the loss's derivatives by these groups' logp and second (None without one), of their shape
+results(seen): (loss, *metrics) of all groups
+sums_logits: whether these need logit_sum
+
+Derivatives are written out: autograd is not there where an operator runs in a compiled graph."""
+
+
+def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """The rows of a batch [chosen..., rejected...] pair by pair."""
+    return torch.arange(batch * length, device=device).view(2, batch // 2, length).transpose(0, 1).reshape(-1)
+
+
+class _Rows:
+    """The two row steps, and their results [n_rows] in the order of the sweep. On the CPU in plain torch."""
+
+    def __init__(self, target, second, bias, spec: Spec, vocab: int, dtype: torch.dtype, sums: bool) -> None:
+        self.bias, self.spec = bias, spec
+        self.target, self.second, self.other = target, None, None
+        n_rows, device, ignored = target.shape[0], target.device, spec.ignore_index
+        if second is not None:  # the row kernels know one target: the first, or the second where the first is ignored
+            self.first_counts = target != ignored
+            self.target = torch.where(self.first_counts, target, second)
+            self.other = (second != ignored) & (second != self.target)
+            self.second_is_target = (second != ignored) & (second == self.target)
+            self.second = second.masked_fill(~self.other, 0).long()
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def buffer() -> torch.Tensor:
+            return torch.empty(n_rows, dtype=wide, device=device)
+
+        self.out = LogProbs(buffer(), buffer(), None, buffer() if sums else None)
+        self.second_logp = None if second is None else buffer()
+        self.coef = buffer()
+        self.plain = device.type == "cpu" and not is_interpreted()
+
+    def _options(self) -> dict[str, Any]:
+        return {"ignore_index": self.spec.ignore_index, "temperature": self.spec.temperature}
+
+    def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
+        """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
+        for start, logits, _ in swept:
+            self.read(logits, start)
+
+    def read(self, logits: torch.Tensor, start: int) -> None:
+        """Log-probabilities of the rows `start`.. whose logits these are."""
+        rows = slice(start, start + logits.shape[0])
+        if self.plain:
+            logp, _, lse = log_probs_reference(logits, self.target[rows], self.bias, **self._options())
+            self.out.logp[rows], self.out.lse[rows] = logp, lse
+            if self.out.logit_sum is not None:
+                bias_sum = 0.0 if self.bias is None else self.bias.to(logp.dtype).sum()
+                self.out.logit_sum[rows] = logits.to(logp.dtype).sum(1) + bias_sum
+        else:
+            row_log_probs(logits, self.target, self.out, bias=self.bias, row_start=start, **self._options())
+        if self.second is not None:
+            chosen = self.second[rows]
+            score = logits.gather(1, chosen[:, None])[:, 0].to(self.coef.dtype)
+            if self.bias is not None:
+                score = score + self.bias[chosen]
+            other = score / self.spec.temperature - self.out.lse[rows]
+            logp = torch.where(self.second_is_target[rows], self.out.logp[rows], 0.0)
+            self.second_logp[rows] = torch.where(self.other[rows], other, logp)
+            self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
+
+    def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
+        """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
+        rows = slice(start, start + logits.shape[0])
+        if self.plain:
+            self._write_plain(logits, rows)
+        else:
+            saved = self.out._replace(logit_sum=None)
+            row_log_prob_gradients(
+                logits, self.target, saved, self.coef, bias=self.bias, row_start=start, **self._options()
+            )
+        if second_coef is not None:  # coef holds both; a second target that is another token takes its part of it
+            first = self.target[rows].masked_fill(~self.other[rows], 0).long()
+            coef = self.coef[rows]
+            self._put(logits, rows, first, coef - second_coef - coef * self.out.logp[rows].exp())
+            self._put(logits, rows, self.second[rows], second_coef - coef * self.second_logp[rows].exp())
+
+    def _put(self, logits: torch.Tensor, rows: slice, columns: torch.Tensor, slopes: torch.Tensor) -> None:
+        """Write the slope of one column of each row whose second target is another token."""
+        at = columns[:, None]
+        slopes = (slopes / self.spec.temperature).to(logits.dtype)[:, None]
+        logits.scatter_(1, at, torch.where(self.other[rows, None], slopes, logits.gather(1, at)))
+
+    def _write_plain(self, logits, rows) -> None:
+        scores = logits.to(self.coef.dtype)
+        if self.bias is not None:
+            scores = scores + self.bias
+        p = torch.exp(scores / self.spec.temperature - self.out.lse[rows, None])
+        counts = self.target[rows] != self.spec.ignore_index
+        coef = torch.where(counts, self.coef[rows] / self.spec.temperature, 0.0)
+        p.neg_().scatter_add_(1, self.target[rows].masked_fill(~counts, 0).long()[:, None], torch.ones_like(p[:, :1]))
+        logits.copy_(p * coef[:, None])
+
+
+class _Groups(NamedTuple):
+    """The groups of a call: `width` rows each; extras: the call's grouped, then shared tensors."""
+
+    n_groups: int
+    width: int
+    vocab: int
+    extras: Sequence[torch.Tensor | None]
+    n_grouped: int
+
+    def seen(self, rows: _Rows, first: int, last: int) -> Seen:
+        """What the loss is given about the groups first..last."""
+
+        def part(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t[first * self.width : last * self.width].view(last - first, self.width)
+
+        return Seen(
+            logp=part(rows.out.logp),
+            second=part(rows.second_logp),
+            logit_sum=part(rows.out.logit_sum),
+            grouped=[None if t is None else t[first:last] for t in self.extras[: self.n_grouped]],
+            shared=self.extras[self.n_grouped :],
+            n_groups=self.n_groups,
+            vocab=self.vocab,
+        )
+
+    def fill_slopes(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
+        """Fill `rows.coef` of the groups first..last; returns the second target's share of it."""
+        coef, other = loss.slopes(self.seen(rows, first, last))
+        within = slice(first * self.width, last * self.width)
+        coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
+        if other is None:
+            rows.coef[within] = coef
+            return None
+        other = torch.where((rows.other | rows.second_is_target)[within], other, 0.0)
+        rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
+        return other
+
+
+@torch.no_grad()
+def _run(x, weight, bias, target, second, extras, *arguments):
+    spec = Spec(*arguments)
+    loss, wanted = spec.loss, spec.wanted
+    (batch, length), (vocab, hidden) = target.shape, weight.shape
+    n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
+    n_groups = n_rows if spec.group == TOKEN else batch // spec.group
+    check_in_range(target, vocab, spec.ignore_index)
+    check_in_range(second, vocab, spec.ignore_index)
+    order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
+    flat, target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
+    second = None if second is None else second.reshape(-1).contiguous()
+    if order is not None:
+        target, second = target[order], None if second is None else second[order]
+    rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
+    groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
+    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
+    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain)
+    if not any(wanted):
+        rows.read_all(sweep(chunks, flat, weight, order=order))
+    elif any(start % width for start, _ in chunks.bounds):  # a group does not fit a chunk: two sweeps
+        rows.read_all(sweep(chunks, flat, weight, order=order))
+        others = groups.fill_slopes(loss, rows, spec.scale, 0, n_groups)
+        for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
+            rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
+    else:
+        for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
+            rows.read(logits, start)
+            last = (start + logits.shape[0]) // width
+            rows.write(logits, start, groups.fill_slopes(loss, rows, spec.scale, start // width, last))
+    return [*loss.results(groups.seen(rows, 0, n_groups)), *grads.results(bias)]
+
+
+def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
+    """Targets out of range: named on the CPU, an assertion on the device elsewhere (as the cross entropies')."""
+    if target is None:
+        return
+    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets("chunked_loss", target.reshape(-1), vocab, ignore_index)
+    elif target.device.type != "meta":
+        inside = (target == ignore_index) | ((target >= 0) & (target < vocab))
+        try:
+            torch._assert_async(inside.all(), "chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
+        except NotImplementedError:
+            pass  # no such operator on this device: the loss is nan all the same
+
+
+def _fake(x, weight, bias, target, second, extras, *arguments):
+    spec, (batch, length) = Spec(*arguments), target.shape
+    shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
+    logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    seen = Seen(
+        logp=logp,
+        second=None if second is None else torch.empty_like(logp),
+        logit_sum=torch.empty_like(logp),
+        grouped=extras[: spec.n_grouped],
+        shared=extras[spec.n_grouped :],
+        n_groups=shape[0],
+        vocab=weight.shape[0],
+    )
+    return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.wanted)]
+
+
+chunked_loss = define(
+    "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras, str name, "
+    "str kind, float[] numbers, int group, int n_grouped, int ignore_index, float temperature, float scale, bool dx, "
+    "bool dweight, bool dbias) -> Tensor[]",
+    launcher=_run,
+    reference=_run,
+    fake=_fake,
+)
+
+
+class _ChunkedLossFunction(Function):
+    """Autograd for every loss of this folder: saves the finished gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, second, spec, *extras):
+        dx, dweight, dbias = ctx.needs_input_grad[:3]
+        spec = spec._replace(dx=dx, dweight=dweight, dbias=dbias)
+        outputs = chunked_loss(x, weight, bias, target, second, list(extras), *spec)
+        return save_gradients(ctx, outputs, x, spec.scale)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_loss, *_not_differentiable):
+        return saved_gradients(ctx, grad_loss)
+
+
+def save_gradients(
+    ctx: Any, outputs: Sequence[torch.Tensor], x: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """The end of a forward whose operator gave (loss, *metrics, dx, dweight, dbias): saves these, returns those."""
+    ctx.wanted, ctx.scale, ctx.shape = ctx.needs_input_grad[:3], scale, x.shape
+    *outputs, dx, dweight, dbias = outputs
+    ctx.save_for_backward(dx, dweight, dbias)
+    ctx.mark_non_differentiable(*outputs[1:])
+    ctx.set_materialize_grads(False)
+    return tuple(outputs)
+
+
+def saved_gradients(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """A whole backward: the saved gradients times the incoming one, None for every other input."""
+    if grad_loss is None:
+        return (None,) * len(ctx.needs_input_grad)
+    if ctx.scale != 1.0:
+        grad_loss = grad_loss / ctx.scale
+    dx, dweight, dbias = scale_wanted(ctx.saved_tensors, ctx.wanted, grad_loss, absent(grad_loss))
+    return None if dx is None else dx.view(ctx.shape), dweight, dbias, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def gradient_scale(dtype: torch.dtype, shares: int) -> float:
+    """What the slopes of a loss that is a mean over `shares` are multiplied by, and the incoming gradient divided by.
+
+    In fp16, where 1 / shares times a probability underflows, a power of two near `shares`; else 1.
+    """
+    return float(next_power_of_2(shares)) if dtype is torch.float16 else 1.0
+
+
+def run_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    spec: Spec,
+    extras: Sequence[torch.Tensor | None] = (),
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
+    scale = gradient_scale(x.dtype, target.numel() if spec.group == TOKEN else target.shape[0])
+    return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
+
+
+# -- the reference model ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _logps(x, weight, bias, target, ignore_index, temperature):
+    spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
+    (vocab, hidden), n_rows = weight.shape, target.numel()
+    check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
+    flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
+    rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
+    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
+    return rows.out.logp.view(target.shape)
+
+
+def _logps_fake(x, weight, bias, target, ignore_index, temperature):
+    return x.new_empty(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+token_logps = define(
+    "chunked_token_logps(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float temperature) -> "
+    "Tensor",
+    launcher=_logps,
+    reference=_logps,
+    fake=_logps_fake,
+)
+"""Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""

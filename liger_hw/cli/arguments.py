@@ -1,0 +1,140 @@
+"""What sub-commands share: argument types that explain themselves."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from ..autotune.models import KNOWN
+
+if TYPE_CHECKING:
+    import torch
+
+SEQS = [512, 1024, 2048, 4096, 8192, 16384]
+"""Sequence lengths of a model where none are given."""
+
+A_MODEL = f"a known name ({', '.join(model.name for model in KNOWN.values())}), a config.json, or a Hugging Face id"
+"""What --model takes, for its help."""
+
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+def dtype_name(text: str) -> str:
+    """argparse type: `bf16`, `float16`, ... -> torch's attribute name, without importing torch."""
+    try:
+        return DTYPES[text.strip().lower().removeprefix("torch.")]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; expected fp32, bf16 or fp16") from None
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    return getattr(torch, name)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """argparse type: `8192x4096` -> (8192, 4096)."""
+    if not re.fullmatch(r"\d+([x,]\d+)*", text.strip().lower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write sizes joined by x, as in 8192x4096")
+    sizes = tuple(int(part) for part in re.split("[x,]", text.strip().lower()))
+    if 0 in sizes:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size of 0; sizes are positive")
+    return sizes
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return value
+
+
+def seconds(text: str) -> float:
+    """argparse type: a finite time of more than 0 seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """argparse type: `512,1024` -> [512, 1024], positive integers."""
+    try:
+        values = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
+    return values
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """argparse type: shapes joined by commas, as in 8192x4096,1x512."""
+    return [shape(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def part(text: str) -> tuple[int, int]:
+    """argparse type: `0/4` -> (0, 4), the first of four parts."""
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4 for four processes")
+    return int(first), int(count)
+
+
+def name_list(text: str) -> list[str]:
+    """argparse type: names joined by commas, at least one."""
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no name; write names joined by commas, as in rope,swiglu")
+    return found
+
+
+def usable_device(command: str, name: str | None) -> "torch.device":
+    """The device of that name, or without one the accelerator here, else the CPU. Raises `UsageError` that says why
+    not.
+    """
+    import torch
+
+    from ..backends import backends, target_of
+    from . import UsageError
+
+    try:
+        if name is None:
+            found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+            name = found if found in {backend.device_type for backend in backends()} else "cpu"
+        device = torch.device(name)
+        if device.type not in ("cpu", "meta") and device.index is None:
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        target_of(device)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        hint = "; torch calls an AMD GPU cuda" if str(name).startswith(("rocm", "hip")) else ""
+        raise UsageError(f"{command}: cannot use --device {name}: {str(error).splitlines()[0]}{hint}") from None
+    return device
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
+    return value

@@ -1,0 +1,364 @@
+"""The core of every loss on rows of logits: a sweep for the softmax's statistics, and a sweep that writes a gradient.
+
+For a row x with an optional bias, softcap and temperature T, s = softcap(x + bias) / T, computed in fp32:
+    first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), sum(exp(s - m) * (s - m)), argmax(x)
+    second sweep    dx[c] = pull * p[c] - push * [c = y] - smooth * w[c] - b * p[c] * (log p[c] + entropy),
+                    with p = exp(s - lse), through the softcap (1 / T is in the factors)
+The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was read
+last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps. Rows that
+do not begin at 16 bytes have edges besides (rows/edges.py).
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+from ...registry import Key, LaunchConfig, Target
+from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
+from ..rows.edges import edge_columns
+
+if INTERPRET:  # libdevice has no tanh there
+
+    @triton.jit
+    def tanh(x):
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        return tl.where(x < 0, -t, t)
+
+else:
+
+    @triton.jit
+    def tanh(x):
+        return libdevice.tanh(x)
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_logits(
+    X_ptr,
+    BIAS_ptr,
+    cols,
+    n_cols,
+    n_stored,
+    outside,
+    MASKED: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """A tile of logits plus bias in fp32. MASKED: the row ends in it, `outside` stands beyond n_cols.
+
+    n_stored: where accesses end; one at a multiple of 16 bytes keeps the last tile's accesses wide.
+    """
+    if MASKED:
+        x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x = tl.where(cols < n_cols, x, outside)
+    else:
+        x = tl.load(X_ptr + cols, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
+        if BIAS_ptr is not None:
+            x += tl.load(BIAS_ptr + cols).to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
+    """The logits on both sides of a row's body, as `edge_columns` has them; -inf where there is none."""
+    if BIAS_ptr is not None:
+        BIAS_ptr += head
+    n_right = n_cols - head
+    edge = edge_columns(head, n_body, n_cols, VECTOR)
+    return load_logits(X_ptr, BIAS_ptr, edge, n_right, n_right, float("-inf"), True, "", "")
+
+
+@triton.jit
+def _scan_tile(
+    x,
+    cols,
+    n_cols,
+    W_ptr,
+    softcap,
+    inv_temperature,
+    m,
+    d,
+    moment,
+    total,
+    top,
+    argmax,
+    SOFTCAP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    MASKED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+):
+    """Take one tile into the statistics of a row. MASKED: the tile ends past n_cols, where x is -inf.
+
+    IN_ORDER: the tile's columns come after all that were taken before; decides between equal largest logits.
+    """
+    s = x
+    if SOFTCAP:
+        s = softcap * tanh(x * (1.0 / softcap))
+    if TOTAL:
+        ws = s
+        if W_ptr is not None:
+            ws = s * tl.load(W_ptr + cols, mask=cols < n_cols, other=1.0).to(tl.float32)
+        if MASKED:
+            ws = tl.where(cols < n_cols, ws, 0.0)
+        total += tl.sum(ws)
+    s = s * inv_temperature
+    if MASKED and SOFTCAP:
+        s = tl.where(cols < n_cols, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
+    if ENTROPY:
+        e = tl.exp(s - shift)
+        rescale = tl.exp(m - shift)
+        moved = tl.where(d == 0.0, 0.0, (m - shift) * d)  # the moment so far, about the new maximum
+        moment = (moment + moved) * rescale + tl.sum(tl.where(e == 0.0, 0.0, e * (s - shift)))
+        d = d * rescale + tl.sum(e)
+    else:
+        d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
+    if ARGMAX:
+        tile_top = tl.max(x)
+        first = tl.min(tl.where(x == tile_top, cols, n_cols))
+        better = tile_top > top
+        if not IN_ORDER:
+            better = better | ((tile_top == top) & (first < argmax))
+        argmax = tl.where(better, first, argmax)
+        top = tl.maximum(top, tile_top)
+    return m_new, d, moment, total, top, argmax
+
+
+@triton.jit
+def _gradient_tile(
+    x,
+    cols,
+    n_cols,
+    W_ptr,
+    softcap,
+    inv_temperature,
+    y,
+    lse,
+    pull,
+    push,
+    smooth,
+    b,
+    entropy,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """The gradient of a tile's logits; the formula is at the top of this file."""
+    s = x
+    if SOFTCAP:
+        t = tanh(x * (1.0 / softcap))
+        s = softcap * t
+    log_p = s * inv_temperature - lse
+    p = tl.exp(log_p)
+    g = pull * p
+    if SMOOTHING:
+        if W_ptr is not None:
+            g -= smooth * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        else:
+            g -= smooth
+    if ENTROPY:
+        g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
+    g = tl.where(cols == y, g - push, g)
+    if SOFTCAP:
+        g *= 1.0 - t * t
+    return g
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scan_row(
+    X_ptr,
+    BIAS_ptr,
+    W_ptr,
+    block_cols,
+    head,
+    n_body,
+    n_full,
+    n_cols,
+    n_stored,
+    softcap,
+    inv_temperature,
+    SOFTCAP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The first sweep: (m, d, moment, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
+
+    X_ptr: the body of the row, n_body columns wide, n_full whole tiles and a last one. BIAS and W begin at column 0.
+    """
+    m = float("-inf")
+    d = 0.0
+    moment = 0.0
+    total = 0.0
+    top = float("-inf")
+    argmax = 0
+    x_edge = 0.0
+    if VECTOR > 1:
+        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)  # used after the sweep, which hides the wait
+        if BIAS_ptr is not None:
+            BIAS_ptr += head
+        if W_ptr is not None:
+            W_ptr += head
+        n_right = n_cols - head
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        cols = i * BLOCK_SIZE + block_cols
+        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
+        m, d, moment, total, top, argmax = _scan_tile(
+            x, cols, n_body, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
+            SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=False, IN_ORDER=True,
+        )  # fmt: skip
+    tail_cols = n_full * BLOCK_SIZE + block_cols
+    x = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
+    m, d, moment, total, top, argmax = _scan_tile(
+        x, tail_cols, n_body, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
+        SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=True, IN_ORDER=True,
+    )  # fmt: skip
+    if VECTOR > 1:
+        m, d, moment, total, top, argmax = _scan_tile(
+            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
+            SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=True, IN_ORDER=False,
+        )  # fmt: skip
+    return m, d, moment, total, argmax + head, x, x_edge
+
+
+@triton.jit
+def write_gradient(
+    X_ptr,
+    DX_ptr,
+    BIAS_ptr,
+    W_ptr,
+    x_tail,
+    x_edge,
+    block_cols,
+    head,
+    n_body,
+    n_full,
+    n_cols,
+    n_stored,
+    softcap,
+    inv_temperature,
+    y,
+    lse,
+    pull,
+    push,
+    smooth,
+    b,
+    entropy,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The second sweep. y is counted from the body; KEPT: x_tail is the last tile, else it is loaded; x_edge always is.
+
+    DX may be X: each element is read and written by the same thread.
+    """
+    dx_type = DX_ptr.dtype.element_ty
+    if VECTOR > 1:
+        if BIAS_ptr is not None:
+            BIAS_ptr += head
+        if W_ptr is not None:
+            W_ptr += head
+    tail_cols = n_full * BLOCK_SIZE + block_cols
+    if not KEPT:
+        x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
+    g = _gradient_tile(
+        x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
+        SOFTCAP, SMOOTHING, ENTROPY,
+    )  # fmt: skip
+    tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=EVICT)
+    for done in tl.range(0, n_full, num_stages=STAGES):
+        cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
+        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, "", EVICT)
+        g = _gradient_tile(
+            x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
+            SOFTCAP, SMOOTHING, ENTROPY,
+        )  # fmt: skip
+        tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=EVICT)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        n_right = n_cols - head
+        g = _gradient_tile(
+            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
+            SOFTCAP, SMOOTHING, ENTROPY,
+        )  # fmt: skip
+        tl.store(DX_ptr + edge, g.to(dx_type), mask=edge < n_right)
+
+
+@triton.jit
+def write_zeros(
+    DX_ptr,
+    block_cols,
+    tail_cols,
+    head,
+    n_body,
+    n_full,
+    n_cols,
+    n_stored,
+    BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The gradient of an ignored row."""
+    nothing = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
+    for i in range(0, n_full):
+        tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
+    tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        tl.store(DX_ptr + edge, tl.zeros([2 * VECTOR], dtype=DX_ptr.dtype.element_ty), mask=edge < n_cols - head)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of that, kept in cache for the second read.
+
+    Wider tiles spill where a thread has few registers.
+    """
+    block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
+
+
+def rows_safe(target: Target, key: Key) -> LaunchConfig:
+    block = min(key[0], 4096)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 8))
+
+
+def rows_space(target: Target, key: Key) -> list[LaunchConfig]:
+    """One tile that holds the row, or smaller ones and a second read of it."""
+    smallest, largest = min(key[0], 1024), min(key[0], 65536)
+    blocks = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
+        for block in blocks
+        for warps in (1, 2, 4, 8, 16, 32)
+        for stages in ((1,) if block == key[0] else (1, 2, 3))
+        for hint in (("none",) if block == key[0] else ("none", "keep"))
+        if 4 <= block // (warps * target.warp_size) <= 64
+    ]
+
+
+def has_block_size(config: LaunchConfig, key: Key) -> str | None:
+    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"

@@ -1,0 +1,126 @@
+"""What op files check of their arguments, and how they look at tensors as rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import torch
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def check(condition: bool, op: str, message: str) -> None:
+    """Raise `ValueError` that starts with the op's name unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{op}: {message}")
+
+
+def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
+    """Raise unless these are tensors (or None, where `optional` names them) of a dtype that kernels take, on one
+    device.
+
+    `TypeError` for something that is no tensor, `ValueError` otherwise.
+    """
+    first = shared = None
+    for name, tensor in tensors.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+        dtype, device = tensor.dtype, tensor.device
+        if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
+            raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
+        if first is None:
+            first, shared = name, device
+        elif device != shared:
+            raise ValueError(f"{op}: {name} is on {device} but {first} is on {shared}; move them to one device")
+
+
+def check_numbers(op: str, **values: float) -> None:
+    """Raise `TypeError` unless every value is an int or a float."""
+    for name, value in values.items():
+        if type(value) is not float and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def check_floats(op: str, **values: Any) -> None:
+    """Raise `TypeError` unless every value is a number to `float()`, a tensor of one element too; text is none."""
+    for name, value in values.items():
+        if type(value) is not float and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def check_flags(op: str, **values: Any) -> None:
+    """Raise `TypeError` unless every value is True or False (1, 0 and None do as well; text would count as True)."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def check_ignore_index(op: str, ignore_index: Any) -> None:
+    """Raise `ValueError` unless it is an int; a number that is no label stands for none."""
+    if type(ignore_index) is not int:
+        check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
+
+
+def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
+    """Keeps the answers of `misfit` in eager code: a function of shapes and options, never of tensors, that says what
+    is wrong with them, or "".
+    """
+    known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
+
+    def ask(*asked: Any) -> str:
+        if torch.compiler.is_compiling():
+            return misfit(*asked)
+        try:
+            return known(*asked)
+        except TypeError:  # what cannot be hashed, as symbolic sizes
+            return misfit(*asked)
+
+    return ask
+
+
+def row_major(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself when its rows are evenly spaced with contiguous elements, else a contiguous copy."""
+    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
+        return x
+    return x.contiguous()
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype autocast asks for on a device type, or None where it is off (or, for "meta", unknown)."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def dense(t: torch.Tensor | None) -> torch.Tensor | None:
+    """A contiguous `t`, for weights and other small inputs; None stays None."""
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def rows_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """(n_rows, n_cols, elements from one row to the next) of a `row_major` tensor; n_cols is the last dimension."""
+    shape = x.shape
+    n_cols = shape[-1]
+    if len(shape) == 2:
+        return shape[0] if n_cols else 0, n_cols, x.stride(0)
+    return x.numel() // n_cols if n_cols else 0, n_cols, n_cols
+
+
+def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous uninitialised tensor of x's shape; the cheapest call that makes one."""
+    if x.dtype is dtype and x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def no_weight(x: torch.Tensor) -> torch.Tensor:
+    """Stands for the gradient of an absent weight: an operator may not return None."""
+    return x.new_empty(0)

@@ -1,0 +1,217 @@
+"""When a match found on one module applies to another, or to the same one later: what its forward reads must be alike.
+
+A match is found by running one module. A class patch then serves every instance of the class, and a module may change
+after it was patched, so the replacement checks its guards at every call and runs the original forward where one fails.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from .probe import INSTANCE_FORWARDS, is_customised
+
+Guards = tuple[tuple[str, str, Any], ...]
+"""(kind, attribute, value): each says what an attribute of the module must be. `holds` has the kinds."""
+
+EVERYTHING = "*"
+"""Among what a function reads when it passes `self` on to something that may read any attribute."""
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
+"""Kinds of values that are compared with ==."""
+
+
+def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Guards:
+    """What another module of the class must have in common with `module` for `function` to compute the same on it.
+
+    Every attribute that `function` reads counts, except those `used` by the kernel itself and the sizes of the weights.
+    """
+    names = reads(type(module), function)
+    if EVERYTHING in names:
+        names = names | vars(module).keys() | module._modules.keys() | module._parameters.keys()
+    sizes = _weight_sizes(module)
+    found: list[tuple[str, str, Any]] = []
+    for name in sorted(names - used):
+        if name in module._modules:
+            child = module._modules[name]
+            found.append(("child", name, None if child is None else _state(child)))
+        elif name in module._parameters:
+            found.append(("none", name, module._parameters[name] is None))
+        elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
+            found += _value_guard(name, module, sizes)
+    for name in sorted(used & module._parameters.keys()):
+        found.append(("none", name, module._parameters[name] is None))
+    config = vars(module).get("config")
+    if config is not None and "config" in names:
+        for name in sorted(names & set(vars(config))):
+            value = vars(config)[name]
+            if isinstance(value, (bool, int, float, str, type(None))) and value not in sizes:
+                found.append(("config", name, value))
+    return tuple(found)
+
+
+def holds(module: nn.Module, guards: Guards) -> bool:
+    """Whether a match found under `guards` applies to `module` as it is now."""
+    for kind, name, value in guards:
+        if kind == "config":
+            if vars(module.config).get(name) != value:
+                return False
+            continue
+        if kind == "child":
+            child = module._modules.get(name)
+            agree = child is None if value is None else _has_state(child, *value)
+        elif kind == "none":
+            agree = (getattr(module, name, None) is None) == value
+        elif kind == "same":
+            agree = getattr(module, name, None) == value
+        else:
+            held = getattr(module, name, None)
+            agree = held is value.held or _comparable(held, module) == value.comparable
+        if not agree:
+            return False
+    return True
+
+
+def _value_guard(name: str, module: nn.Module, sizes: set[int]) -> Guards:
+    value = vars(module)[name]
+    if isinstance(value, int) and not isinstance(value, bool) and value in sizes:
+        return ()
+    if isinstance(value, (tuple, list, torch.Size)) and all(isinstance(v, int) and v in sizes for v in value):
+        return ()
+    return (("same", name, value),) if isinstance(value, _PLAIN) else (("alike", name, _Value(value, module)),)
+
+
+class _Value:
+    """An attribute's value. Two are equal where both compute alike, so that guards can be compared and hashed."""
+
+    def __init__(self, held: Any, owner: nn.Module) -> None:
+        self.held, self.comparable = held, _comparable(held, owner)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Value) and self.comparable == other.comparable
+
+    def __hash__(self) -> int:
+        return hash(self.comparable)
+
+
+def _comparable(value: Any, owner: nn.Module) -> Any:
+    """What equals another value's where both compute alike.
+
+    A partial function is compared by its parts, a method of `owner` by its function (each activation module has its
+    own), anything else that is not plain by identity.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        return tuple(value.keywords), tuple(_comparable(part, owner) for part in parts)
+    if isinstance(value, types.MethodType):
+        return id(value.__func__), None if value.__self__ is owner else id(value.__self__)
+    return id(value)
+
+
+# -- children: what an activation computes depends on its class, its attributes and its hooks ------------------------
+
+
+def _state(child: nn.Module) -> tuple[type, bool | None, tuple[tuple[str, _Value], ...]]:
+    """(class, whether it is customised, its attributes) of a child.
+
+    Of a child with weights or children of its own, which no kernel replaces, the class alone is taken.
+    """
+    if child._parameters or child._modules or child._buffers:
+        return type(child), None, ()
+    own = [name for name in vars(child) if name not in _MODULE_ATTRIBUTES and name not in INSTANCE_FORWARDS]
+    return type(child), is_customised(child), tuple((name, _Value(vars(child)[name], child)) for name in own)
+
+
+def _has_state(child: Any, cls: type, customised: bool | None, attributes: tuple[tuple[str, _Value], ...]) -> bool:
+    if type(child) is not cls or (customised is not None and is_customised(child) != customised):
+        return False
+    for name, value in attributes:
+        held = child.__dict__.get(name)
+        if held is not value.held and _comparable(held, child) != value.comparable:
+            return False
+    return True
+
+
+def _weight_sizes(module: nn.Module) -> set[int]:
+    """The sizes of a module's and its children's weights."""
+    found: set[int] = set()
+    for part in (module, *module.children()):
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                found |= set(parameter.shape)
+        for name in ("in_features", "out_features"):
+            if isinstance(getattr(part, name, None), int):
+                found.add(getattr(part, name))
+    return found
+
+
+# -- what a forward reads, from its code -----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def reads(cls: type, function: Callable) -> frozenset[str]:
+    """Names that `function` may look up on self: its own, those of the methods it names, and of what it decorates.
+
+    `EVERYTHING` is among them when it passes self on to a function that may read anything.
+    """
+    seen: set[str] = set()
+    waiting: list[Any] = [function]
+    done: set[types.CodeType] = set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, property):
+            item = item.fget
+        while item is not None:
+            code = getattr(item, "__code__", None)
+            names = _names(code, done)
+            seen |= names
+            if code is not None and not hasattr(item, "__wrapped__") and _passes_self_on(code):
+                seen.add(EVERYTHING)
+            inherited = "super" in names or "__class__" in names
+            for name in (names | {item.__name__}) if inherited else names:
+                for base in cls.__mro__ if inherited else ():
+                    held = vars(base).get(name)
+                    if isinstance(held, types.FunctionType) and base is not nn.Module:
+                        waiting.append(held)
+                member = inspect.getattr_static(cls, name, None)
+                if isinstance(member, (types.FunctionType, property)) and not hasattr(nn.Module, name):
+                    waiting.append(member)
+            item = getattr(item, "__wrapped__", None)
+    return frozenset(seen)
+
+
+def _passes_self_on(code: types.CodeType) -> bool:
+    """Whether a method uses self other than to look something up on it."""
+    me = code.co_varnames[0] if code.co_argcount else None
+    skipped = ("CACHE", "COPY_FREE_VARS", "MAKE_CELL", "RESUME")
+    steps = [step for step in dis.get_instructions(code) if step.opname not in skipped]
+    for step, after in zip(steps, [*steps[1:], None]):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or me not in loaded:
+            continue
+        looks_up = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
+        if me in loaded[:-1] or not looks_up:
+            return True
+    return any(isinstance(constant, types.CodeType) and me in constant.co_freevars for constant in code.co_consts)
+
+
+def _names(code: types.CodeType | None, done: set[types.CodeType]) -> set[str]:
+    if code is None or code in done:
+        return set()
+    done.add(code)
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant, done)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)  # getattr(self, "name")
+    return found

@@ -1,0 +1,147 @@
+"""How a module is probed: a copy of it is run on small random inputs, and its results are compared with a kernel's.
+
+Everything runs on the CPU. Nothing outside changes: no random state, no module, no hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import nn
+
+BATCH = (2, 3)
+"""Leading dimensions of the probes' inputs."""
+INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
+"""Attributes by which accelerate's hooks, or anybody else, replace the forward of one module."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A kernel that computes what a module or a rotary function computes.
+
+    kernel: op name; variant: in words, for the report
+    replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
+    slot: attribute of the module that `replacement` replaces
+    used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
+    input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
+    """
+
+    kernel: str
+    variant: str
+    replacement: Callable
+    slot: str = "forward"
+    used: frozenset[str] = frozenset()
+    input_dtype_of: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a module keeps its own forward. kernel: the kind of op that it would have taken."""
+
+    reason: str
+    kernel: str
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No change of random state, no autocast, no gradient, no default device for what runs inside."""
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_rng_state(state)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def generator() -> torch.Generator:
+    """The probes' own random numbers, the same in every process."""
+    return torch.Generator().manual_seed(20260101)
+
+
+def normal(*shape: int, source: torch.Generator) -> torch.Tensor:
+    """Normal numbers in fp32, whatever the default dtype: from_pretrained(dtype=...) makes models under another."""
+    return torch.randn(*shape, generator=source, dtype=torch.float32)
+
+
+def random(*shape: int, source: torch.Generator) -> torch.Tensor:
+    """Normal numbers with a mean and a spread unlike 0 and 1, so that neither is mistaken for absent."""
+    return normal(*shape, source=source) * 1.7 + 0.3
+
+
+# -- the module ------------------------------------------------------------------------------------------------------
+
+
+def current_forward(module: Any, slot: str = "forward") -> Callable:
+    """The function behind a module's or class's attribute, unbound."""
+    held = getattr(module, slot)
+    return getattr(held, "__func__", held)
+
+
+def required_inputs(forward: Callable) -> list[str]:
+    """Names of the arguments after self that a call must give."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward: it has hooks, or a forward of its own.
+
+    Accelerate's placement hooks replace the forward of a module and compute the same, so they do not count.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
+
+
+def probe_copy(module: nn.Module, parameters: dict[str, torch.Tensor | None], children: dict[str, Any]) -> nn.Module:
+    """A module of the same class and attributes, with other parameters, in training mode and without hooks.
+
+    children: what to use in place of its children; those that are not named are copied likewise.
+    """
+    copied = object.__new__(type(module))
+    nn.Module.__init__(copied)
+    for name, value in vars(module).items():
+        if name not in vars(copied) and name not in INSTANCE_FORWARDS:
+            copied.__dict__[name] = value
+    own_children = {name: child for name, child in module._modules.items() if name not in children}
+    for name, child in own_children.items():
+        leaf = child is not None and not child._modules and not isinstance(child, torch.jit.ScriptModule)
+        own_children[name] = probe_copy(child, child._parameters, {}) if leaf else child
+    copied.__dict__["_parameters"] = dict(parameters)
+    copied.__dict__["_modules"] = {name: {**own_children, **children}[name] for name in module._modules}
+    copied.__dict__["_buffers"] = dict(module._buffers)
+    return copied
+
+
+# -- running and comparing -------------------------------------------------------------------------------------------
+
+
+def run(function: Callable, *args: Any) -> torch.Tensor | str:
+    """function(*args), or why it cannot be probed."""
+    try:
+        result = function(*args)
+    except Exception as error:  # whatever a foreign forward raises means: not recognised
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"it cannot be run alone ({type(error).__name__}: {first_line[:120]})"
+    return result if isinstance(result, torch.Tensor) else f"it returns a {type(result).__name__}, not a tensor"
+
+
+def agrees(found: Any, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether two results have the same shape and dtype and differ by rounding only."""
+    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    scale = wanted.abs().max().clamp(min=1e-3)
+    return bool(((found - wanted).abs() <= tolerance * (wanted.abs() + scale)).all())
+
+
+def is_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values."""
+    return found.shape == wanted.shape and found.dtype == wanted.dtype and bool((found == wanted).all())

@@ -1,0 +1,91 @@
+"""Softmax and sparsemax of rows that do not begin at 16 bytes, which are read and written in whole vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make, verify
+
+from liger_hw import registry
+from liger_hw.kernels.rows.aligned import row_vector
+from liger_hw.registry import LaunchConfig
+
+OPS = ("softmax", "sparsemax")
+TILES = {
+    "whole": LaunchConfig({"BLOCK_SIZE": 256, "ROWS": 2}, 4),
+    "looped": LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 2, 2, 1),
+}
+
+
+@pytest.mark.cpu
+def test_elements_of_a_vector():
+    """16 bytes, fewer where the padding would need a wider tile, 1 where rows are aligned or not aligned alike."""
+    half, full = torch.float16, torch.float32
+
+    def vector(n_cols, dtype=half, stride=None, offset=0, width=None):
+        stride = stride or n_cols
+        x = torch.empty(5 * stride + offset, dtype=dtype)[offset:].view(5, stride)[:, :n_cols]
+        return row_vector(n_cols, stride, x, torch.empty(5, n_cols, dtype=dtype), width=width)
+
+    assert [vector(n) for n in (2304, 2305, 2040, 49155)] == [1, 8, 8, 8]
+    assert [vector(n, full) for n in (777, 4096)] == [4, 1]
+    assert [vector(n, width=4096) for n in (4089, 4090, 4092, 4094, 4095)] == [8, 8, 8, 4, 2]
+    assert vector(777, offset=8) == 8 and vector(777, offset=1) == 1
+    assert vector(777, stride=785) == 8 and vector(777, stride=784) == 1
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("n_cols", [129, 250, 255])
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.lanes("interpret", "gpu")
+def test_rows_that_begin_anywhere(lane, name, n_cols, tiles, dtype, seed):
+    """Every offset from a boundary at which a row can begin, and a last tile of rows that is not full."""
+    op = registry.get_op(name)
+    with registry.override(name, TILES[tiles]):
+        verify(op, make(op, (9, n_cols), dtype, lane.device, seed), seed)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.lanes("interpret", "gpu")
+def test_gaps_between_rows_and_offsets(lane, tiles, dtype, seed):
+    """Gaps that keep the alignment of a result without gaps, gaps that do not, and tensors between boundaries."""
+    op = registry.get_op("softmax")
+    values, upstream = torch.randn(2, 9 * 147 + 8, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
+
+    def results(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = op.function(x)
+        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+    with registry.override("softmax", TILES[tiles]):
+        for stride, offset in ((131, 0), (147, 0), (140, 0), (131, 8), (131, 3)):
+            x, dy = (t[offset:][: 9 * stride].view(9, stride)[:, :131] for t in (values, upstream))
+            for strided, dense in zip(results(x, dy), results(x.contiguous(), dy.contiguous())):
+                torch.testing.assert_close(strided, dense)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.lanes("interpret", "gpu")
+def test_a_row_of_nans_is_alone(lane, tiles, dtype, seed):
+    """The vectors at a row's ends hold elements of its neighbours, which have no part in it."""
+    op = registry.get_op("softmax")
+    clean, upstream = torch.randn(2, 9, 131, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
+    broken = clean.clone()
+    broken[[2, 4, 8]] = float("nan")
+    whole = [i for i in range(9) if i not in (2, 4, 8)]
+    with registry.override("softmax", TILES[tiles]):
+        results = []
+        for x in (clean, broken):
+            y = op.function(x.requires_grad_())
+            results.append((y.detach(), *torch.autograd.grad(y, x, upstream)))
+    for plain, seen in zip(*results):
+        assert torch.equal(seen[whole], plain[whole])
+    assert results[1][0][[2, 4, 8]].isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [(257, 4097), (130, 32767), (133, 49155), (64, 50257)])
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.lanes("gpu")
+def test_wide_rows_that_begin_anywhere(lane, name, sizes, dtype, seed):
+    op = registry.get_op(name)
+    verify(op, make(op, sizes, dtype, lane.device, seed), seed)

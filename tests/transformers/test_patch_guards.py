@@ -1,0 +1,161 @@
+"""A kernel stands in for a module only while the module computes what it computed when it was recognised."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_hw
+from liger_hw.transformers import probing
+from liger_hw.transformers.report import Patch
+
+pytestmark = pytest.mark.cpu
+
+
+class SomeMLP(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act_fn = act
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return F.silu(x) * self.scale
+
+
+class OfFunction(nn.Module):
+    """As transformers' activations, which keep a partial function or one of their own methods."""
+
+    def __init__(self, approximate):
+        super().__init__()
+        self.act = functools.partial(F.gelu, approximate=approximate) if approximate else self.own
+
+    def own(self, x):
+        return F.gelu(x)
+
+    def forward(self, x):
+        return self.act(x)
+
+
+def assert_unchanged(model, change=lambda model: None):
+    """The patched model computes what the unpatched one does, also after `change`."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)) * 5
+    model(x)
+    change(model)
+    found = model(x)
+    liger_hw.revert(model)
+    torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-6)
+
+
+ACTIVATIONS = {
+    "attributes": lambda: (Scaled(1.0), Scaled(2.0)),
+    "gelu": lambda: (nn.GELU("none"), nn.GELU("tanh")),
+    "partial functions": lambda: (OfFunction("none"), OfFunction("tanh"), OfFunction(None), OfFunction("tanh")),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_activations_of_one_class_differ_by_what_they_compute(name, backwards):
+    acts = ACTIVATIONS[name]()[:: -1 if backwards else 1]
+    model = nn.Sequential(*(SomeMLP(act) for act in acts))
+    report = liger_hw.patch(model)
+    known = [act for act in acts if not (isinstance(act, Scaled) and act.scale != 1.0)]
+    assert sum(row.kernel in ("swiglu", "geglu") for row in report.patched) == len(known)
+    assert_unchanged(model)
+
+
+def test_guards_tell_activations_of_one_class_apart():
+    one, other, same = SomeMLP(Scaled(1.0)), SomeMLP(Scaled(2.0)), SomeMLP(Scaled(1.0))
+    guards = probing.guards_of(one, SomeMLP.forward, probing.recognise(one).used)
+    assert probing.holds(same, guards) and not probing.holds(other, guards)
+    tanh, again, exact = (SomeMLP(OfFunction(kind)) for kind in ("tanh", "tanh", "none"))
+    guards = probing.guards_of(tanh, SomeMLP.forward, probing.recognise(tanh).used)
+    assert probing.holds(again, guards) and not probing.holds(exact, guards)
+    assert probing.holds(copy.deepcopy(tanh), guards)
+
+
+CHANGES = {
+    "replaced": lambda mlp: setattr(mlp, "act_fn", nn.ReLU()),
+    "attribute": lambda mlp: setattr(mlp.act_fn, "scale", 3.0),
+    "hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda module, args, y: y * 2),
+    "pre-hook": lambda mlp: mlp.act_fn.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.relu),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_activation_changed_on_a_live_model(name, when):
+    model = nn.Sequential(SomeMLP(Scaled(1.0)), SomeMLP(Scaled(1.0)))
+    if when == "before":
+        CHANGES[name](model[1])
+        assert sum(row.kernel == "swiglu" for row in liger_hw.patch(model).patched) == 1
+        assert_unchanged(model)
+    else:
+        assert sum(row.kernel == "swiglu" for row in liger_hw.patch(model).patched) == 2
+        assert_unchanged(model, lambda model: CHANGES[name](model[1]))
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+@pytest.mark.parametrize("name", ["replaced", "hook", "forward"])
+def test_an_activation_changed_in_a_family(mistral, batch, name, scope):
+    model = mistral.model()
+    with mistral.apply(model=model if scope == "instance" else None):
+        model(**batch)
+        CHANGES[name](model.model.layers[0].mlp)
+        found = model(**batch).loss
+    torch.testing.assert_close(found, model(**batch).loss, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_in_eval_mode_that_drops_out_in_training_keeps_its_forward():
+    class DroppingMLP(SomeMLP):
+        def __init__(self):
+            super().__init__(nn.SiLU())
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.dropout(super().forward(x))
+
+    report = liger_hw.patch(nn.Sequential(DroppingMLP()).eval())
+    assert [row.state for row in report.rows if row.part == "swiglu"] == ["left alone: it drops out (p=0.5)"]
+
+
+def test_threads_that_patch_and_revert_follow_one_another(mistral, monkeypatch):
+    """Each call of the patch function sees the classes as another call leaves them, never half patched."""
+    real = Patch.apply
+
+    def slow(self):
+        real(self)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Patch, "apply", slow)
+    before = {key: vars(key[0])[key[1]] for key in mistral.slots()}
+    reports = []
+    _in_threads([lambda: reports.append(mistral.apply()) for _ in range(2)])
+    assert sorted(len(report.patched) for report in reports) == [0, 4]
+    _in_threads([report.revert for report in reports])
+    assert all(vars(owner)[name] is value for (owner, name), value in before.items())
+
+
+def _in_threads(functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
