@@ -1,13 +1,14 @@
 """Programs of one cooperative grid that exchange partial sums: together they hold what no single program can.
 
 Programs wait for one another, so all of them must be resident at once. The launch asks for just that
-(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is set aside
-like any that fails. Until there is room for all programs, none starts and none holds room, so that another kernel on the
-device, a collective's too, delays the grid but cannot deadlock with it.
+(`launch_cooperative_grid`): the driver starts all programs together or refuses, and a refused configuration is set
+aside like any that fails. Until there is room for all programs, none starts and none holds room, so that another kernel
+on the device, a collective's too, delays the grid but cannot deadlock with it.
 
-A task (a row, a group of channels) is split over several programs. Each publishes two partial sums in one 64-bit word and
-collects the words of all splits of the task. Words are zeroed before each launch, and one relaxed atomic access finds both
-sums or neither, so that no order between memory accesses matters. Every program adds the words up in the same order.
+A task (a row, a group of channels) is split over several programs. Each publishes two partial sums in one 64-bit word
+and collects the words of all splits of the task. Words are zeroed before each launch, and one relaxed atomic access
+finds both sums or neither, so that no order between memory accesses matters. Every program adds the words up in the
+same order.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def collect(words_ptr, splits, LANES: tl.constexpr):
 
 
 def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
-    """`LaunchConfig.vendor` of a cooperative grid: no program has more registers than let `ctas` of them be resident."""
+    """`LaunchConfig.vendor` of a cooperative grid: no program has more registers than let `ctas` of them be
+    resident."""
     registers = min(248, target.registers // (ctas * warps * target.warp_size) // 8 * 8)
     return {COOPERATIVE: True, "maxnreg": registers}
 
@@ -72,8 +74,8 @@ def launch_cooperative(
 ) -> None:
     """Launch `programs` programs, `splits` of which share a task.
 
-    The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order. The words are
-    zeroed by an operator that `replay.py` can repeat.
+    The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order. The words
+    are zeroed by an operator that `replay.py` can repeat.
     """
     lanes = next_power_of_2(splits)
     words = torch.empty((n_tasks, lanes), dtype=torch.int64, device=tensors[0].device).zero_()

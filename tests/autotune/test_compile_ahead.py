@@ -14,7 +14,7 @@ from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.backends import known_target
 from liger_hw.kernels.norms import rms_norm
-from liger_hw.kernels.norms.core import _norm_fwd_kernel
+from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.observe import observing
 from liger_hw.runtime.operator import LauncherMode

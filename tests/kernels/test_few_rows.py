@@ -12,7 +12,7 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.autotune import compile as aot
 from liger_hw.backends import known_target
-from liger_hw.kernels.norms.core import column_programs
+from liger_hw.kernels.norms.backward import column_programs
 
 _ROWS = ((2, 37), (19, 131))
 FEW = {

@@ -1,12 +1,13 @@
 """The backward of wide rows by a cooperative grid: programs share a row, and memory is read once.
 
-What no program can hold is otherwise read twice, to sum m * h and to use the sum. Here each program keeps to its own columns,
-and the programs of a row exchange their partial sums (`runtime/cooperative.py`). The loop is software-pipelined by one row:
-it publishes the partial sums of row i + 1 before it collects those of row i, which are there by then. x and dy of row i are
-read again, by the program that read them before and so from its own L1: kept in registers they would leave none for dw,
-which stays there for all rows.
+What no program can hold is otherwise read twice, to sum m * h and to use the sum. Here each program keeps to its own
+columns, and the programs of a row exchange their partial sums (`runtime/cooperative.py`). The loop is
+software-pipelined by one row:
+it publishes the partial sums of row i + 1 before it collects those of row i, which are there by then. x and dy of row i
+are read again, by the program that read them before and so from its own L1: kept in registers they would leave none for
+dw, which stays there for all rows.
 
-Formulas and names are those of `core.py`.
+Formulas and names are those of `backward.py`.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int
 
 
 def cooperative_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
-    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows twice
-    as many programs of half that. None where rows are not shared."""
+    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows
+    twice as many programs of half that. None where rows are not shared."""
     if not _is_wide(target, key):
         return None
     ctas = 5 - grads

@@ -22,7 +22,8 @@ from ...runtime.operator import Function, check, check_numbers, check_tensors, d
 from ..rows.blocks import aligned_key
 from ..rows.tuning import forward_tunable
 from . import rms_norm
-from .core import _norm_fwd_kernel, backward_tunables, norm_forward
+from .backward import backward_tunables
+from .forward import _norm_fwd_kernel, norm_forward
 from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------

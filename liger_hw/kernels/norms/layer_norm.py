@@ -27,7 +27,8 @@ from ...runtime.operator import Function, check, check_numbers, check_tensors, d
 from ..rows.blocks import aligned_key, held_columns, is_unaligned
 from ..rows.reduce import halves, param_parts, params_dtype
 from ..rows.tuning import DIMS, blocks_misfit, fwd_heuristic, fwd_space, safe
-from .core import GEMMA, _norm_fwd_kernel, backward_tunables, norm_backward, norm_forward
+from .backward import backward_tunables, norm_backward
+from .forward import GEMMA, _norm_fwd_kernel, norm_forward
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -64,8 +65,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
-    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows in
-    flight do not fit shared memory."""
+    """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows
+    in flight do not fit shared memory."""
     if not target.cooperative or ctas * (stages - 1) * held_columns(key[0]) * key[2] > target.shared_memory:
         return None
     registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}

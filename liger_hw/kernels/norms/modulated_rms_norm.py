@@ -42,7 +42,7 @@ from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, held_columns, row_blocks
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
-from .core import (
+from .backward import (
     _norm_bwd_means_kernel,
     means_heuristic,
     means_safe,

@@ -19,7 +19,7 @@ from ..rows.blocks import (
     tile_ptrs,
     to_fp32,
 )
-from .core import load_scale, normalised, store_partial_sums
+from .backward import load_scale, normalised, store_partial_sums
 from .modulated_rms_norm_sums import _store_if, _sums_of_columns
 
 

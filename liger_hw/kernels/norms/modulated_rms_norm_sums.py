@@ -13,7 +13,7 @@ from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_tile, tile_ptrs
-from .core import load_scale, most_rows_summed, normalised
+from .backward import load_scale, most_rows_summed, normalised
 
 
 @triton.jit

@@ -1,18 +1,19 @@
 """Rows held whole by a program: in one block or two, at any alignment.
 
-Two blocks. A Triton block is a power of two wide, so 2304 columns would leave 44% of a block of 4096 idle. Such a row is
-held in a main block of BLOCK_SIZE columns and a tail of TAIL columns (0: there is no tail).
+Two blocks. A Triton block is a power of two wide, so 2304 columns would leave 44% of a block of 4096 idle. Such a row
+is held in a main block of BLOCK_SIZE columns and a tail of TAIL columns (0: there is no tail).
 
-Any alignment. Where the width of a row is odd, the next row begins anywhere, and the compiler must then access one element
-at a time. But the skew of a row, the number of elements by which it begins behind an aligned boundary, is the same for all
-rows that are a multiple of VECTOR rows apart. So a program takes such rows only: its lanes begin at the boundary, and lane l
-holds column l - skew. It loads whole vectors of VECTOR lanes (a vector that holds an element of the row lies in a memory page
-of the row) and sets what is not of the row to 0. It stores whole vectors but for the two at the ends of the row, whose
-elements it stores singly. With VECTOR = 1 lanes are columns, and nothing is masked but the end of a row.
+Any alignment. Where the width of a row is odd, the next row begins anywhere, and the compiler must then access one
+element at a time. But the skew of a row, the number of elements by which it begins behind an aligned boundary, is the
+same for all rows that are a multiple of VECTOR rows apart. So a program takes such rows only: its lanes begin at the
+boundary, and lane l holds column l - skew. It loads whole vectors of VECTOR lanes (a vector that holds an element of
+the row lies in a memory page of the row) and sets what is not of the row to 0. It stores whole vectors but for the two
+at the ends of the row, whose elements it stores singly. With VECTOR = 1 lanes are columns, and nothing is masked but
+the end of a row.
 
 The device functions take None for a tail that does not exist, or a tensor that was not given, and return None for it.
-They return such values alone: Triton before 3.7 takes no None in a tuple that a function returns, and before 3.3 no tuple
-as an argument.
+They return such values alone: Triton before 3.7 takes no None in a tuple that a function returns, and before 3.3 no
+tuple as an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ...registry import Key, next_power_of_2, row_key
 from ...runtime.triton_import import tl, triton
 
 _NARROWEST_MAIN, WIDEST_MAIN = 1024, 8192
-"""Widths of a main block beside a tail: narrower rows lose little to padding, of wider ones no program could hold both."""
+"""Widths of a main block beside a tail: narrower rows lose little to padding, of wider ones no program could hold
+both."""
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 # -- how rows are laid out, on the host ------------------------------------------------------------------------------
@@ -80,8 +82,8 @@ def vector_width(n_rows: int, n_cols: int, *tensors: torch.Tensor | None, whole_
 
 
 def _widest_vector(n_cols: int, itemsize: int, whole_rows: bool = True) -> int:
-    """Elements of 16 bytes, or two where that many more lanes would need a wider block; 1 where rows begin at 16 bytes as
-    far as Triton sees: their width is a multiple of 16 elements."""
+    """Elements of 16 bytes, or two where that many more lanes would need a wider block; 1 where rows begin at 16 bytes
+    as far as Triton sees: their width is a multiple of 16 elements."""
     if n_cols & 15 == 0:
         return 1
     vector = 16 // itemsize
@@ -205,7 +207,8 @@ def load_tile(
     skew=0,
     n_cols=0,
 ):
-    """A tile in the tensor's own dtype, 0 outside `mask`. Of skewed rows, vectors that hold an element are loaded whole."""
+    """A tile in the tensor's own dtype, 0 outside `mask`. Of skewed rows, vectors that hold an element are loaded
+    whole."""
     ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     x = None
     if ptrs is not None:
@@ -220,7 +223,8 @@ def load_tile(
 
 @triton.jit
 def store_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr = 1, row_mask=None, skew=0, n_cols=0):
-    """Store a tile in the tensor's dtype. Of skewed rows, vectors of one row alone are stored whole, all else by element."""
+    """Store a tile in the tensor's dtype. Of skewed rows, vectors of one row alone are stored whole, all else by
+    element."""
     ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
@@ -280,8 +284,8 @@ def squared(x):
 def scalar_if_single(values):
     """[rows] as it is; of a single row the scalar.
 
-    A scalar has no layout. As a tensor it would have the layout of one block, and Triton would move the whole other block
-    through shared memory into it, several times a row, where a tail is too narrow for 16 bytes a thread.
+    A scalar has no layout. As a tensor it would have the layout of one block, and Triton would move the whole other
+    block through shared memory into it, several times a row, where a tail is too narrow for 16 bytes a thread.
     """
     if values.shape[0] == 1:
         values = tl.sum(values, axis=0)
@@ -316,8 +320,9 @@ def row_sums_of_two(a, b):
 def keep_narrow(x, value):
     """x itself, but only once `value` [rows, 1] is known: it is multiplied by a one that depends on it.
 
-    This keeps a row in its own narrow dtype across a reduction. The compiler would keep the fp32 copy instead, which takes
-    registers that other programs could use, or more than there are. (A NaN `value` makes the row NaN in any case.)
+    This keeps a row in its own narrow dtype across a reduction. The compiler would keep the fp32 copy instead, which
+    takes registers that other programs could use, or more than there are. (A NaN `value` makes the row NaN in any
+    case.)
     """
     if x.dtype != tl.float32:
         x = x * tl.where(value == value, 1.0, 0.0).to(x.dtype)

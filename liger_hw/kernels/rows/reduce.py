@@ -92,20 +92,23 @@ def column_sum_tunable(
 
 
 def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) -> int:
-    """How many rows of parameter gradients a backward makes: one for each parameter there is, none if none is needed."""
+    """How many rows of parameter gradients a backward makes: one for each parameter there is, none if none is
+    needed."""
     return (w is not None) + (b is not None) if needed else 0
 
 
 def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is no w (then no b)."""
+    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is no w (then no
+    b)."""
     if w is None:
         return x.dtype
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 def halves(params: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of two parameters, out of [2 * n]. Unsafe says that torch does not note that they share memory, which
-    no one can tell of two that do not overlap; noting it takes 5 us more than this, cold, of `chunk`'s 12.6 (a CPU)."""
+    """The gradients of two parameters, out of [2 * n]. Unsafe says that torch does not note that they share memory,
+    which no one can tell of two that do not overlap; noting it takes 5 us more than this, cold, of `chunk`'s 12.6 (a
+    CPU)."""
     n = params.shape[0] // 2
     return params.unsafe_split_with_sizes((n, n))
 

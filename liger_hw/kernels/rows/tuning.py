@@ -1,7 +1,7 @@
 """How kernels over rows are configured: key dimensions, heuristics, candidates and checks that several ops share.
 
-A heuristic's constants count elements, which is what a thread, a program and a multiprocessor have to hold and to wait for,
-whatever the op. All are powers of two.
+A heuristic's constants count elements, which is what a thread, a program and a multiprocessor have to hold and to wait
+for, whatever the op. All are powers of two.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def rows_per_program(target: Target, rows_bucket: int, most: int) -> int:
 def latency_warps(target: Target, elements: int, per_thread: int) -> int:
     """Warps of a program where rows are too few to fill the device and latency alone counts.
 
-    Those of 128 threads; more where a thread would read more than `per_thread` elements, fewer where not even 4. The loads of
-    one thread overlap, whereas a sum over more warps takes longer.
+    Those of 128 threads; more where a thread would read more than `per_thread` elements, fewer where not even 4. The
+    loads of one thread overlap, whereas a sum over more warps takes longer.
     """
     return max(target.warps(elements, 4, 4), target.warps(elements, per_thread, 16))
 
 
 def row_warps(target: Target, few: bool, elements: int) -> int:
-    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; beyond 8 warps rather more loads than
-    more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
+    """Warps of a program that reads `elements` once: two loads of 16 bytes a thread; beyond 8 warps rather more loads
+    than more threads. few: whether rows are too few to fill the device, see `latency_warps`."""
     per_thread = 16 if elements < 8192 else 32
     if few:
         return latency_warps(target, elements, per_thread)
@@ -73,9 +73,9 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     Where every program has but one tile there is nothing to keep in flight.
 
     streams: tensors of x's size that the loop reads; each keeps `stages - 1` tiles in shared memory.
-    grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them, rows of
-    2048 columns are best taken singly with three more in flight; so are those of 4096 with two gradients, by one program a
-    multiprocessor, whereas with one gradient many rows of 4096 go two at a time.
+    grads: rows of parameter gradients in a program's registers, for an op that holds rows in two blocks. With them,
+    rows of 2048 columns are best taken singly with three more in flight; so are those of 4096 with two gradients, by
+    one program a multiprocessor, whereas with one gradient many rows of 4096 go two at a time.
     """
     block = min(key[0], WIDEST_BLOCK if key[0] <= WIDEST_BLOCK else 4096)
     rows = rows_per_program(target, key[1], max(1, min(32, 4096 // block)))

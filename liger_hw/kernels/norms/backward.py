@@ -1,18 +1,13 @@
-"""Forward and backward of row normalisation: rms_norm, fused_add_rms_norm and layer_norm are flags of these kernels.
+"""Backward of row normalisation: rms_norm, fused_add_rms_norm and layer_norm are flags of these kernels.
 
-    forward    h = (x - mean) * rstd,  y = h * (offset + w) + b        RMS norms have no mean; x may be x + residual
-    backward   m = dy * (offset + w),  dx = rstd * (m - mean(m) - h * mean(m * h)) + ds        RMS norms have no mean(m)
-               dw = sum over rows of dy * h,  db = sum over rows of dy
+    m = dy * (offset + w),  dx = rstd * (m - mean(m) - h * mean(m * h)) + ds        RMS norms have no mean(m)
+    dw = sum over rows of dy * h,  db = sum over rows of dy                          h as in `forward.py`
 
-Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN mean and rstd [2, n_rows].
-
-The backward is a persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps
-its share of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
+A persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its share
+of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
 wide to hold get their means from a kernel of their own, and the backward works on column tiles; where a launch can be
-cooperative, programs share a row instead (`cooperative_backward.py`). Where rows are few, a launch costs more than reading
-them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
-
-modulated_rms_norm has kernels of its own, from the same functions: its rows come in groups, and its factor is a tile.
+cooperative, programs share a row instead (`cooperative_backward.py`). Where rows are few, a launch costs more than
+reading them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ from ..rows.blocks import (
     as_column,
     count_programs,
     count_tiles,
-    keep_narrow,
     lay_out,
     load_columns,
     load_row_values,
@@ -40,7 +34,6 @@ from ..rows.blocks import (
     main_lanes,
     row_sums,
     row_sums_of_two,
-    squared,
     store_columns,
     store_tile,
     tail_lanes,
@@ -59,246 +52,6 @@ from .cooperative_backward import (
     row_splits,
     splits_misfit,
 )
-
-LLAMA, GEMMA, NONE = 0, 1, 2
-"""CASTING: h is rounded to x's dtype before the product (llama), or nothing is rounded but y, to x's dtype (gemma) or to the
-promoted one (none)."""
-
-# -- forward ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _add_residual(x, r):
-    """x + r, rounded to x's dtype; x where there is no residual."""
-    if r is not None:
-        x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
-    return x
-
-
-@triton.jit
-def _centred(x, mean, mask):
-    """x - mean in fp32, 0 outside `mask`."""
-    centred = None
-    if x is not None:
-        centred = tl.where(mask, x.to(tl.float32) - as_column(mean), 0.0)
-    return centred
-
-
-@triton.jit
-def _scale_and_shift(h, w, b, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
-    """h * (offset + w) + b in fp32; DTYPE: x's."""
-    y = h
-    if CASTING == 0:
-        y = y.to(DTYPE).to(tl.float32)
-    if w is not None:
-        scale = w.to(tl.float32)
-        if offset is not None:
-            scale = scale + offset
-        y = y * scale[None, :]
-    if b is not None:
-        y = y + b.to(tl.float32)[None, :]
-    return y
-
-
-@triton.jit
-def _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows):
-    if mean is None:
-        tl.store(STATS_ptr + rows, rstd, mask=row_mask)
-    else:
-        tl.store(STATS_ptr + rows, mean, mask=row_mask)
-        tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _norm_fwd_kernel(
-    X_ptr,
-    R_ptr,
-    W_ptr,
-    B_ptr,
-    Y_ptr,
-    S_ptr,
-    STATS_ptr,
-    X_row_stride,
-    R_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    eps,
-    offset,
-    CASTING: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,
-    TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LOOP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """ROWS rows a program, in one block or two (TAIL). Rows wider than that are read twice, the second time from cache.
-
-    R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
-    LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and B in
-    registers.
-    """
-    begin(AHEAD)
-    pid = tl.program_id(0).to(tl.int64)
-    DTYPE: tl.constexpr = X_ptr.dtype.element_ty
-    if not LOOP:
-        rows = tile_rows(pid, ROWS, VECTOR)
-        row_mask = rows < n_rows
-    skew = tile_skew(pid, n_cols, VECTOR)
-    if WHOLE_ROW:
-        # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
-        LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
-        NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
-        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
-        tail = tail_lanes(BLOCK_SIZE, TAIL)
-        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
-        if LOOP:
-            w = load_columns(W_ptr, lanes, exist, skew)
-            b = load_columns(B_ptr, lanes, exist, skew)
-            w_tail = load_columns(W_ptr, tail, tail_exist, skew)
-            b_tail = load_columns(B_ptr, tail, tail_exist, skew)
-        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
-        for turn in tl.range(start, end, step, num_stages=STAGES):
-            if LOOP:
-                rows = tile_rows(turn, ROWS, VECTOR)
-                row_mask = rows < n_rows
-            mask = tile_mask(row_mask, exist)
-            tail_mask = tile_mask(row_mask, tail_exist)
-            x = load_tile(
-                X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            r = load_tile(
-                R_ptr, rows, R_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            x = _add_residual(x, r)
-            if not (LOOP or LATE):
-                w = load_columns(W_ptr, lanes, exist, skew)
-                b = load_columns(B_ptr, lanes, exist, skew)
-            x_tail = load_tile(
-                X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            r_tail = load_tile(
-                R_ptr, rows, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
-            )
-            x_tail = _add_residual(x_tail, r_tail)
-            if not LOOP:
-                w_tail = load_columns(W_ptr, tail, tail_exist, skew)
-                b_tail = load_columns(B_ptr, tail, tail_exist, skew)
-            if S_ptr is not None:
-                store_tile(S_ptr, rows, n_cols, lanes, x, mask, VECTOR, row_mask, skew, n_cols)
-                if TAIL:
-                    store_tile(S_ptr, rows, n_cols, tail, x_tail, tail_mask, VECTOR, row_mask, skew, n_cols)
-            h = x
-            h_tail = x_tail
-            mean = None
-            if SUBTRACT_MEAN:
-                mean = row_sums(x, x_tail) / n_cols
-                if NARROW:
-                    x = keep_narrow(x, as_column(mean))
-                h = _centred(x, mean, mask)
-                h_tail = _centred(x_tail, mean, tail_mask)
-            rstd = tl.rsqrt(row_sums(squared(h), squared(h_tail)) / n_cols + eps)
-            if LATE:
-                w = load_columns(W_ptr, lanes, exist, skew)
-                b = load_columns(B_ptr, lanes, exist, skew)
-            if NARROW:
-                h = keep_narrow(x, as_column(rstd))
-                if SUBTRACT_MEAN:
-                    h = h.to(tl.float32) - as_column(mean)
-            y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
-            store_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
-            if TAIL:
-                h_tail = h_tail.to(tl.float32) * as_column(rstd)
-                y = _scale_and_shift(h_tail, w_tail, b_tail, offset, DTYPE, CASTING)
-                store_tile(Y_ptr, rows, n_cols, tail, y, tail_mask, VECTOR, row_mask, skew, n_cols)
-            _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
-    else:
-        lanes = tl.arange(0, BLOCK_SIZE)
-        m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # of each lane: the sum of squared deviations from its mean
-        if SUBTRACT_MEAN:
-            lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_cols, BLOCK_SIZE):
-            cols = start + lanes
-            mask = tile_mask(row_mask, cols < n_cols)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-            x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask))
-            if S_ptr is not None:
-                store_tile(S_ptr, rows, n_cols, cols, x, mask)
-            if SUBTRACT_MEAN:
-                step = tl.where(mask, x.to(tl.float32) - lane_mean, 0.0)
-                lane_mean += step * (1.0 / (start // BLOCK_SIZE + 1.0))
-                m2 += step * (x.to(tl.float32) - lane_mean)
-            else:
-                m2 += squared(x)
-        mean = None
-        if SUBTRACT_MEAN:
-            count = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values of a lane
-            mean = row_sums(lane_mean * count, None) / n_cols
-            apart = lane_mean - as_column(mean)
-            m2 = m2 + count * apart * apart
-        rstd = tl.rsqrt(row_sums(m2, None) / n_cols + eps)
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
-            exist = cols < n_cols
-            mask = tile_mask(row_mask, exist)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-            h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask)).to(tl.float32)
-            if SUBTRACT_MEAN:
-                h = h - as_column(mean)
-            w = load_columns(W_ptr, cols, exist)
-            b = load_columns(B_ptr, cols, exist)
-            y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
-            store_tile(Y_ptr, rows, n_cols, cols, y, mask)
-        _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
-
-
-def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):
-    """(y, x + residual or None, stats) of a norm over the rows of `x`; residual, w, b and offset may be None."""
-    x, w, b = row_major(x), dense(w), dense(b)
-    n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, out_dtype)
-    s = r_stride = None
-    if residual is not None:
-        residual, s = row_major(residual), empty_like(x, x.dtype)
-        r_stride = rows_of(residual)[2]
-    stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
-    if n_rows:
-        vector = vector_width(n_rows, n_cols, x, residual)
-        plan = tunable.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-        block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-        whole, tail, vector = lay_out(n_cols, block, vector)
-        n_tiles = programs = count_tiles(n_rows, rows, vector)
-        loop = whole and 0 < plan.programs < n_tiles
-        if loop:
-            programs = count_programs(plan.programs, n_tiles, vector)
-        args = (
-            x,
-            residual,
-            w,
-            b,
-            y,
-            s,
-            stats,
-            stride,
-            r_stride,
-            n_rows,
-            n_cols,
-            n_tiles if loop else None,
-            eps,
-            offset,
-        )
-        launch(plan, _norm_fwd_kernel, (programs,), args, (casting, subtract_mean, whole, tail, vector, loop))
-    return y, s, stats
-
-
-# -- backward --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -326,7 +79,8 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 @triton.jit
 def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew=0):
-    """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind `first`'s."""
+    """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind
+    `first`'s."""
     store_columns(Line_ptr, lanes, tl.sum(first, axis=0), exist, skew)
     if BOTH:
         store_columns(Line_ptr + width, lanes, tl.sum(second, axis=0), exist, skew)
@@ -399,11 +153,13 @@ def _norm_bwd_kernel(
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With a TAIL there is one column tile.
 
-    MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole rows.
+    MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole
+    rows.
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where nobody wants them.
     ONE_TILE: every program has one tile, and no loop stands between its loads.
-    SUM_ROWS: 0, or a power of two of all rows: programs behind those of the rows store dw and db of SUM_COLS columns each.
+    SUM_ROWS: 0, or a power of two of all rows: programs behind those of the rows store dw and db of SUM_COLS columns
+    each.
     """
     begin(AHEAD)
     pid = tl.program_id(0)
@@ -599,7 +355,8 @@ def means_safe(target: Target, key: Key) -> LaunchConfig:
 
 
 WIDEST_TWO_GRADIENTS = 8192
-"""Columns that a program with two gradients in registers holds at most: half of what one with a single gradient does."""
+"""Columns that a program with two gradients in registers holds at most: half of what one with a single gradient
+does."""
 
 
 def two_gradients_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
@@ -670,8 +427,8 @@ def column_programs(
 ) -> tuple[bool, int, int]:
     """(ONE_TILE, SUM_ROWS, SUM_COLS) of a backward that holds whole rows; `sums`: whether it has to sum over them.
 
-    1024 elements a program that sums, or up to 64 columns of wide rows, for two such programs a multiprocessor. With many
-    rows a loop of one turn costs nothing that counts.
+    1024 elements a program that sums, or up to 64 columns of wide rows, for two such programs a multiprocessor. With
+    many rows a loop of one turn costs nothing that counts.
     """
     if programs < n_tiles or n_rows > 4 * plan.target.multiprocessors:
         return False, 0, 0
