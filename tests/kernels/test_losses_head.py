@@ -1,5 +1,4 @@
-"""The linear-head core: chunks, their boundaries, an order of rows, a second head, and the rows of
-log-probabilities."""
+"""The linear-head core: chunks, their boundaries, an order of rows, a second head, and the rows of log-probabilities."""
 
 from __future__ import annotations
 
@@ -127,8 +126,8 @@ MIB = 1 << 20
 )
 def test_memory_of_the_heads_we_compare(n_rows, vocab, options, heights, most):
     """fused_linear_cross_entropy, JSD distillation, fused_linear_jsd and fused_linear_kl_div in bf16, hidden 4096:
-    gradients and logits. Liger 0.8.5 takes 1598 and 1472 MiB of fused_linear_jsd's (128256 words), 2052 and 896 of the
-    last.""" chunks = plan_chunks(n_rows, 4096, vocab, 2, **options)
+    gradients and logits. Liger 0.8.5 takes 1598 and 1472 MiB of fused_linear_jsd's (128256 words), 2052 and 896 of the last."""
+    chunks = plan_chunks(n_rows, 4096, vocab, 2, **options)
     assert tuple(b - a for a, b in chunks.bounds) == heights
     logits = chunks.rows * vocab * 2 * options.get("buffers", 1)
     assert (n_rows + vocab) * 4096 * 2 + logits <= most * MIB
@@ -185,8 +184,7 @@ def test_a_set_budget_is_kept(monkeypatch):
 @pytest.mark.cpu
 @pytest.mark.parametrize("n_rows, mib", [(16384, 2950), (8192, 2000), (20000, 3000), (65536, 6000)])
 def test_a_budget_has_the_frequent_targets_sums(monkeypatch, n_rows, mib):
-    """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the
-    budget."""
+    """Gradients, one chunk's logits, the sums [n_rows / 16, hidden] fp32 and their columns of the chunk: within the budget."""
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
     env.clear()
     try:
@@ -212,8 +210,7 @@ def test_second_logits_where_the_gradient_will_be(lane, generator, monkeypatch, 
     """The gradients of a slope of both heads' logits, of chunks 32, 16 and 12 rows tall, against fp64."""
     monkeypatch.setattr(_linear_head, "STEP", 16)
     n_rows, hidden = 60, 48
-    # noqa: E731
-    draw = lambda *shape: torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)  # noqa: E731
     (x, x2), (weight, weight2) = (draw(2, n_rows, hidden), draw(2, vocab, hidden) / 8)
     chunks = lending(Chunks.of([(0, 16), (16, 32), (32, 48), (48, 60)]), hidden, vocab)
     assert chunks.lent and chunks.bounds == ((0, 32), (32, 48), (48, 60))
@@ -265,9 +262,9 @@ def test_targets_kept_apart(lane, generator, monkeypatch, vocab, dtype, ordered)
 @pytest.mark.parametrize("head", ["flat", "trained"])
 @pytest.mark.parametrize("count, vocab", [(3, 2048), (8, 2048), (8, 2047)])
 def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
-    """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of
-    the targets' entries nearly cancel: of eight chunks, all entries kept apart, or the running sum alone, would miss
-    it. Of three, the running sum alone does on an H200 and not on the CPU: not asked."""
+    """bf16, within 1.5 times. trained: the head follows the frequency of its targets, so that the sums of p * x and of the
+    targets' entries nearly cancel: of eight chunks, all entries kept apart, or the running sum alone, would miss it. Of
+    three, the running sum alone does on an H200 and not on the CPU: not asked."""
     n_rows, hidden = 8192, 16
     frequency = 1 / torch.arange(1, vocab + 1).float()
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
@@ -307,9 +304,9 @@ def test_chunks_are_as_good_as_one_gemm(lane, generator, head, count, vocab):
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("vocab", [2047, 50257])
 def test_few_words_apart_cost_the_states_gradient_little(lane, generator, vocab):
-    """bf16: the error of dx within 1.01 times that of the large product alone, which the other order makes 1.07 to
-    1.22 times as large for 2047 words (of 50257 one word's share is less than a rounding: nothing may be lost there);
-    for the rows whose target is among the few words within 1.5 times that of one rounding."""
+    """bf16: the error of dx within 1.01 times that of the large product alone, which the other order makes 1.07 to 1.22 times
+    as large for 2047 words (of 50257 one word's share is less than a rounding: nothing may be lost there); for the rows
+    whose target is among the few words within 1.5 times that of one rounding."""
     n_rows, hidden = 512, 64
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (n_rows, vocab))
     weight *= hidden**-0.5 / 2
@@ -355,8 +352,7 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_scaled_cross_entropy"])
 def test_losses_keep_their_targets_apart(lane, small_chunks, name, seed, monkeypatch):
-    """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the
-    conformance suite."""
+    """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the conformance suite."""
     seen = []
     real = _linear_head.TargetEntries
     monkeypatch.setattr(_linear_head, "TargetEntries", lambda *a: seen.append(1) or real(*a))
