@@ -1,4 +1,5 @@
-"""Edges of the divergences and the distillation losses: ties, impossible classes, nothing that counts, their definitions."""
+"""Edges of the divergences and the distillation losses: ties, impossible classes, nothing that counts, their
+definitions."""
 
 from __future__ import annotations
 

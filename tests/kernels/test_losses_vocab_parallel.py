@@ -72,7 +72,8 @@ for entropy in (False, True):
     total = (exact_nll * flowing.flatten()).sum() + (exact_h * bend).sum()
     exact_x, exact_w = torch.autograd.grad(total, exact)
     for got, of in ((nll, exact_nll), (h, exact_h), (grads[0], exact_x), (grads[1], exact_w[mine])):
-        scale = float(of.detach().abs().max())  # of the terms: sums of 46 of them in fp32, (8 + 4 sqrt(46)) / 2^24 is 2e-6
+        # of the terms: sums of 46 of them in fp32, (8 + 4 sqrt(46)) / 2^24 is 2e-6
+        scale = float(of.detach().abs().max())
         torch.testing.assert_close(got.double(), of, rtol=1e-5, atol=4e-6 * scale)
 print("fine")
 dist.destroy_process_group()

@@ -100,7 +100,7 @@ def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Ke
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Small tiles where a wide row is read once: nothing is worth keeping, and several loads of a row are on their way."""
+    """Small tiles where a wide row is read once: nothing is kept for a second read, and several loads are in flight."""
     if len(key) == 3 or key[0] <= 8192:
         return rows_heuristic(target, key)
     return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))

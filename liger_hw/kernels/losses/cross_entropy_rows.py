@@ -1,7 +1,8 @@
-"""The row kernel of every loss on logits: losses and gradient of a row in one launch, two reads of it at most.
+"""What every cross entropy on rows of logits launches: statistics of the targets, the row kernel, and the sums of rows.
 
-The first sweep finds lse by blocks, the second goes backwards through the row, so that what was read last is still in
-cache, and writes the gradient. A row of one block stays in registers and is read once.
+stats = launch_stats(...)            what a mean divides by; asserts the targets
+launch_rows(...)                     losses and gradient of a row in one launch, by the sweeps of softmax_rows.py
+losses = launch_sum(...)             the rows' results, reduced in a fixed order
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ def _cross_entropy_fwd_kernel(
         y_col = y_read.to(tl.int32) - head
         write_gradient(
             X_ptr, DX_ptr, BIAS_ptr, W_ptr, x_tail, x_edge, block_cols, head, n_body, n_full, n_cols,
-            n_stored, softcap, 1.0, y_col, lse, pull, push, smooth, 0.0, 0.0, SOFTCAP, SMOOTHING, False, ONE_BLOCK, BLOCK_SIZE, STAGES,
-            AGAIN_EVICT, VECTOR,
+            n_stored, softcap, 1.0, y_col, lse, pull, push, smooth, 0.0, 0.0, SOFTCAP, SMOOTHING, False, ONE_BLOCK,
+            BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
         )  # fmt: skip
 
 

@@ -1,21 +1,18 @@
 """Distillation of a row of student logits from a row of teacher logits (or probabilities): losses and gradient.
 
-For student logits s, teacher logits t (biases added in fp32), temperature T, x = log_softmax(s / T), y = log_softmax(t / T):
-    soft = a divergence of _divergence_rows.py over the row (for TVD of e^x and e^y; for KL y is the given probability),
+For student logits s, teacher logits t (biases added in fp32) and temperature T, with x = log_softmax(s / T) and
+y = log_softmax(t / T):
+    soft = a divergence of divergence_rows.py over the row (for TVD of e^x and e^y; for KL y is the given probability),
            or 1 - cosine(s, t)
     hard = -log_softmax(s)[label], optional
     d soft / ds[c] = (g[c] - e^x[c] * sum(g)) / T with g = d soft / dx
-so one launch sweeps a row two or three times: for the sums of exponentials, for the loss and sum(g), which JSD and TVD need
-both sums for (the other kinds find theirs in the first sweep), and for the gradient, which may go over the student's
-logits. Every sweep goes the opposite way of the one before: what was read last is in cache.
+One launch sweeps a row two or three times: for the sums of exponentials, for the loss and sum(g), which JSD and TVD
+need both sums for (the other kinds find theirs in the first sweep), and for the gradient, which may overwrite the
+student's logits. Every sweep goes the opposite way of the one before: what was read last is in cache.
 
-Reading both rows takes less time than what is done with them, so that is counted: instructions a column of a bf16 row
-takes on sm90 (Triton 3.6), sweep by sweep, and those of them that run at an eighth of the rate (exp2, log2):
-    JSD with labels   15.9 + 19.5 + 23.0   2.3 + 3 + 3        KL_LOG   21.8 + 13.1   2.3 + 2
-    TVD with labels   15.4 + 17.5 + 19.5   2.3 + 2 + 2        RKL      21.9 + 15.1   2.3 + 1
-    cosine, labels    14.8 + 15.6          1.1 + 1            KL       18.4 + 10.1   2.1 + 1
-Hence: exponentials and logarithms of base 2, one logarithm for JSD's mixture and none of a probability (a logit less its
-log-sum-exp), running maxima and sums a lane, reduced at the row's end, and no masks but in a row's last tile.
+The arithmetic takes longer than reading both rows. Hence exponentials and logarithms of base 2, one logarithm for JSD's
+mixture and none of a probability (a logit less its log-sum-exp), running maxima and sums for each lane, reduced at the
+row's end, and no masks but in a row's last tile. A lane is what a thread loads at once: GROUP neighbouring columns.
 
     for start, logits, teacher in sweep(chunks, x, weight, grads, second=(x2, weight2)):
         distill_rows(plan, logits, teacher, labels, share, options, out, dlogits=logits, row_start=start)
@@ -39,7 +36,7 @@ from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of
 from .log_prob_rows import vocab_key
 from .softmax_rows import has_block_size
 
-_NO_HARD, _HARD_SAME, _HARD_APART = range(3)
+_NO_HARD, _HARD_SHARED, _HARD_OWN = range(3)
 SAVED = 6
 """Numbers a row that a later backward needs."""
 
@@ -51,7 +48,7 @@ _SHORTEST = 1e-8
 
 
 class Distillation(NamedTuple):
-    """The numbers of one call. The weights go into the gradient only; the losses come out apart and unweighted."""
+    """The numbers of one call. The weights go into the gradient only; the two losses are returned unweighted."""
 
     kind: int
     beta: float = 0.5
@@ -67,7 +64,7 @@ def distill_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(soft, hard) of every row in plain differentiable torch, in fp32 (fp64 for fp64); hard is zero without labels.
 
-    teacher: logits, or probabilities for KL
+    teacher: logits, or probabilities for KL.
     """
     wide = torch.promote_types(student.dtype, torch.float32)
     s, t, kind = student.to(wide), teacher.to(wide), options.kind
@@ -91,7 +88,7 @@ def distill_slopes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d soft / d logits, d hard / d logits) [n_rows, n_cols] of every row, unweighted; hard is zero without labels.
 
-    The formulas of the kernel, not autograd, which is not there where an operator runs under a dispatch mode.
+    The kernel's formulas, not autograd, which is not available where an operator runs under a dispatch mode.
     """
     wide = torch.promote_types(student.dtype, torch.float32)
     s, t, kind = student.to(wide), teacher.to(wide), options.kind
@@ -117,8 +114,10 @@ def distill_slopes(
 
 @triton.jit
 def _logits_tile(PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile of a row in fp32. MASKED: the row ends in it, beyond which it is `outside`; masked where it may be loaded, so
-    that an odd width loads as wide. Its edges stand behind position n_stored then (`tail_columns`)."""
+    """A tile of a row in fp32. MASKED: the row ends in it, `outside` stands beyond.
+
+    The load is masked by n_stored, which keeps it wide. Behind it, where VECTOR > 1, stand the row's edges.
+    """
     if MASKED:
         x = tl.load(PTR + positions, mask=positions < n_stored, other=0.0)
         if VECTOR > 1:
@@ -137,27 +136,33 @@ def _logits_tile(PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASK
 
 @triton.jit
 def _raised(x, m):
-    """(the maximum of every lane with a tile x [lanes, few], how far it rose, the tile less it)."""
+    """(running maximum of every lane after a tile x [lanes, group], its increase, x less the maximum)."""
     higher = tl.maximum(m, tl.max(x, axis=1))
     return higher, higher - m, x - higher[:, None]
 
 
 @triton.jit
-def _moved(apart, weights, by):
-    """The sum of w * d after every d moved by `by`, from the sum of w; no weight, no term, however far it moved."""
-    return apart + tl.where(weights == 0.0, 0.0, weights * by)
+def _moved(moment, weights, by):
+    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w).
+
+    0 where the weights are, even for an infinite `by`.
+    """
+    return moment + tl.where(weights == 0.0, 0.0, weights * by)
 
 
 @triton.jit
 def _row_sum(d, m, top, scale):
-    """The sum of a row from those of its lanes, which stand about their own maxima; nan where a lane's is, however low."""
+    """The sum of a row from its lanes' sums d about their own maxima m.
+
+    A lane of nan makes it nan, whatever its maximum.
+    """
     e = tl.exp2((m - top) * scale)
     return tl.sum(tl.where((e == 0.0) & (d == d), 0.0, d * e))
 
 
 @triton.jit
 def _log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
-    """log2 of both distributions: the maximum is taken off first, which is exact, however large the logits are."""
+    """log2 of both distributions. The maximum is subtracted first, which is exact for logits of any size."""
     return (s - m_s) * scale - l_s, (t - m_t) * scale - l_t
 
 
@@ -201,8 +206,8 @@ def _distill_kernel(
 ):
     """One program a row of a chunk that begins at row `row_start` of labels, losses and SAVED [n_rows, 6].
 
-    HARD: 0 none, 1 with the soft loss's sum of exponentials (T = 1), 2 with its own. FROM_SAVED: a backward, which has
-    the last sweep only. DS may be S: every element is read and written by the same thread, in the last sweep.
+    HARD: 0 no hard loss, 1 one that shares the soft loss's sum of exponentials (T = 1), 2 one with a sum of its own.
+    FROM_SAVED: a backward, which has the last sweep only. DS may be S: the same thread reads and writes an element.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
@@ -211,9 +216,9 @@ def _distill_kernel(
     LAST: tl.constexpr = 1 if MIDDLE else 0  # the part of the last sweep that holds the tile the row ends in
     LANES_S: tl.constexpr = not COSINE or HARD == 2
     LANES_T: tl.constexpr = not COSINE and KIND != 0
-    WIDE: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # neighbours that a thread loads at once
-    FEW: tl.constexpr = WIDE if WIDE < BLOCK_SIZE else BLOCK_SIZE
-    LANES: tl.constexpr = BLOCK_SIZE // FEW
+    VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
+    GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
+    LANES: tl.constexpr = BLOCK_SIZE // GROUP
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     head = row_head(chunk_row * S_row_stride, VECTOR)
@@ -276,14 +281,14 @@ def _distill_kernel(
             if S_BIAS_ptr is not None:
                 s_label += tl.load(S_BIAS_ptr + label_at).to(tl.float32)
             s_label = tl.where(inside, s_label, float("nan"))
-        # A maximum and sums of its own a lane: no thread waits for another until the row is read. The maximum begins at a
-        # finite number, below which there are no logits, so that a lane of -inf (masked classes) has terms of 0, not nan.
+        # Every lane has its own maximum and sums: no thread waits for another until the row is read. The maximum begins
+        # at the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan.
         top_s = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
         top_t = tl.full([LANES], -3.4028234663852886e38, dtype=tl.float32)
         sum_s = tl.zeros([LANES], dtype=tl.float32)
         sum_t = tl.zeros([LANES], dtype=tl.float32)
         sum_hard = tl.zeros([LANES], dtype=tl.float32)
-        apart = tl.zeros([LANES], dtype=tl.float32)  # the terms of KL, KL_LOG and RKL, logits about the maxima here too
+        moment = tl.zeros([LANES], dtype=tl.float32)  # terms of KL, KL_LOG and RKL about the maxima
         one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)  # of the cosine: s^2, t^2 and s * t
         two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -302,26 +307,30 @@ def _distill_kernel(
                 if LANES_S:
                     if COSINE:
                         s = tl.where(cols < n_right, s, float("-inf"))
-                    top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, FEW]), top_s)
+                    top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, GROUP]), top_s)
                     again_s = tl.exp2(-rise_s * scale)
                     e_s = tl.exp2(low_s * scale)
                     if HARD == 2 and not COSINE:
                         sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
                 if KIND == 0:
-                    t_few = tl.reshape(t, [LANES, FEW])
-                    terms = t_few * (log2_of(tl.maximum(t_few, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale)
-                    apart = _moved(apart, sum_t, rise_s * scale) + tl.sum(tl.where(t_few == 0.0, 0.0, terms), axis=1)
-                    sum_t += tl.sum(t_few, axis=1)
+                    t_lanes = tl.reshape(t, [LANES, GROUP])
+                    terms = t_lanes * (
+                        log2_of(tl.maximum(t_lanes, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale
+                    )
+                    moment = _moved(moment, sum_t, rise_s * scale) + tl.sum(
+                        tl.where(t_lanes == 0.0, 0.0, terms), axis=1
+                    )
+                    sum_t += tl.sum(t_lanes, axis=1)
                 if LANES_T:
-                    top_t, rise_t, low_t = _raised(tl.reshape(t, [LANES, FEW]), top_t)
+                    top_t, rise_t, low_t = _raised(tl.reshape(t, [LANES, GROUP]), top_t)
                     again_t = tl.exp2(-rise_t * scale)
                     e_t = tl.exp2(low_t * scale)
                     if KIND == 1:
-                        apart = tl.where(again_t == 0.0, 0.0, _moved(apart, sum_t, rise_s - rise_t) * again_t)
-                        apart += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
+                        moment = tl.where(again_t == 0.0, 0.0, _moved(moment, sum_t, rise_s - rise_t) * again_t)
+                        moment += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
                     if KIND == 2:
-                        apart = tl.where(again_s == 0.0, 0.0, _moved(apart, sum_s, rise_t - rise_s) * again_s)
-                        apart += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
+                        moment = tl.where(again_s == 0.0, 0.0, _moved(moment, sum_s, rise_t - rise_s) * again_s)
+                        moment += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
                     sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
                 if LANES_S:
                     sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
@@ -348,14 +357,14 @@ def _distill_kernel(
             soft = 1.0 - dot
         elif KIND == 0:
             dot = tl.sum(sum_t)  # less the sum of the slopes
-            soft = LN2 * (tl.sum(_moved(apart, sum_t, (m_s - top_s) * scale)) + dot * l_s)
+            soft = LN2 * (tl.sum(_moved(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
         elif KIND == 1:
             dot = -1.0
-            apart = _moved(apart, sum_t, (m_s - top_s) - (m_t - top_t))
-            soft = inv_temperature * _row_sum(apart, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
+            moment = _moved(moment, sum_t, (m_s - top_s) - (m_t - top_t))
+            soft = inv_temperature * _row_sum(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
         elif KIND == 2:
-            apart = _moved(apart, sum_s, (m_t - top_t) - (m_s - top_s))
-            soft = inv_temperature * _row_sum(apart, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
+            moment = _moved(moment, sum_s, (m_t - top_t) - (m_s - top_s))
+            soft = inv_temperature * _row_sum(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
             dot = soft  # the sum of the slopes less 1
         if MIDDLE:
             for PART in tl.static_range(2):  # the other way: what was read last is in cache
@@ -488,16 +497,26 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element)."""
     return Tunable(
-        op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space,
+        op,
+        "fwd",
+        kernels=(_distill_kernel,),
+        key=key,
+        dims=dims,
+        heuristic=_heuristic,
+        safe=_safe,
+        space=_space,
         valid=has_block_size,
-    )  # fmt: skip
+    )
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------
 
 
 class DistillRows(NamedTuple):
-    """Per-row results, fp32 [n_rows] times the share, and what a later backward needs [n_rows, SAVED]; None: unwanted."""
+    """Per-row results, fp32 [n_rows] times the share, and what a later backward needs [n_rows, SAVED].
+
+    None: unwanted.
+    """
 
     soft: torch.Tensor | None = None
     hard: torch.Tensor | None = None
@@ -525,9 +544,9 @@ def distill_rows(
 ) -> None:
     """Losses of the rows student [n, vocab], which are rows row_start.. of labels and out, and their gradient.
 
-    teacher: logits [n, vocab], or for KL the probabilities of these n rows; share: fp32 on the device, multiplies losses
-    and gradient (late: the losses alone); soft_grads, hard_grads: incoming gradient of each row; dlogits: where the
-    gradient goes, None for none, `student` itself for in place. owned: padding between the student's rows is ours.
+    teacher: logits [n, vocab], or for KL the probabilities of these n rows; share: fp32 on the device, multiplies
+    losses and gradient (late: the losses alone); soft_grads, hard_grads: incoming gradient of each row; dlogits: where
+    the gradient goes, None for none, `student` itself for in place. owned: padding between the student's rows is ours.
     """
     n, n_cols = student.shape
     if not n:
@@ -541,7 +560,7 @@ def distill_rows(
     t_stored = stride(teacher) if owned and not given else n_cols
     hard = _NO_HARD
     if out.hard is not None or options.hard_weight:
-        hard = _HARD_SAME if options.temperature == 1.0 and options.kind != COSINE else _HARD_APART
+        hard = _HARD_SHARED if options.temperature == 1.0 and options.kind != COSINE else _HARD_OWN
     args = (
         *(student, teacher, labels, student_bias, teacher_bias, share, soft_grads, hard_grads, *out, dlogits),
         *(stride(student), stride(teacher), stride(dlogits), stride(soft_grads), stride(hard_grads)),

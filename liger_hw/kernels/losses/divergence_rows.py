@@ -10,7 +10,7 @@ Every kind is a sum over the columns of a term f(x, y) whose derivative in x nee
 
 A probability of zero (a log-probability of -inf) contributes nothing where its factor is zero, never nan.
 So the forward reads x and y once, writes the gradient with the mean's share in it, and a backward has nothing to do but
-multiply by the incoming gradient (`_cross_entropy_scale`), which returns at once where that is 1. With reduction="none"
+multiply by the incoming gradient (cross_entropy_scale.py), which returns at once where that is 1. With reduction="none"
 the terms themselves are the result, and backward computes the derivative again. Everything is computed in fp32.
 """
 
@@ -126,10 +126,11 @@ def log2_of(x, FAST_LOG2: tl.constexpr):
 
 @triton.jit
 def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
-    """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 - beta) q.
+    """(p, q, log2(m / p), log2(q / m)) of the Jensen-Shannon divergence's p = 2^y, q = 2^(y + d) and m = beta p + (1 -
+    beta) q.
 
-    y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell. A d
-    of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
+    y >= -126, where p and q / p are finite: a probability below counts as that, which no sum of an fp32 row can tell.
+    A d of -inf gives q = 0 exactly. Equal ones (d = 0) give logarithms of 0 exactly.
     """
     d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(y)
@@ -185,7 +186,10 @@ def _divergence_tile(
     LOAD_EVICT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """`total` plus the terms of the columns below n_cols; writes what has a pointer, at `at`: the terms, or the gradient."""
+    """`total` plus the terms of the columns below n_cols.
+
+    Writes what has a pointer, at `at`: the terms, or the gradient.
+    """
     mask = cols < n_cols
     x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
     y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
@@ -235,8 +239,8 @@ def _divergence_kernel(
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
     SHARE: what the reduction multiplies by (LATE: not the gradient, which waits for backward). GO: the incoming
-    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's edges, where
-    VECTOR > 1, belong to part 0.
+    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's edges,
+    where VECTOR > 1, belong to part 0.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

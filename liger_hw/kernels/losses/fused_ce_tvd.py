@@ -3,12 +3,13 @@
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
 Rows whose target is ignore_index have losses and gradient of exactly zero.
 Shapes: student_logits, teacher_logits [n_rows, n_cols], target [n_rows] int64 or int32 -> ce [n_rows], tvd [n_rows].
-Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one by
-one. The teacher has no gradient.
+Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so are the results, which are differentiable one
+by one. The teacher has no gradient.
 Saved for backward: the logits and six fp32 numbers a row, so that backward reads each of them once. See
-_distill_rows.py for the kernel.
+distill_rows.py for the kernel.
 
-Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", https://arxiv.org/abs/2307.15190
+Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
+https://arxiv.org/abs/2307.15190
 """
 
 from __future__ import annotations
@@ -147,10 +148,10 @@ def liger_fused_ce_tvd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ce, tvd) of every row: cross entropy of the student, total variation distance from the teacher; see above.
 
-    student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target:
-    [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad; for
-    targets see `liger_cross_entropy`.
+    student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten;
+    target: [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad;
+    for targets see `liger_cross_entropy`.
     """
     check_tensors(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
     if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:

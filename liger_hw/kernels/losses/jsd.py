@@ -6,10 +6,10 @@ With student log-probabilities x, teacher log-probabilities y, and M = beta e^y 
     beta = 1      = sum of e^x (x - y), the reverse KL(student || teacher)
 The loss is the mean over the rows whose label is not ignore_index (all rows without labels); zero where none counts.
 Shapes: input x [n_rows, n_cols], target y [n_rows, n_cols], shift_labels [n_rows] -> loss [].
-Dtypes: fp32, fp16 or bf16, everything computed in fp32 about max(x, y), so that small probabilities keep their share; the
-loss in the input's dtype (fp32 under autocast).
+Dtypes: fp32, fp16 or bf16, everything computed in fp32 about max(x, y), so that small probabilities keep their share;
+the loss in the input's dtype (fp32 under autocast).
 Saved for backward: the gradient, which the forward writes in the same pass. The target has no gradient. See
-_divergence_rows.py for the kernel.
+divergence_rows.py for the kernel.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
 """
@@ -67,8 +67,8 @@ def liger_jsd(
 ) -> torch.Tensor:
     """Generalised JSD of student log-probabilities `input` from teacher log-probabilities `target`; see above.
 
-    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32, rows
-    at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype.
+    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
+    rows at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
     """
     return divergence("liger_jsd", OPERATORS, input, target, shift_labels, jsd_options("liger_jsd", beta, ignore_index))
@@ -85,7 +85,8 @@ def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
 
 
 class LigerJSD(torch.nn.Module):
-    """`liger_jsd` as a module: forward(log_q [n_rows, n_cols] student, log_p teacher, shift_labels [n_rows] or None)."""
+    """`liger_jsd` as a module: forward(log_q [n_rows, n_cols] student, log_p teacher, shift_labels [n_rows] or
+    None)."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()

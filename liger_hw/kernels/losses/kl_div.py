@@ -6,7 +6,7 @@
 Shapes: input x [n_rows, n_cols] log-probabilities, target t [n_rows, n_cols] -> loss [] or [n_rows, n_cols].
 Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the input's dtype (fp32 under autocast).
 Saved for backward: the gradient, -t (or -e^t) times the reduction's share, which the forward writes in the same pass;
-with reduction="none" the target. The target has no gradient. See _divergence_rows.py for the kernel.
+with reduction="none" the target. The target has no gradient. See divergence_rows.py for the kernel.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951; eps as in liger-kernel's `liger_kl_div`.
 """

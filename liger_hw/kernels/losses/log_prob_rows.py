@@ -1,10 +1,11 @@
 """Log-probabilities of chosen tokens, a row of logits at a time, and the gradient of any loss made of them.
 
-For a row of logits x (a bias added in fp32, then the softcap), token y and temperature T, with s = softcap(x + bias) / T:
+For a row of logits x (a bias added in fp32, then the softcap), token y and temperature T, with s = softcap(x + bias) /
+T:
     lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
     d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
-where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. A preference or policy loss is a few
-torch operations on [n_rows] tensors between the two launches, and never sees the logits:
+where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. A preference or policy loss is a
+few torch operations on [n_rows] tensors between the two launches, and never sees the logits:
 
     for start, logits, _ in sweep(chunks, x, weight, grads):
         rows = slice(start, start + logits.shape[0])
@@ -13,8 +14,8 @@ torch operations on [n_rows] tensors between the two launches, and never sees th
         row_log_prob_gradients(logits, target, out, coef, bias=bias, row_start=start, temperature=T)  # in place
 
 A loss that needs every row's logp before any slope (of a sequence that spans chunks) sweeps twice: first without
-gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and gradient
-of exactly zero; their lse and logit_sum are those of their logits when logit_sum is asked for, else zero.
+gradients, then through `row_log_prob_gradients` alone. Rows whose target is ignore_index have logp, entropy and
+gradient of exactly zero; their lse and logit_sum are those of their logits when logit_sum is asked for, else zero.
 A target out of range gives nan in its row; `launch_stats` of the cross entropies has the assertion.
 
 Everything is computed in fp32. The first launch reads a row once, the second reads it and writes the gradient.
@@ -198,23 +199,28 @@ def vocab_key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.K
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """As the cross entropies', but read once: nothing is worth keeping. Two tiles ahead where shared memory has room for
-    four programs' (on the H200 5% at 131072 columns, nothing at 32768; 2026-11-21)."""
+    """As the cross entropies', but nothing is worth keeping.
+
+    Three stages where shared memory has room for four programs'.
+    """
     config = rows_heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
-    ahead = key[0] > block and 4 * 2 * block * key[1] <= target.shared_memory
-    return LaunchConfig(config.blocks, config.num_warps, 3 if ahead else config.num_stages)
+    pipelined = key[0] > block and 4 * 2 * block * key[1] <= target.shared_memory
+    return LaunchConfig(config.blocks, config.num_warps, 3 if pipelined else config.num_stages)
 
 
 def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """The same tiles, with twice the threads for those of wide rows: 4% to 5% on the H200 (2026-11-21)."""
+    """The same tiles, with twice the threads for wide rows: a gradient has few instructions to hide a load behind."""
     config = rows_heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return LaunchConfig(config.blocks, target.warps(block, 16, 16) if key[0] > block else config.num_warps)
 
 
 def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registry.Key]) -> tuple[Tunable, Tunable]:
-    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels. Their key is (columns, bytes an element)."""
+    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels.
+
+    Their key is (columns, bytes an element).
+    """
 
     def tunable(variant: str, kernel: Any, heuristic: Callable[..., LaunchConfig]) -> Tunable:
         return Tunable(
@@ -271,8 +277,8 @@ def row_log_probs(
 ) -> None:
     """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
 
-    target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows is ours, as in a buffer
-    of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
+    target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows may be accessed, as in a
+    buffer of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
     """
     n, vocab = logits.shape
     if not n:
@@ -305,8 +311,8 @@ def row_log_prob_gradients(
     """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
 
     saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
-    [n_rows] on the device (the latter needs saved.entropy); pull: what softmax is pulled by, where other tokens' logp
-    count too (coef alone goes to the target's logit); flat: added to every logit's gradient (label smoothing)
+    [n_rows] on the device (the latter needs saved.entropy); pull: the factor of softmax(x), coef where None; flat:
+    added to every logit's gradient (label smoothing).
     """
     n, vocab = logits.shape
     if not n:

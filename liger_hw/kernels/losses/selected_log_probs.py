@@ -1,7 +1,9 @@
-"""Log-probabilities of chosen tokens from whole logits, differentiable: logp[row] = log_softmax(logits[row] / T)[target].
+"""Log-probabilities of chosen tokens from whole logits, differentiable: logp[row] = log_softmax(logits[row] /
+T)[target].
 
-For a caller that has the logits already; losses on a linear head never make them (see _linear_head.py). Two reads of the
-logits and one write, by the kernels of _log_prob_rows.py. Rows at IGNORED have a log-probability and a gradient of zero.
+For a caller that has the logits already; losses on a linear head never make them (see kernels/heads/linear_head.py).
+Two reads of the logits and one write, by the kernels of log_prob_rows.py. Rows at IGNORED have a log-probability and a
+gradient of zero.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ class SelectedLogProbsFunction(Function):
         if not ctx.inplace or graph_is_kept():
             return selected_log_probs_bwd(grad, logits, target, lse, ctx.temperature), None, None, None
         selected_log_probs_bwd_(grad, logits, target, lse, ctx.temperature)
-        # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the way
+        # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the
+        # way
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None

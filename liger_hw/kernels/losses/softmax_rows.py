@@ -4,9 +4,9 @@ For a row x with an optional bias, softcap and temperature T, s = softcap(x + bi
     first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), sum(exp(s - m) * (s - m)), argmax(x)
     second sweep    dx[c] = pull * p[c] - push * [c = y] - smooth * w[c] - b * p[c] * (log p[c] + entropy),
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
-The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was read
-last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps. Rows that
-do not begin at 16 bytes have edges besides (rows/edges.py).
+The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was
+read last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
+Rows that do not begin at 16 bytes have edges besides (rows/edges.py).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
 """
@@ -333,7 +333,8 @@ def write_zeros(
 
 
 def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of that, kept in cache for the second read.
+    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of that, kept in cache for the second
+    read.
 
     Wider tiles spill where a thread has few registers.
     """

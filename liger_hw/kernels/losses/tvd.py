@@ -5,10 +5,11 @@
 Rows whose label is ignore_index do not count; without labels all do. Where none counts the loss is zero.
 Shapes: p, q [n_rows, n_cols] probabilities, shift_labels [n_rows] -> loss [] or [n_rows, n_cols].
 Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in p's dtype (fp32 under autocast).
-Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has no
-gradient. See _divergence_rows.py for the kernel.
+Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has
+no gradient. See divergence_rows.py for the kernel.
 
-Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", https://arxiv.org/abs/2307.15190
+Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
+https://arxiv.org/abs/2307.15190
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def liger_tvd(
 ) -> torch.Tensor:
     """Total variation distance of probabilities `input` and `target`; see the top of this file.
 
-    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32, rows
-    at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols].
+    input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
+    rows at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols].
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
     """
     options = _options("liger_tvd", reduction, ignore_index)

@@ -7,11 +7,11 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
     Megatron does: the ranks' losses then differ, and a row exchanges one number less
 Rank r of the group holds columns r * n_cols .. (r + 1) * n_cols. Rows whose target is ignore_index have no loss and a
 gradient of exactly zero.
-Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices of
-the whole vocabulary -> loss [...].
+Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices
+of the whole vocabulary -> loss [...].
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so is the loss.
-Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges three numbers a
-row in two collectives; backward reads them once and needs none.
+Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges three numbers
+a row in two collectives; backward reads them once and needs none.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -233,10 +233,10 @@ def liger_vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Per-token cross entropy of logits split over a process group along the vocabulary; see the top of this file.
 
-    vocab_parallel_logits: [..., n_cols], this rank's part, all parts equally wide; fp32, fp16 or bf16 (fp64 on the CPU).
-    target: [...] int64 or int32, indices of the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or
-    None for a whole vocabulary. Returns the loss of every token in fp32, the same on every rank (but see the mode
-    "partition"). Every rank must call it: it exchanges three numbers a token.
+    vocab_parallel_logits: [..., n_cols], this rank's part, all parts equally wide; fp32, fp16 or bf16 (fp64 on the
+    CPU). target: [...] int64 or int32, indices of the whole vocabulary, the same on every rank. tp_group: a
+    ProcessGroup, or None for a whole vocabulary. Returns the loss of every token in fp32, the same on every rank (but
+    see the mode "partition"). Every rank must call it: it exchanges three numbers a token.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)

@@ -1,10 +1,11 @@
 """Rows of many tiles that begin anywhere: a body of whole 16-byte vectors, and the edges on both sides of it.
 
-Rows of odd width do not begin at 16-byte boundaries, and a compiler that must assume so accesses them an element at a time.
-The body of a row is what lies between the first and the last boundary in it. Its tiles are accessed 16 bytes at a time, with
-masks that end at a multiple of VECTOR elements. The edges, at most VECTOR - 1 columns before and as many behind, are one
-tile of 2 * VECTOR elements, which is accessed element by element, once a row. Nothing outside the row is touched. (Rows that
-a single tile holds are rather shifted within it, see aligned.py: an edge costs a reduction of its own.)
+Rows of odd width do not begin at 16-byte boundaries, and a compiler that must assume so accesses them an element at a
+time. The body of a row is what lies between the first and the last boundary in it. Its tiles are accessed 16 bytes at
+a time, with masks that end at a multiple of VECTOR elements. The edges, at most VECTOR - 1 columns before and as many
+behind, are one tile of 2 * VECTOR elements, which is accessed element by element, once a row. Nothing outside the row
+is touched. (Rows that a single tile holds are rather shifted within it, see aligned.py: an edge costs a reduction of
+its own.)
 
 Columns are counted from the body's first: those before it are negative. In a kernel, with VECTOR from `edge_vector`:
 
@@ -30,8 +31,8 @@ from .aligned import address
 def edge_vector(*tensors: torch.Tensor | None) -> int:
     """VECTOR for the rows of 2D tensors of one width: elements in 16 bytes of the narrowest dtype.
 
-    1 where rows and width are multiples of 16 elements, as far as Triton sees alignment, where a tensor does not begin at a
-    16-byte boundary, and where rows of two tensors begin at different distances from one.
+    1 where rows and width are multiples of 16 elements, as far as Triton sees alignment, where a tensor does not begin
+    at a 16-byte boundary, and where rows of two tensors begin at different distances from one.
     """
     given = [t for t in tensors if t is not None]
     strides = [t.stride(0) for t in given]
