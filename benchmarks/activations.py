@@ -30,7 +30,7 @@ import transformers  # noqa: F401  imported once, before the forks
 
 from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.cli._values import table
+from liger_hw.text import table
 from liger_hw.recompute.levels import in_words
 from liger_hw.recompute.planner import Planner, of_module
 

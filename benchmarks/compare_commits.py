@@ -89,6 +89,10 @@ def prepared(case: list, meter: Any, short: bool) -> Any:
 
     name, sizes, dtype, options = case
     op = registry.get_op(name)
+    named = {key: str(value).removeprefix("torch.") for key, value in options.items()}
+    options = {
+        key: getattr(torch, named[key], value) if named[key] != str(value) else value for key, value in options.items()
+    }
 
     def make(seed: int) -> Inputs:
         generator = torch.Generator("cuda").manual_seed(seed)

@@ -23,7 +23,7 @@ from liger_hw import env
 from liger_hw.bench.floors import floor_words
 from liger_hw.bench.runners import Calls
 from liger_hw.bench.timing import Meter, interleave
-from liger_hw.kernels.heads.counted_rows import CountedRows
+from liger_hw import CountedRows
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 

@@ -29,7 +29,7 @@ from liger_hw.bench.ops import SETTLE_MS
 from liger_hw.bench.runners import Calls, Replay
 from liger_hw.bench.timing import Meter, interleave
 from liger_hw.cli import UsageError
-from liger_hw.cli._values import part, positive, seconds, usable_device
+from liger_hw.cli.arguments import part, positive, seconds, usable_device
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)

@@ -108,7 +108,8 @@ def compare(before: str, after: str, cases: str | None = None) -> int:
 def _case(label: str) -> list:
     """[op, sizes, dtype, options] of a label, as `benchmarks/compare_commits.py` takes them."""
     op, sizes, dtype, *options = label.split(" ", 3)
-    return [op, [int(size) for size in sizes.split("x")], dtype, ast.literal_eval(options[0]) if options else {}]
+    text = re.sub(r"torch\.\w+", r"'\g<0>'", options[0]) if options else "{}"  # a dtype, by its name
+    return [op, [int(size) for size in sizes.split("x")], dtype, ast.literal_eval(text)]
 
 
 def main() -> int:

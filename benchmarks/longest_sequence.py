@@ -31,7 +31,7 @@ from activations import GIB, LEVELS, train_step
 
 from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.cli._values import table
+from liger_hw.text import table
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
 

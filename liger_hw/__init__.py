@@ -20,6 +20,7 @@ _HOME = {
     "override": "registry",
     "pretend": "registry",
     "set_deterministic": "registry",
+    "CountedRows": "kernels.heads.counted_rows",
     "patch": "transformers.apply",
     "revert": "transformers.report",
     "LaunchConfig": "backends.base",

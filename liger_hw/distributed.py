@@ -28,10 +28,10 @@ log = logging.getLogger("liger_hw")
 def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
 
-    device: this rank's device (default: the current accelerator, or the CPU). Collective: every rank must call it.
-    What any rank has set aside as failing is set aside on all. Holds until `registry.reload()`. Without an initialised
-    process group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices,
-    other kernel sources, another LIGER_HW_DETERMINISTIC) or when one cannot use its LIGER_HW_LOCK_FILE.
+    device: this rank's device (default: the current accelerator, or the CPU). Collective: every rank must call it. What
+    any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
+    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices, other
+    kernel sources, another LIGER_HW_DETERMINISTIC) or when one cannot use its LIGER_HW_LOCK_FILE.
     """
     import torch.distributed as dist
 
@@ -66,7 +66,8 @@ def sync(group: Any = None, device: "torch.device | str | None" = None) -> str:
     if wrong:
         raise RuntimeError(
             f"liger_hw.distributed.sync: {len(wrong)} of {len(reports)} ranks would launch other kernels than rank 0. "
-            f"{'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, or pin with LIGER_HW_LOCK_FILE"
+            f"{'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, "
+            "or pin with LIGER_HW_LOCK_FILE"
         )
     found = _hash(facts)
     if dist.get_rank(group) == 0:

@@ -1,8 +1,8 @@
 """Every environment variable liger_hw reads, typed, in one table.
 
-A variable is read once, at first use, and kept (`os.environ.get` costs 0.65 us, more than a whole registry hit). The
-first use of any of them looks at all: a value that cannot be parsed raises, a name that means nothing is warned of.
-After changing `os.environ` inside a process, call `liger_hw.registry.reload()`.
+A variable is read once, at first use, and kept: `os.environ.get` costs more than a whole registry hit. The first use of
+any of them looks at all: a value that cannot be parsed raises, a name that means nothing is warned of. After changing
+`os.environ` inside a process, call `liger_hw.registry.reload()`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _folder(text: str) -> str:
         is_file = path.exists() and not path.is_dir()
     except RuntimeError:
         raise ValueError("there is no such user") from None
-    except OSError:  # who may not look at it is told at the first read or write, and goes on without a cache
+    except OSError:  # no permission to look: the first read or write warns and goes on without a cache
         is_file = False
     if is_file:
         raise ValueError("expected a folder, this is a file")
@@ -91,15 +91,15 @@ class SettingError(ValueError):
 
 
 def get(name: str) -> Any:
-    """Value of a LIGER_HW_ variable, parsed; raises `SettingError` when it, or any other that is set, cannot be parsed."""
+    """Value of a LIGER_HW_ variable; raises `SettingError` when it, or any other one that is set, cannot be parsed."""
     try:
         return _values[name]
     except KeyError:
         pass
     VARIABLES[name]  # a name that is not in the table is our own mistake
     read = {each: _parsed(variable) for each, variable in VARIABLES.items()}
-    for unheard in unknown():
-        log.warning("liger_hw: %s is set but means nothing%s", unheard, suggestion(unheard))
+    for other in unknown():
+        log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
     _values.update(read)
     return _values[name]
 

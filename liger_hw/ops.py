@@ -1,7 +1,7 @@
 """The table of ops: what a kernel file registers, and the keys that kernels share.
 
-`register(Op(...))` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`. Everything here is
-also a name of `registry`, which is where callers take it from.
+`register(Op(...))` at the end of an op's file adds a line; tests, bench, tuner and CLI iterate over `ops()`. Everything
+here is also a name of `registry`, which is where callers take it from.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Plan:
     """A resolved launch: the configuration, lowered to what the launcher passes to the kernel and to Triton.
 
     layer, config, provenance, source: the registry's answer and where it came from
-    constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration, STAGES,
-    LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and AHEAD (launched with programmatic dependent launch)
+    constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
+    STAGES, LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and AHEAD (launched with programmatic dependent
+    launch)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
     programs: programs of a persistent grid, 0 when the configuration is not persistent
     compiled: specialisation -> compiled kernel (see `runtime/launch.py`), or None where Triton's own launcher is used
@@ -220,7 +221,7 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; imports its file only. Raises `ValueError` with the nearest names, `TypeError` for no name."""
+    """The op of this name; imports its file only. Raises `ValueError` that lists the nearest names."""
     expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]

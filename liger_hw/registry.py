@@ -1,6 +1,6 @@
 """Which launch configuration an op's kernel uses on the device at hand. Read this file first.
 
-An op (`kernels/<family>/<op>.py`) declares one `Tunable` for each kernel that it launches ("fwd", "bwd"). A launcher asks
+An op (`kernels/<family>/<op>.py`) declares one `Tunable` for each kernel that it launches ("fwd", "bwd") and asks
 
     plan = FWD.plan(x.device, key)          # one dictionary hit, at most 0.5 us
 
@@ -12,12 +12,12 @@ legal answer wins:
     2 user cache                                    6 the op's heuristic, from Target fields
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
-A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted in
-`misses()`. A configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate
-and why it was or was not taken.
+A key is a tuple of ints and nothing is matched approximately. A miss never tunes: it takes the heuristic and is noted
+in `misses()`. A configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every
+candidate and why it was or was not taken.
 
-Below this file: `ops.py` (the table of ops, Tunable, Plan), `answers.py` (what a layer answers), `autotune/store.py` (what is
-stored), `autotune/notes.py` (what this process notes for later ones). Callers take all their names from here.
+Below this file: `ops.py` (the table of ops, Tunable, Plan), `answers.py` (what a layer answers), `autotune/store.py`
+(what is stored), `autotune/notes.py` (what this process notes for later ones). Callers take all their names from here.
 """
 
 from __future__ import annotations
@@ -74,18 +74,19 @@ _tables: dict[Target, Layers] = {}
 _misses: dict[tuple[str, str, Key], Target] = {}
 _explicit: dict[str, tuple[str, str] | None] = {}
 replay_cache: dict[tuple, Any] = {}
-"""What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that what
-another thread records meanwhile goes with the old one."""
+"""What the runtime keeps for the plans in force (`runtime/replay.py`): a new dictionary whenever they change, so that
+what another thread records meanwhile goes with the old one."""
 tune_on_miss: Callable[[Tunable, Target, Any, Key], bool] | None = None
-"""(tunable, target, device, key) -> whether an entry was stored. `autotune/inline.py` puts itself here when it is imported."""
-_state: dict[str, Any] = {"pretend": None, "deterministic": None}
+"""(tunable, target, device, key) -> whether an entry was stored; `autotune/inline.py` sets it."""
+_deterministic: bool | None = None
+"""What `set_deterministic` said last."""
 
 
 # -- resolution ------------------------------------------------------------------------------------------------------
 
 
 def _target(device: Any) -> Target:
-    return _state["pretend"] or target_of(device)
+    return pretended() or target_of(device)
 
 
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
@@ -93,7 +94,7 @@ def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
     with _lock:
         target, quiet = _target(device), is_quiet()
         chosen = choose(tunable, target, key)
-        if chosen.layer in _ALWAYS_TAKEN and not _state["pretend"]:
+        if chosen.layer in _ALWAYS_TAKEN and not pretended():
             name = tunable.op, tunable.variant, key
             _misses[name] = target
             if device.type != "cpu":
@@ -113,7 +114,7 @@ def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     if target.vendor == "cpu" and not interpreting():
         return False
     if tune_on_miss is None:
-        importlib.import_module(f"{__package__}.autotune.inline")  # the tuner is above the registry: it registers itself
+        importlib.import_module(f"{__package__}.autotune.inline")  # it is above the registry, and registers itself
     return tune_on_miss(tunable, target, device, key)
 
 
@@ -140,9 +141,9 @@ def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Candidat
         reason = stale or tunable.illegal(target, key, config)
         if not reason and layer != "safe":  # the last resort is never quarantined: what fails there is raised
             mark = target.arch, tunable.name, key, config.to_text()
-            reason = _quarantined.get(mark, "")
+            reason = _quarantined.get(mark)
             if not reason and mark in _quarantined_before:
-                reason = _quarantined_before[mark].get(tunable.kernel_hash(), "")
+                reason = _quarantined_before[mark].get(tunable.kernel_hash())
         yield Candidate(layer, config, provenance, source, reason or "")
 
 
@@ -190,8 +191,7 @@ def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConf
 
 def is_deterministic() -> bool:
     """Whether numerics-affecting knobs are fixed: by `set_deterministic`, else by `LIGER_HW_DETERMINISTIC`."""
-    chosen = _state["deterministic"]
-    return env.get("LIGER_HW_DETERMINISTIC") if chosen is None else chosen
+    return env.get("LIGER_HW_DETERMINISTIC") if _deterministic is None else _deterministic
 
 
 def tables(target: Target) -> Layers:
@@ -212,7 +212,7 @@ def tables(target: Target) -> Layers:
 def set_tables(target: Target, layers: Layers, quarantined: Mapping[Mark, str] | None = None) -> None:
     """Answer for `target` from these tables only, until `reload()`. `distributed.sync` does this on every rank.
 
-    quarantined: where it is given, what earlier processes quarantined on this architecture no longer counts, and this does
+    quarantined: replaces what earlier processes quarantined on this architecture
     """
     with _lock:
         _tables[target] = layers
@@ -234,7 +234,7 @@ def add_entries(target: Target, entries: Mapping[tuple[str, str, Key], Entry]) -
 
 @contextlib.contextmanager
 def only_tables(target: Target, layers: Layers) -> Iterator[None]:
-    """Answer for `target` from these tables only inside a `with` block; then everything is as before, misses included."""
+    """Answer for `target` from these tables only inside a `with` block; what was missed inside is forgotten."""
     with _lock:
         before, missed = _tables.get(target), dict(_misses)
         set_tables(target, layers)
@@ -283,8 +283,8 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type. A
-    configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for values no configuration has, `TypeError` for another type.
+    A configuration that is illegal on the device is refused with a warning that says why, and the next layer answers.
     """
     expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
     expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
@@ -293,16 +293,8 @@ def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     known = [op.name, *(tunable.name for tunable in op.tunables)]
     if scope not in known:
         raise ValueError(f"unknown variant {scope!r}; known: {', '.join(known)}")
-    item = (scope, config)
-    with _lock:
-        _overrides.append(item)
-        invalidate()
-    try:
+    with _pushed(_overrides, (scope, config)):
         yield
-    finally:
-        with _lock:
-            _overrides[:] = [other for other in _overrides if other is not item]
-            invalidate()
 
 
 @contextlib.contextmanager
@@ -312,17 +304,21 @@ def pretend(target: Target) -> Iterator[None]:
     Nothing that happens inside is written to the user's cache or counted in `misses()`.
     """
     expect(target, Target, "target", "a Target (liger_hw.backends.known_target describes one by name)")
-    item = [target]  # equal targets may be pretended at once, and blocks may end in any order
+    with _pushed(_pretended, [target]):  # a list, as equal targets may be pretended at once
+        yield
+
+
+@contextlib.contextmanager
+def _pushed(stack: list, item: Any) -> Iterator[None]:
+    """`item` on top of a stack inside a `with` block; blocks may end in any order, as in threads and generators."""
     with _lock:
-        _pretended.append(item)
-        _state["pretend"] = target
+        stack.append(item)
         invalidate()
     try:
         yield
     finally:
         with _lock:
-            _pretended[:] = [other for other in _pretended if other is not item]
-            _state["pretend"] = _pretended[-1][0] if _pretended else None
+            stack[:] = [other for other in stack if other is not item]
             invalidate()
 
 
@@ -333,7 +329,8 @@ def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
 
 def pretended() -> Target | None:
     """The target of the innermost `pretend` that is open."""
-    return _state["pretend"]
+    innermost = _pretended[-1:]
+    return innermost[0][0] if innermost else None
 
 
 def set_deterministic(on: bool | None) -> None:
@@ -341,20 +338,20 @@ def set_deterministic(on: bool | None) -> None:
 
     None returns to `LIGER_HW_DETERMINISTIC`.
     """
+    global _deterministic
     expect(on, (bool, type(None)), "on", "True, False or None")
     with _lock:
-        _state["deterministic"] = on
+        _deterministic = on
         invalidate()
 
 
 def reset() -> None:
-    """Make the registry as it is in a new process: `reload()`, and nothing overridden, pretended, quarantined or missed."""
+    """As in a new process: `reload()`, and nothing is overridden, pretended, deterministic, quarantined or missed."""
+    global _deterministic
     with _lock:
-        _overrides.clear()
-        _pretended.clear()
-        _state.update(pretend=None, deterministic=None)
-        _quarantined.clear()
-        _misses.clear()
+        _deterministic = None
+        for learned in (_overrides, _pretended, _quarantined, _misses):
+            learned.clear()
         notes.forget()
         reload()
 
@@ -362,8 +359,8 @@ def reset() -> None:
 def quarantine(plan: Plan, error: BaseException) -> bool:
     """No longer use a configuration that failed to launch; returns whether another layer can answer.
 
-    It is kept on disk for later processes too: not where it may be the interpreter or a test that failed (CPU tensors, a
-    pretended target). On every device of the architecture its plans for this key are dropped.
+    It is kept on disk for later processes too: not where it may be the interpreter or a test that failed (CPU tensors,
+    a pretended target). On every device of the architecture its plans for this key are dropped.
     """
     if plan.layer == "safe":
         return False
@@ -378,15 +375,10 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         if mark in _quarantined:  # another thread or device met it first
             return True
         _quarantined[mark] = f"failed at launch: {reason}"
-        if plan.device.type != "cpu" and not _state["pretend"]:
+        if plan.device.type != "cpu" and not pretended():
             notes.note_failure(plan, _quarantined[mark], error)
-    log.warning(
-        "liger_hw: %s configuration %s of %s failed and is set aside: %s",
-        plan.layer,
-        plan.config.to_text(),
-        plan.tunable.name,
-        reason,
-    )
+    failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
+    log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
     return True
 
 
@@ -430,7 +422,7 @@ def plans() -> list[Plan]:
 def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any = None) -> list[Explanation]:
     """One Explanation for each kernel of `op` itself at problem sizes `shape` (see the op's `dims`).
 
-    device: a torch device, a Target, a device's or an architecture's name (`h200`, `gfx942`), None: the current accelerator.
+    device: a torch device, a Target, a device's or architecture's name (`h200`, `gfx942`), None: the current accelerator
     Raises `ValueError` for an unknown op, architecture, or a shape of the wrong length, `TypeError` for another type.
     """
     import torch
@@ -463,8 +455,8 @@ def target_named(device: Any) -> Target:
     import torch
 
     if device is None:
-        if _state["pretend"]:
-            return _state["pretend"]
+        if pretended():
+            return pretended()
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     if isinstance(device, str):
         try:

@@ -5,6 +5,8 @@ Most tests run on an op made up here, so that every layer's answer is known.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import logging
 import re
@@ -145,6 +147,46 @@ def test_illegal_answers_are_refused_with_the_reason(made_up, target, config, re
     assert re.search(reason, refused.rejected), refused.rejected
 
 
+@pytest.mark.parametrize("layer", ["explicit", "environment", "lock", "user", "shipped-arch"])
+def test_an_incomplete_configuration_is_refused_in_every_layer(clean_registry, monkeypatch, layer):
+    """A kernel of a tunable without rules of its own would find no BLOCK_SIZE at its launch."""
+    registry = clean_registry
+    tunable = min(registry.tunables().values(), key=lambda one: one.valid is not None)
+    key, config = tunable.key(*registry.get_op(tunable.op).workloads["mistral_7b"], 2), LaunchConfig({"ROWS": 1}, 4)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registry.pretend(SM90))
+        if layer == "explicit":
+            stack.enter_context(registry.override(tunable.name, config))
+        elif layer == "environment":
+            monkeypatch.setenv(
+                f"LIGER_HW_CONFIG_{tunable.op.upper()}__{tunable.variant.upper()}", json.dumps(config.to_json())
+            )
+            registry.reload()
+        else:
+            entries = {(tunable.op, tunable.variant, key): Entry(config, {"kind": "measured"})}
+            stack.enter_context(registry.only_tables(SM90, [(layer, entries)]))
+        plan = tunable.plan(CPU, key)
+        refused = registry.explain_tunable(tunable, SM90, key).candidates[0]
+    assert plan.config == tunable.heuristic(SM90, key)
+    assert refused.config == config and "blocks must be" in refused.rejected and "BLOCK_SIZE" in refused.rejected
+
+
+def test_blocks_are_constexpr_parameters_of_the_kernels():
+    """What a configuration is checked by: the heuristic's blocks, and those are the kernels' own names."""
+    from liger_hw import registry
+
+    for tunable in registry.tunables().values():
+        names = {name for kernel in tunable.kernels for name in inspect.signature(kernel.fn).parameters}
+        for sizes in registry.get_op(tunable.op).workloads.values():
+            key = tunable.key(*sizes, 2)
+            for target in (SM90, GFX942):
+                heuristic = tunable.heuristic(target, key)
+                assert set(heuristic.blocks) <= names, tunable.name
+                assert tunable.illegal(target, key, LaunchConfig({}, 4)), tunable.name
+                extra = LaunchConfig({**heuristic.blocks, "BLOCK_OF_NOBODY": 16}, heuristic.num_warps)
+                assert "blocks must be" in tunable.illegal(target, key, extra), tunable.name
+
+
 @pytest.mark.parametrize(
     ("target", "config"),
     [
@@ -240,7 +282,7 @@ def test_overrides_nest_and_end(made_up):
 def test_every_layer_may_fail_and_the_next_answers(made_up, caplog):
     """An op whose launch fails for one configuration after the other ends at the safe one, with one warning each."""
     from liger_hw.runtime.launch import LaunchFailed
-    from liger_hw.runtime.operator import _with_fallback
+    from liger_hw.runtime.operator import with_fallback
 
     registry, tunable, stored = made_up
     stored.update({layer: _named(number) for number, layer in enumerate(STORED, 4)})
@@ -255,17 +297,17 @@ def test_every_layer_may_fail_and_the_next_answers(made_up, caplog):
         return "done"
 
     with caplog.at_level(logging.WARNING, "liger_hw"), registry.pretend(SM90), registry.override("made_up", _named(3)):
-        assert _with_fallback(launcher)() == "done"
+        assert with_fallback(launcher)() == "done"
         assert tried == list(LAYERS)
-        assert _with_fallback(launcher)() == "done" and tried[len(LAYERS) :] == ["safe"]
-    messages = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+        assert with_fallback(launcher)() == "done" and tried[len(LAYERS) :] == ["safe"]
+    messages = [r.getMessage() for r in caplog.records if "quarantined" in r.getMessage()]
     assert len(messages) == len(LAYERS) - 1
     assert all("out of resources: shared memory" in m and "made_up.fwd" in m for m in messages)
 
 
 def test_a_failing_safe_configuration_raises_its_own_error(made_up):
     from liger_hw.runtime.launch import LaunchFailed
-    from liger_hw.runtime.operator import _with_fallback
+    from liger_hw.runtime.operator import with_fallback
 
     registry, tunable, _ = made_up
 
@@ -273,12 +315,12 @@ def test_a_failing_safe_configuration_raises_its_own_error(made_up):
         raise LaunchFailed(tunable.plan(CPU, KEY), ValueError("no device code for this GPU"))
 
     with pytest.raises(ValueError, match="no device code"):
-        _with_fallback(launcher)()
+        with_fallback(launcher)()
 
 
 def test_a_heuristic_that_is_the_safe_configuration_raises_its_own_error(made_up, monkeypatch):
     from liger_hw.runtime.launch import LaunchFailed
-    from liger_hw.runtime.operator import _with_fallback
+    from liger_hw.runtime.operator import with_fallback
 
     _, tunable, _ = made_up
     monkeypatch.setattr(tunable, "heuristic", tunable.safe)
@@ -287,7 +329,7 @@ def test_a_heuristic_that_is_the_safe_configuration_raises_its_own_error(made_up
         raise LaunchFailed(tunable.plan(CPU, KEY), ValueError("no device code for this GPU"))
 
     with pytest.raises(ValueError, match="no device code"):
-        _with_fallback(launcher)()
+        with_fallback(launcher)()
 
 
 def test_two_threads_with_the_same_failing_plan_both_get_the_next_layer(made_up):
@@ -302,7 +344,7 @@ def test_two_threads_with_the_same_failing_plan_both_get_the_next_layer(made_up)
 def test_what_fails_on_one_device_is_set_aside_on_its_twin(made_up, monkeypatch):
     """Two devices of one Target hold a plan each; whichever fails, and however often, both end at the safe one."""
     from liger_hw.runtime.launch import LaunchFailed
-    from liger_hw.runtime.operator import _with_fallback
+    from liger_hw.runtime.operator import with_fallback
 
     registry, tunable, stored = made_up
     stored["user"] = _named(5)
@@ -324,7 +366,7 @@ def test_what_fails_on_one_device_is_set_aside_on_its_twin(made_up, monkeypatch)
 
     for device in (one, two):
         with pytest.raises(ValueError, match="no device code"):
-            _with_fallback(launcher)(device)
+            with_fallback(launcher)(device)
     assert [plan.layer for plan in tried] == ["heuristic", "safe", "safe"]
 
 
@@ -458,7 +500,7 @@ def test_every_op_explains_itself_everywhere():
 
 
 def test_heuristics_are_legal_at_many_shapes():
-    """Odd widths, one row, heads of 96: where a heuristic is not, the safe configuration answers, several times slower."""
+    """Odd widths, one row, heads of 96: where a heuristic is not, the safe configuration answers, much slower."""
     from sweep import MANY
 
     from liger_hw import registry

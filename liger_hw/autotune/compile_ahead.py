@@ -1,10 +1,10 @@
 """A model's kernels compiled before it asks for them, several at once.
 
-Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. So a patched forward calls
-`at_first_forward`: a thread works out what the model launches at this batch's shape by running each op forward and
-backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads compile them. A launch that
-comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it, as ever. Nothing changes but
-when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
+Left alone, the first step of a patched model compiles one kernel after the other, when each is first launched. So a
+patched forward calls `at_first_forward`: a thread works out what the model launches at this batch's shape by running
+each op forward and backward on fake tensors (no memory, no arithmetic) and noting its launches, and other threads
+compile them. A launch that comes to a kernel being compiled waits for it; one whose kernel nobody foresaw compiles it,
+as ever. Nothing changes but when a kernel is compiled. Off with LIGER_HW_COMPILE_AHEAD=0.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Fut
 def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torch.device") -> "Future | None":
     """Compile in the background what a Hugging Face model of `config` launches for [batch, seq] tokens.
 
-    The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device, switched
-    off, a graph being captured, a config without the usual fields.
+    The Future is done when every kernel is. None where there is nothing to do: no fast launcher for the device,
+    switched off, a graph being captured, a config without the usual fields.
     """
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return None

@@ -1,8 +1,8 @@
 """Tuning on a miss, inside a running program (`LIGER_HW_AUTOTUNE=1`): a few seconds for each new tunable and key.
 
-The registry imports this module at the first such miss; importing it makes `tune_on_miss` the registry's. The measuring happens
-in a worker process on the same device: a candidate that crashes the device does not end the training. It needs some device
-memory of its own; where that is not free the heuristic stays.
+The registry imports this module at the first such miss; importing it makes `tune_on_miss` the registry's. The measuring
+happens in a worker process on the same device: a candidate that crashes the device does not end the training. It needs
+some device memory of its own; where that is not free the heuristic stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _off = False
 def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     """Tune one tunable at one key within a few seconds; whether an entry was stored.
 
-    Not under several ranks: they would wait for each other and disagree; tune before, then `liger_hw.distributed.sync()`.
+    Not under several ranks, which would wait for each other and disagree: tune before, then `distributed.sync()`.
     """
     global _off
     if _off:

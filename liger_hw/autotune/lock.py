@@ -1,7 +1,7 @@
 """The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
 
-`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What it
-names answers on any device where it is legal, whatever is tuned there later; the heuristic's choices are pinned too,
+`liger-hw lock --model mistral-7b` writes it, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the registry. What
+it names answers on any device where it is legal, whatever is tuned there later; the heuristic's choices are pinned too,
 since they depend on the device. Its digest covers every key and configuration.
 """
 

@@ -44,6 +44,6 @@ def entries(path: Path) -> dict[Name, Entry]:
     except ValueError as error:
         why = str(error) if path.exists() else f"no such file (looked in {Path.cwd()})"
         raise SettingError(
-            f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with `liger-hw lock -o {path} --model ...`, "
-            "correct the path, or unset the variable"
+            f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with "
+            f"`liger-hw lock -o {path} --model ...`, correct the path, or unset the variable"
         ) from None

@@ -1,7 +1,7 @@
 """What a process notes for later ones in the user cache: configurations that failed, and keys without an entry.
 
-The registry calls `note_failure` and `note_miss`. Nothing here touches a file while a graph is captured or torch.compile
-traces; what came up then, and every miss, is written at exit.
+The registry calls `note_failure` and `note_miss`. Nothing here touches a file while a graph is captured or
+torch.compile traces; what came up then, and every miss, is written at exit.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def note_miss(name: Name, target: Target) -> None:
 def note_failure(plan: "Plan", reason: str, error: BaseException) -> None:
     """Quarantine a configuration for later processes too.
 
-    Not where the machine failed: a full disk, memory, or a cooperative launch refused for the share of the device that this
-    process has, which the next one need not have.
+    Not where the machine failed: a full disk, memory, or a cooperative launch refused for the share of the device that
+    this process has, which the next one need not have.
     """
     if _muted or isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason:
         return
@@ -135,7 +135,7 @@ def save_quarantined(
 
 
 def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, str, str]]:
-    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; the caller checks the hash."""
+    """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; callers check the hash."""
     folder = store.home(target)
     if folder is None:
         return

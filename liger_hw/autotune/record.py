@@ -22,7 +22,7 @@ from ..runtime.observe import Observer, observing
 
 @dataclass
 class Launch:
-    """One kernel launch. Of its tensor arguments, when asked for: copies, and (still poisoned, checksum), as they were."""
+    """One kernel launch; of its tensor arguments, when asked for, copies and (still poisoned, checksum) before it."""
 
     plan: Plan
     kernel: Any
@@ -89,7 +89,9 @@ class Recorder(Observer):
         )  # the mode refers back: the cycle would keep every recorded tensor until Python's collector runs
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other observers."""
+        """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other
+        observers.
+        """
         launch = Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags))
         place = self.launches if self._call is None else self._call.launches
         if not any(known.kernel is kernel and known.plan.key == plan.key for known in place):
@@ -124,22 +126,31 @@ class _OperatorMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def unasserted() -> Iterator[None]:
-    """Leaves assertions on the device out: where nothing is launched they would look at memory that nobody wrote."""
-    before, torch._assert_async = torch._assert_async, lambda *args: None
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, value) of what an attribute is inside a `with` block."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        torch._assert_async = before
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)  # it was inherited
+            else:
+                setattr(owner, name, value)
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
+def unasserted() -> contextlib.AbstractContextManager[None]:
+    """Leaves assertions on the device out: where nothing is launched they would look at memory that nobody wrote."""
+    return _replaced((torch, "_assert_async", lambda *args: None))
+
+
+def poisoned() -> contextlib.AbstractContextManager[None]:
     """Fills what `torch.empty` and its kin return with NaN, so that an element nobody wrote is found.
 
     By replacing the functions: a torch function mode is switched off inside the operators that it intercepts.
     """
-    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
     def poisoning(make: Any) -> Any:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -148,17 +159,8 @@ def poisoned() -> Iterator[None]:
 
         return made
 
-    originals = [(owner, name, getattr(owner, name)) for owner, name in makers]
-    for owner, name, make in originals:
-        setattr(owner, name, poisoning(make))
-    try:
-        yield
-    finally:
-        for owner, name, make in originals:
-            if owner is torch.Tensor:
-                delattr(owner, name)  # inherited again
-            else:
-                setattr(owner, name, make)
+    makers = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+    return _replaced(*((owner, name, poisoning(getattr(owner, name))) for owner, name in makers))
 
 
 def mark(launch: Launch) -> None:
@@ -209,8 +211,8 @@ def installed(plan: Plan) -> Iterator[None]:
 def everywhere(plan: Plan) -> Iterator[None]:
     """Let launchers use `plan` whatever their key.
 
-    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks for a
-    plan after the first line gets this one, and who asked before it records into a cache that the second line drops.
+    For a process of the tuner's own: two blocks about one tunable may not overlap. The order needs no lock: who asks
+    for a plan after the first line gets this one; who asked before records into a cache that the second line drops.
     """
     plan.tunable.plan = lambda device, key: plan  # type: ignore[method-assign]
     registry.drop_replays()  # made with the plan there was; what is recorded in here with this one is not kept

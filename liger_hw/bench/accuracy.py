@@ -16,8 +16,8 @@ from .timing import Meter
 class Accuracy:
     """Error of an arm's outputs and gradients against the op's reference in fp64: ||arm - fp64|| / ||fp64||.
 
-    On all rows where no argument (and no logits of a GEMM-bound op) has more than 2^26 (2^30) elements (2^20 and 16 rows
-    on the CPU), else on as many as fit; on half as many while the reference runs out of memory.
+    On all rows where no argument (and no logits of a GEMM-bound op) has more than 2^26 (2^30) elements (2^20 and 16
+    rows on the CPU), else on as many as fit; on half as many while the reference runs out of memory.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:

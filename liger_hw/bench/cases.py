@@ -37,8 +37,8 @@ class Case:
 def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases to run: each op at its workloads, or at `sizes`; every op when `ops` is empty.
 
-    A size is the name of a workload; numbers, as `8192x4096`; or `workloads`, all of an op's. `@fp32` after it is its dtype.
-    Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
+    A size is the name of a workload; numbers, as `8192x4096`; or `workloads`, all of an op's. `@fp32` after it is its
+    dtype. Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
     """
     table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
     found: list[Case] = []

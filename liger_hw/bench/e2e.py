@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import torch
 
-from ..cli._values import table
+from ..text import table
 from . import plots as drawing
 from .peers import Absent
 from .timing import Budget, OutOfBudget, first_line, with_index
@@ -179,7 +179,8 @@ def as_text(found: dict[str, Any]) -> str:
             )
         )
     published = found["shape"]["layers"]
-    shape = f"{plan['model']}, {plan['layers']} of {published} layers, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
+    layers = f"{plan['layers']} of {published} layers"
+    shape = f"{plan['model']}, {layers}, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
     shape += ", checkpointing" if plan["checkpointing"] else ""
     failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in found["runs"] if run["status"] != "ok"]
     return "\n".join([shape, table(lines) if rows else "nothing was trained", *dict.fromkeys(failed)])

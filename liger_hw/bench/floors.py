@@ -1,4 +1,5 @@
-"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like) has them."""
+"""The least time a case can take: its bytes at the measured copy rate, or its matrix products as cuBLAS (or the like)
+has them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from .timing import Meter
 
 
 def floor_words(vocab: int) -> int:
-    """Words of a vocabulary that a floor multiplies: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for 50257
-    words as for 50256, and heads that leave the last word out of the large products would reach 500% of that."""
+    """Words of a vocabulary that a floor multiplies: whole 16 bytes of a 16-bit row. cuBLAS takes 6 times as long for
+    50257 words as for 50256, and heads that leave the last word out of the large products would reach 500% of that."""
     return vocab - vocab % 8 or vocab
 
 
@@ -35,7 +36,8 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_cross_entropy": linear_head,
     "fused_linear_kl_div": linear_head,
     "fused_linear_jsd": two_heads,
-    "fused_linear_scaled_cross_entropy": linear_head,  # that a backward must have logits again is the way's, not the op's
+    # that a backward must have logits again is the way's, not the op's
+    "fused_linear_scaled_cross_entropy": linear_head,
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
 

@@ -21,8 +21,8 @@ on the same device.
     bwd_launcher  the backward's launchers               engine        the rest of full: autograd's own backward
 
 `least_full_us` of an op is the floor with the op's bare launches and allocations added, at what one costs on the main
-thread: what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of Liger's time,
-it says which share can be reached at all.
+thread: what a call with its backward would take if nothing else were done, neither checks nor look-ups. A part of
+Liger's time, it says which share can be reached at all.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from typing import Any, Callable, Sequence
 import torch
 
 from .. import registry
-from ..cli._values import table
 from ..runtime import launch as _launch
 from ..runtime.observe import Observer, observing
+from ..text import table
 from . import ops, peers
 from .inputs import Inputs, Work
 from .timing import Budget, Meter, OutOfBudget, first_line
@@ -52,8 +52,8 @@ def measure(
     budget: Budget | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Host microseconds of each op's first workload with few rows; `ended` says why not of all. Raises `ValueError` for an
-    unknown op."""
+    """Host microseconds of each op's first workload with few rows; `ended` says why not of all. Raises `ValueError`
+    for an unknown op."""
     budget = budget or Budget()
     chosen = [registry.get_op(name) for name in names] if names else list(registry.ops().values())
     rows, parts, ended = [], [], ""

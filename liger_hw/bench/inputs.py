@@ -132,8 +132,8 @@ class Work:
         self.restore()
 
     def restore(self) -> None:
-        """Write back what a call overwrote. In few launches: one a tensor keeps the host longer than tiny calls keep the
-        device, which then waits for the next replay's launch inside its time."""
+        """Write back what a call overwrote. In few launches: one a tensor keeps the host longer than tiny calls keep
+        the device, which then waits for the next replay's launch inside its time."""
         pairs = [pair for pairs in self.saved for pair in pairs]
         with torch.no_grad():
             if pairs:

@@ -139,8 +139,8 @@ def _bench_case(
 
 @contextlib.contextmanager
 def at_most(seconds: int, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the main
-    thread only, and between two lines of Python."""
+    """Raise `TimeoutError` in a block that takes longer: a peer's compiling and tuning has no end of its own. In the
+    main thread only, and between two lines of Python."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return

@@ -67,7 +67,8 @@ def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Pat
 
 
 def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
-    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its own."""
+    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its
+    own."""
     plt = pyplot()
     if plt is None:
         return

@@ -16,7 +16,7 @@ import torch
 
 from .. import __version__
 from ..backends import target_of
-from ..cli._values import table
+from ..text import table
 from .peers import OURS
 
 SCHEMA = 1
@@ -120,8 +120,10 @@ def _rounded(value: Any) -> Any:
 
 
 def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dict[str, Any]]:
-    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, commit, floor_ms, mib, ours, best, peer,
-    speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must move.
+    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, commit, floor_ms, mib, ours,
+    best, peer,
+    speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must
+    move.
     """
     places: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:

@@ -211,8 +211,9 @@ class Meter:
     def runner(self, work: Work, floor_ms: float) -> Replay | Calls:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
-        The graph is made long enough (about 2 ms at the floor) that its own launch does not count. Sets of more than half
-        as many as there can be make one sweep, whoever overwrites them: a second would find in L2 what the first one left.
+        The graph is made long enough (about 2 ms at the floor) that its own launch does not count. Sets of more than
+        half as many as there can be make one sweep, whoever overwrites them: a second would find in L2 what the first
+        one left.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
         rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 32 // len(work.sets), 2.0 / sweep_ms)))

@@ -1,8 +1,8 @@
 """Training one Hugging Face model under one arm (as shipped, with Liger, with liger_hw, compiled), and what was seen.
 
-Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same order
-and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was built.
-`liger-hw demo` and `liger-hw bench e2e` are made of this.
+Every arm starts from the same weights (checked, see `Run.start`), sees the same windows of the same text in the same
+order and takes the same optimizer steps, so that two arms may differ only by what was patched in before the model was
+built. `liger-hw demo` and `liger-hw bench e2e` are made of this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from ..transformers.rebind import PREFIX
 from .peers import Absent
 
 WARMUP_STEPS = 10
-"""Steps of linear warm-up of the learning rate: without it a large model's loss spikes, and a spike multiplies rounding."""
+"""Steps of linear warm-up of the learning rate: without it a large model's loss spikes, and a spike multiplies
+rounding.
+"""
 
 
 class Leftover(RuntimeError):
@@ -75,7 +77,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its batches and its optimizer. A vocabulary of 256 reads text byte by byte, a larger one in pairs of bytes."""
+    """A model, its batches and its optimizer. A vocabulary of 256 reads text byte by byte, a larger one in pairs of
+    bytes.
+    """
 
     shape: Shape
     layers: int
@@ -108,8 +112,8 @@ def read_text(path: str | None) -> bytes:
 def to_tokens(text: bytes, vocab: int) -> torch.Tensor:
     """Bytes as token ids below `vocab`, [n_tokens] int64. Raises `ValueError` for an empty text.
 
-    A vocabulary of 256 has a token for each byte. A larger one has a token for a pair of bytes, 7 bits of the first and 8
-    of the second: English text is ASCII, so the ids spread over the vocabulary as words do.
+    A vocabulary of 256 has a token for each byte. A larger one has a token for a pair of bytes, 7 bits of the first
+    and 8 of the second: English text is ASCII, so the ids spread over the vocabulary as words do.
     """
     if not text:
         raise ValueError("the text is empty; name a file with some kilobytes of text with --text")
@@ -192,8 +196,10 @@ class Original:
                 # PREFIX: what patches of single models leave in the module; nothing of Hugging Face's own uses it
                 if not name.startswith(PREFIX) and (origin := _kernel_package(value)):
                     raise ValueError(
-                        f"{family} is already patched in this process ({place.__name__}.{name} comes from {origin}); the "
-                        "unpatched arm needs it as Hugging Face ships it. Revert the patch, or use a process of its own."
+                        f"{family} is already patched in this process ({place.__name__}.{name} comes from "
+                        f"{origin}); the "
+                        "unpatched arm needs it as Hugging Face ships it. Revert the patch, or use a process of its "
+                        "own."
                     )
 
     def changes(self) -> list[str]:
@@ -292,8 +298,8 @@ def train(
 ) -> Run:
     """Train and return what was seen. `tokens` holds token ids on `device`; call it inside `patched(arm, ...)`.
 
-    `on_step(step, loss)` is called after each step; calling `loss()` reads the step's loss, which waits for the device. It
-    returns True to end the run after this step.
+    `on_step(step, loss)` is called after each step; calling `loss()` reads the step's loss, which waits for the
+    device. It returns True to end the run after this step.
     """
     t = replace(training, shape=replace(training.shape, attention="eager")) if arm == "hf-eager" else training
     generator = torch.Generator().manual_seed(t.seed)

@@ -3,20 +3,22 @@
     loss = weight_soft * soft + weight_hard * hard
 
 soft: the mean over counted tokens of a distance between the student's and the teacher's logits (JSD, cosine); hard: the
-mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token counts.
-Every token's slope is its own matter: any chunk will do. The row kernel is `kernels/losses/distill_rows.py`, which reads a row
-of both heads and writes the gradient of both terms over the student's.
+mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where no token
+counts. Every token's slope is its own matter: any chunk will do. The row kernel is `kernels/losses/distill_rows.py`,
+which reads a row of both heads and writes the gradient of both terms over the student's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from ..kernels.heads.chunk_plan import borrow_gradient_memory, plan_chunks
 from ..kernels.heads.fused_linear_jsd import FWD
-from ..kernels.heads.linear_head import HeadGradients, head_gradients, lending, plan_chunks, sweep
-from ..kernels.losses.cross_entropy_reference import absent
+from ..kernels.heads.head_inputs import checked_head
+from ..kernels.heads.linear_head import HeadGradients, fake_gradients, sweep
 from ..kernels.losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..kernels.losses.log_prob_rows import vocab_key
 from ..runtime.operator import (
@@ -29,8 +31,39 @@ from ..runtime.operator import (
     first_order,
     is_interpreted,
 )
-from ._checks import checked_head, checked_target
-from ._head import check_in_range, gradient_scale, save_gradients, saved_gradients
+from .checks import LossModule, checked_target
+from .log_prob_loss import check_in_range, gradient_scale, save_gradients, saved_gradients
+
+
+class _Call(NamedTuple):
+    """The operator's arguments after the tensors, in the order of its schema.
+
+    soft_scale: factor of the soft loss; with_hard: whether the hard loss is asked for
+    scale: factor of the gradients (`gradient_scale`); dx, dweight, dbias: those that are wanted
+    """
+
+    kind: int
+    beta: float
+    temperature: float
+    ignore_index: int
+    soft_scale: float
+    soft_weight: float
+    hard_weight: float
+    with_hard: bool
+    scale: float
+    dx: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dx, self.dweight, self.dbias
+
+    @property
+    def options(self) -> Distillation:
+        """The row kernel's options; the weights are the gradient's."""
+        weights = self.scale * self.soft_weight * self.soft_scale, self.scale * self.hard_weight
+        return Distillation(self.kind, self.beta, 0.0, self.temperature, self.ignore_index, *weights)
 
 
 class _Rows:
@@ -73,34 +106,29 @@ class _Rows:
 
 
 @torch.no_grad()
-def _run(
-    x, weight, bias, teacher, teacher_weight, teacher_bias, target, kind, beta, temperature, ignore_index, soft_scale,
-    soft_weight, hard_weight, with_hard, scale, *wanted,
-):  # fmt: skip
-    check_in_range(target, weight.shape[0], ignore_index)
-    weights = scale * soft_weight * soft_scale, scale * hard_weight  # of the gradient
-    options = Distillation(kind, beta, 0.0, temperature, ignore_index, *weights)
-    target, gradients = target.contiguous(), any(wanted)
-    rows = _Rows(x, weight, bias, teacher_bias, target, options, with_hard)
-    hidden, vocab, size = x.shape[1], weight.shape[0], x.dtype.itemsize
-    chunks = plan_chunks(x.shape[0], hidden, vocab, size, gradients=gradients, scale=2, buffers=2)
-    if wanted[1] and teacher.dtype == weight.dtype:
-        chunks = lending(chunks, hidden, vocab)
-    grads = HeadGradients(x, weight, wanted, chunks, target if hard_weight else None, rows.plain) if gradients else None
+def _run(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *arguments):
+    call = _Call(*arguments)
+    check_in_range(target, weight.shape[0], call.ignore_index)
+    target = target.contiguous()
+    rows = _Rows(x, weight, bias, teacher_bias, target, call.options, call.with_hard)
+    (n_rows, hidden), vocab, gradients = x.shape, weight.shape[0], any(call.wanted)
+    sizes = n_rows, hidden, vocab, x.dtype.itemsize
+    chunks = plan_chunks(*sizes, gradients=gradients, scale=2, heads=2, device=x.device)
+    if call.dweight and teacher.dtype == weight.dtype:
+        chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
+    grads = HeadGradients(x, weight, call.wanted, chunks, target if call.hard_weight else None, rows.plain)
     for start, logits, other in sweep(chunks, x, weight, grads, second=(teacher, teacher_weight)):
         rows.step(logits, other, start, gradients)
-    soft = rows.soft.sum() * soft_scale
-    hard = rows.hard.sum() if with_hard else torch.zeros_like(soft)
-    loss = soft_weight * soft + hard_weight * hard
-    return loss, soft, hard, *head_gradients(grads, x, bias)
+    soft = rows.soft.sum() * call.soft_scale
+    hard = rows.hard.sum() if call.with_hard else torch.zeros_like(soft)
+    loss = call.soft_weight * soft + call.hard_weight * hard
+    return loss, soft, hard, *grads.results(bias)
 
 
-def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call):
+def _fake(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *arguments):
     wide = torch.promote_types(x.dtype, torch.float32)
-    shapes = (x, weight, weight[:, 0] if bias is None else bias)
-    wanted = call[-3:]
-    grads = [t.new_empty(t.shape) if w else absent(x) for t, w in zip(shapes, wanted)]
-    return (*(x.new_empty((), dtype=wide) for _ in range(3)), *grads)
+    losses = (x.new_empty((), dtype=wide) for _ in range(3))
+    return *losses, *fake_gradients(x, weight, bias, _Call(*arguments).wanted)
 
 
 chunked_distillation = define(
@@ -118,8 +146,11 @@ class _DistillationFunction(Function):
     """Autograd for both losses: saves the finished gradients of the student; the teacher has none."""
 
     @staticmethod
-    def forward(ctx, x, *rest):
-        return save_gradients(ctx, chunked_distillation(x, *rest, *ctx.needs_input_grad[:3]), x, rest[-1])
+    def forward(ctx, x, weight, bias, teacher, teacher_weight, teacher_bias, target, call):
+        dx, dweight, dbias = ctx.needs_input_grad[:3]
+        call = call._replace(dx=dx, dweight=dweight, dbias=dbias)
+        outputs = chunked_distillation(x, weight, bias, teacher, teacher_weight, teacher_bias, target, *call)
+        return save_gradients(ctx, outputs, x, call.scale)
 
     @staticmethod
     @first_order
@@ -127,42 +158,63 @@ class _DistillationFunction(Function):
         return saved_gradients(ctx, grad_loss)
 
 
-def distillation_loss(
-    name: str,
-    kind: int,
-    beta: float,
-    soft_scale: float,
-    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    true_labels: torch.Tensor,
-    weight_hard_loss: float,
-    weight_soft_loss: float,
-    ignore_index: int,
-    temperature: float,
-    return_soft_hard_loss: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, or (loss, soft, hard), after checking the arguments; soft is reported times soft_scale."""
-    check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
-    x, weight, bias = checked_head(name, *student, "student_", 2)
-    teacher_x, teacher_weight, teacher_bias = (
-        t if t is None else t.detach() for t in checked_head(name, *teacher, "teacher_", 2)
-    )
-    if teacher_x.shape[0] != x.shape[0] or teacher_weight.shape[0] != weight.shape[0]:
-        expected = f"the student's {x.shape[0]} tokens and vocabulary of {weight.shape[0]}"
-        check(False, name, f"the teacher must have {expected}, got {teacher_x.shape[0]} and {teacher_weight.shape[0]}")
-    check(teacher_x.device == x.device, name, f"the teacher is on {teacher_x.device} but the student on {x.device}")
-    target = checked_target(name, "true_labels", true_labels, x)
-    with_hard = bool(return_soft_hard_loss) or weight_hard_loss != 0.0
-    numbers = float(beta), float(temperature), ignore_index, float(soft_scale)
-    call = (
-        *(x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, kind, *numbers),
-        *(float(weight_soft_loss), float(weight_hard_loss), with_hard, gradient_scale(x.dtype, x.shape[0])),
-    )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        outputs = _DistillationFunction.apply(*call)
-    else:
-        outputs = chunked_distillation(*call, False, False, False)
-    return tuple(outputs[:3]) if return_soft_hard_loss else outputs[0]
+class DistillationFunction:
+    """A distillation loss as a function, with Liger's order of arguments. Subclasses state what their soft loss is."""
+
+    name: str
+
+    @classmethod
+    def soft_loss(cls, beta: float, ignore_index: int) -> tuple[int, float, float]:
+        """(kind of distance, its beta, factor of the soft loss); raises for a beta that makes no sense."""
+        raise NotImplementedError
+
+    @classmethod
+    def apply(
+        cls,
+        student_input: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        true_labels: torch.Tensor,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        name = cls.name
+        kind, beta, soft_scale = cls.soft_loss(beta, ignore_index)
+        check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss)
+        names = "student_input", "student_weight", "student_bias"
+        x, weight, bias = checked_head(name, student_input, student_weight, student_bias, names, "tokens")
+        names = "teacher_input", "teacher_weight", "teacher_bias"
+        with torch.no_grad():
+            teacher = checked_head(name, teacher_input, teacher_weight, teacher_bias, names, "tokens")
+        given, expected = (teacher[0].shape[0], teacher[1].shape[0]), (x.shape[0], weight.shape[0])
+        if given != expected:
+            expected = f"the student's {x.shape[0]} tokens and vocabulary of {weight.shape[0]}"
+            check(False, name, f"the teacher must have {expected}, got {given[0]} and {given[1]}")
+        device = teacher[0].device
+        check(device == x.device, name, f"the teacher is on {device} but the student on {x.device}")
+        target = checked_target(name, "true_labels", true_labels, x)
+        call = _Call(
+            kind=kind,
+            beta=float(beta),
+            temperature=float(temperature),
+            ignore_index=ignore_index,
+            soft_scale=float(soft_scale),
+            soft_weight=float(weight_soft_loss),
+            hard_weight=float(weight_hard_loss),
+            with_hard=bool(return_soft_hard_loss) or weight_hard_loss != 0.0,
+            scale=gradient_scale(x.dtype, x.shape[0]),
+        )
+        loss, soft, hard = _DistillationFunction.apply(x, weight, bias, *teacher, target, call)
+        return (loss, soft, hard) if return_soft_hard_loss else loss
 
 
 def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temperature, return_soft_hard_loss) -> None:
@@ -174,39 +226,29 @@ def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temper
         check(False, name, f"temperature must be positive, got {temperature}")
 
 
-class DistillationLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class DistillationLoss(LossModule):
     """What the distillation modules share: Liger's arguments, handed to `function`.
 
     forward(student_input [tokens, hidden], student_weight [vocab, hidden], teacher_input [tokens, teacher's hidden],
-    teacher_weight [vocab, teacher's hidden], true_labels [tokens], student_bias and teacher_bias [vocab] or None) -> the
-    loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
+    teacher_weight [vocab, teacher's hidden], true_labels [tokens], student_bias and teacher_bias [vocab] or None) ->
+    the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
     """
 
-    function: Any
-    """The class whose `apply` computes the loss."""
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:
-        super().__init__()
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature = ignore_index, temperature
-        self.compiled, self.chunk_size, self.return_soft_hard_loss = compiled, chunk_size, return_soft_hard_loss
-        self._check()
-
-    def _check(self) -> None:
-        """Raise for options that the loss does not take."""
-        name, weights = type(self).__name__, (self.weight_hard_loss, self.weight_soft_loss)
-        check_floats(name, beta=self.beta)
-        check_options(name, *weights, self.ignore_index, self.temperature, self.return_soft_hard_loss)
+    def check(self) -> None:
+        weights = self.weight_hard_loss, self.weight_soft_loss
+        options = self.ignore_index, self.temperature, self.return_soft_hard_loss
+        check_options(type(self).__name__, *weights, *options)
+        self.function.soft_loss(self.beta, self.ignore_index)
 
     def forward(
         self,
@@ -218,15 +260,5 @@ class DistillationLoss(torch.nn.Module):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.function.apply(
-            *(student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias),
-            weight_hard_loss=self.weight_hard_loss,
-            weight_soft_loss=self.weight_soft_loss,
-            beta=self.beta,
-            ignore_index=self.ignore_index,
-            temperature=self.temperature,
-            return_soft_hard_loss=self.return_soft_hard_loss,
-        )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, temperature={self.temperature}, weight_hard_loss={self.weight_hard_loss}"
+        heads = student_input, student_weight, teacher_input, teacher_weight
+        return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())

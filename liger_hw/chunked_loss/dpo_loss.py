@@ -1,7 +1,7 @@
 """DPO and its relatives: losses over a chosen and a rejected answer, against a frozen reference model.
 
-With c and r the log-ratios log pi / pi_ref of the chosen and the rejected sequence (see preference.py), m = beta (c - r),
-e = label_smoothing, s = sigmoid:
+With c and r the log-ratios log pi / pi_ref of the chosen and the rejected sequence (see preference.py), m = beta (c -
+r), e = label_smoothing, s = sigmoid:
 
     sigmoid    -log s(m)                                                 Rafailov et al., arXiv 2305.18290
     hinge      max(0, 1 - m)                                             Zhao et al. (SLiC), 2305.10425
@@ -19,11 +19,13 @@ e = label_smoothing, s = sigmoid:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..runtime.operator import check, check_flags
+from .checks import LossModule
 from .preference import PAIR_LOSSES, Output, Pairs, by_margin, checked_pairs, preference_loss
 
 
@@ -136,16 +138,25 @@ class LigerFusedLinearDPOFunction:
         discopop_tau: float = 0.05,
         alpha: float = 1.0,
     ) -> Output:
-        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
-        pairs = _checked(loss_type, numbers, discopop_tau, use_ref_model)
+        pairs = dpo_pairs(
+            loss_type,
+            use_ref_model,
+            ignore_index=ignore_index,
+            beta=beta,
+            alpha=alpha,
+            average_log_prob=average_log_prob,
+            compute_nll_loss=compute_nll_loss,
+            label_smoothing=label_smoothing,
+            discopop_tau=discopop_tau,
+        )
         ref = (ref_input, ref_weight, ref_bias) if use_ref_model else None
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, ref)
 
 
-def _checked(loss_type: str, numbers: tuple, discopop_tau: float, use_ref_model: bool) -> Pairs:
-    """numbers: from ignore_index to label_smoothing, as `checked_pairs` takes them."""
+def dpo_pairs(loss_type: str, use_ref_model: bool, **numbers: float) -> Pairs:
+    """`checked_pairs` of a loss type, whose numbers must be such that it can be computed."""
     check_flags(_NAME, use_ref_model=use_ref_model)
-    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", *numbers, discopop_tau=discopop_tau)
+    pairs = checked_pairs(_NAME, f"dpo_{loss_type}", **numbers)
     check_loss_type(loss_type, pairs.label_smoothing, pairs.beta, pairs.extra)
     return pairs
 
@@ -165,40 +176,36 @@ def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopo
         check(discopop_tau > 0.0, _NAME, f"discopop_tau must be positive, got {discopop_tau}")
 
 
-class LigerFusedLinearDPOLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearDPOLoss(LossModule):
     """DPO and its relatives on a linear head.
 
     beta: how far the policy may move; loss_type: see the top of this file; label_smoothing: for robust and exo_pair;
-    alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss; average_log_prob: sequences
-    count by the mean of their tokens' log-probabilities instead of the sum. compiled and chunk_size are accepted and
-    change nothing: the kernels are compiled ahead, the chunks follow from the memory budget.
+    alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss; average_log_prob:
+    sequences count by the mean of their tokens' log-probabilities instead of the sum.
 
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None,
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
+    None,
     ref_input, ref_weight, ref_bias: the reference model's) -> (loss, (chosen_logps [pairs], rejected_logps [pairs],
     chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-    ) -> None:
-        super().__init__()
-        numbers = ignore_index, beta, alpha, average_log_prob, compute_nll_loss, label_smoothing
-        _checked(loss_type, numbers, discopop_tau, use_ref_model)
-        self.ignore_index, self.beta, self.alpha, self.compute_nll_loss = ignore_index, beta, alpha, compute_nll_loss
-        self.compiled, self.use_ref_model, self.average_log_prob = compiled, use_ref_model, average_log_prob
-        self.chunk_size, self.loss_type, self.label_smoothing = chunk_size, loss_type, label_smoothing
-        self.discopop_tau = discopop_tau
+    function = LigerFusedLinearDPOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+    compiled: bool = True
+    use_ref_model: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+
+    def check(self) -> None:
+        dpo_pairs(**self.options())
 
     def forward(
         self,
@@ -210,18 +217,5 @@ class LigerFusedLinearDPOLoss(torch.nn.Module):
         ref_weight: torch.Tensor | None = None,
         ref_bias: torch.Tensor | None = None,
     ) -> Output:
-        return LigerFusedLinearDPOFunction.apply(
-            *(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias),
-            ignore_index=self.ignore_index,
-            beta=self.beta,
-            compute_nll_loss=self.compute_nll_loss,
-            use_ref_model=self.use_ref_model,
-            average_log_prob=self.average_log_prob,
-            loss_type=self.loss_type,
-            label_smoothing=self.label_smoothing,
-            discopop_tau=self.discopop_tau,
-            alpha=self.alpha,
-        )
-
-    def extra_repr(self) -> str:
-        return f"loss_type={self.loss_type!r}, beta={self.beta}, use_ref_model={self.use_ref_model}"
+        tensors = _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias
+        return self.function.apply(*tensors, **self.options())

@@ -1,14 +1,18 @@
-"""GRPO and its relatives on a linear head: see policy.py for the formulas, _head.py for the chunks."""
+"""GRPO and its relatives on a linear head: see policy.py for the formulas, log_prob_loss.py for the chunks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags
-from ._checks import checked_head, checked_reference, checked_target
-from ._head import SEQUENCE, TOKEN, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target
+from .log_prob_loss import SEQUENCE, TOKEN, Spec, run_loss, token_logps
 from .policy import (  # noqa: F401  the four functions are Liger's names too
-    check_policy,
+    Policy,
     clip_coef_fn,
     get_gamma_weights,
     k3_loss_fn,
@@ -60,23 +64,25 @@ class LigerFusedLinearGRPOFunction:
         vespo_lambda_neg: float = 2.0,
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
-        policy = make_policy(
-            *(
-                _NAME,
-                loss_type,
-                beta,
-                epsilon_low,
-                epsilon_high,
-                delta,
-                importance_sampling_level,
-                use_bias_correction_kl,
-            ),
-            *(temperature, sapo_temperature_pos, sapo_temperature_neg),
-            *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        policy = checked_policy(
+            use_ref_model,
+            loss_type=loss_type,
+            temperature=temperature,
+            importance_sampling_level=importance_sampling_level,
+            max_completion_length=max_completion_length,
+            delta=delta,
+            use_bias_correction_kl=use_bias_correction_kl,
+            beta=beta,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
         )
-        check_policy(_NAME, policy, importance_sampling_level, max_completion_length)
-        check_flags(_NAME, use_ref_model=use_ref_model)
-        x, weight, bias = checked_head(_NAME, _input, weight, bias)
+        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
         ids = checked_target(_NAME, "selected_token_ids", selected_token_ids, x)
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
             got = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
@@ -98,71 +104,57 @@ class LigerFusedLinearGRPOFunction:
         if alone:
             extras = [None if t is None else t.expand(mask.shape).reshape(-1, 1) for t in extras]
         group = TOKEN if alone else SEQUENCE
-        spec = Spec("policy", loss_type, tuple(policy[1:]), group, len(extras), _IGNORED, float(temperature))
+        _, *numbers = policy
+        spec = Spec("policy", loss_type, tuple(numbers), group, len(extras), _IGNORED, float(temperature))
         loss, *metrics = run_loss(x, weight, bias, target, spec, extras)
         return loss, tuple(metrics)
 
 
-class LigerFusedLinearGRPOLoss(torch.nn.Module):
+def checked_policy(use_ref_model: bool, **options: Any) -> Policy:
+    """The Policy of the options; raises where they make no sense."""
+    check_flags(_NAME, use_ref_model=use_ref_model)
+    return make_policy(_NAME, **options)
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
-    loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see policy.py;
+    loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see
+    policy.py;
     max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence; temperature: divides the
-    logits. compiled and chunk_size are accepted and change nothing (see docs/losses.md).
+    logits.
 
-    forward(_input [batch, length, hidden], lin_weight [vocab, hidden], selected_token_ids [batch, length], attention_mask
-    [batch, length], advantages [batch] or [batch, length], bias [vocab] or None, ref_per_token_logps and
+    forward(_input [batch, length, hidden], lin_weight [vocab, hidden], selected_token_ids [batch, length],
+    attention_mask [batch, length], advantages [batch] or [batch, length], bias [vocab] or None, ref_per_token_logps and
     old_per_token_logps [batch, length], ref_input, ref_weight, ref_bias: the reference model's head in place of its
     log-probabilities, vllm_is_ratio [batch], [batch, 1] or [batch, length], num_items_in_batch: dapo's, cispo's and
     vespo's denominator) -> (loss, (KL with beta, share of clipped tokens)), all fp32
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-    ) -> None:
-        super().__init__()
-        self.beta, self.compiled, self.use_ref_model, self.chunk_size = beta, compiled, use_ref_model, chunk_size
-        self.epsilon_low, self.epsilon_high, self.loss_type = epsilon_low, epsilon_high, loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
-        self.temperature, self.delta, self.use_bias_correction_kl = temperature, delta, use_bias_correction_kl
-        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
-        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        policy = make_policy(
-            *(
-                _NAME,
-                loss_type,
-                beta,
-                epsilon_low,
-                epsilon_high,
-                delta,
-                importance_sampling_level,
-                use_bias_correction_kl,
-            ),
-            *(temperature, sapo_temperature_pos, sapo_temperature_neg),
-            *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
-        )
-        check_policy(_NAME, policy, importance_sampling_level, max_completion_length)
-        check_flags(_NAME, use_ref_model=use_ref_model)
+    function = LigerFusedLinearGRPOFunction
+
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def check(self) -> None:
+        checked_policy(**self.options())
 
     def forward(
         self,
@@ -180,28 +172,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
-        return LigerFusedLinearGRPOFunction.apply(
-            *(_input, lin_weight, selected_token_ids, attention_mask, advantages, bias),
-            *(ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias),
-            beta=self.beta,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            loss_type=self.loss_type,
-            max_completion_length=self.max_completion_length,
-            importance_sampling_level=self.importance_sampling_level,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            temperature=self.temperature,
-            use_ref_model=self.use_ref_model,
-            vllm_is_ratio=vllm_is_ratio,
-            delta=self.delta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            num_items_in_batch=num_items_in_batch,
-        )
-
-    def extra_repr(self) -> str:
-        return f"loss_type={self.loss_type!r}, beta={self.beta}, importance_sampling_level={self.importance_sampling_level!r}"
+        tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
+        given = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
+        counts = {"vllm_is_ratio": vllm_is_ratio, "num_items_in_batch": num_items_in_batch}
+        return self.function.apply(*tensors, *given, **counts, **self.options())

@@ -10,13 +10,15 @@ Source: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimizat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
-from ._checks import checked_head, checked_reference, checked_target, on_device
-from ._head import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target, on_device
+from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
 
 
@@ -49,7 +51,7 @@ class Labelled(NamedTuple):
         return (slopes / counts if self.average else slopes)[:, None].expand_as(seen.logp), None
 
     def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        """The loss; then sums over the good and over the bad answers of log pi, of the logits and of the reward beta * c."""
+        """The loss; then sums over the good and over the bad answers of log pi, the logits and the reward beta * c."""
         loss = torch.sigmoid(self._under(seen)).sum() / seen.n_groups
         good = seen.grouped[0] > 0
         logps, ratio = self._logps(seen)
@@ -83,7 +85,7 @@ class LigerFusedLinearKTOFunction:
         chunk_size: int = 1,
     ) -> Output:
         _check(ignore_index, beta, use_ref_model, average_log_prob)
-        x, weight, bias = checked_head(_NAME, _input, weight, bias)
+        x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
         target = checked_target(_NAME, "target", target, x)
         batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
         if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
@@ -103,7 +105,8 @@ class LigerFusedLinearKTOFunction:
             if kl.numel() not in (1, batch) or kl.dim() > 1:
                 check(False, _NAME, f"kl must be one number or have shape ({batch},), got shape {tuple(kl.shape)}")
             kl = kl.expand(batch)
-        spec = Spec("kto", "kto", (float(beta), float(bool(average_log_prob))), SEQUENCE, 4, ignore_index)
+        numbers = float(beta), float(bool(average_log_prob))
+        spec = Spec("kto", "kto", numbers, SEQUENCE, n_grouped=4, ignore_index=ignore_index)
         loss, *metrics = run_loss(x, weight, bias, target, spec, (sign, counts, ref_sums, kl))
         return loss, tuple(metrics)
 
@@ -114,11 +117,11 @@ def _check(ignore_index: int, beta: float, use_ref_model: bool, average_log_prob
     check_flags(_NAME, use_ref_model=use_ref_model, average_log_prob=average_log_prob)
 
 
-class LigerFusedLinearKTOLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearKTOLoss(LossModule):
     """KTO on a linear head.
 
-    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum. compiled and
-    chunk_size are accepted and change nothing (see docs/losses.md).
+    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum.
 
     forward(_input [batch, length, hidden], lin_weight [vocab, hidden], target [batch, length], bias [vocab] or None,
     preference_labels [batch] bool, ref_input, ref_weight, ref_bias: the reference model's, kl: a number or [batch])
@@ -126,19 +129,17 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
     chosen_rewards, rejected_rewards)), all fp32
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__()
-        _check(ignore_index, beta, use_ref_model, average_log_prob)
-        self.ignore_index, self.beta, self.use_ref_model = ignore_index, beta, use_ref_model
-        self.average_log_prob, self.compiled, self.chunk_size = average_log_prob, compiled, chunk_size
+    function = LigerFusedLinearKTOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    compiled: bool = True
+    use_ref_model: bool = False
+    average_log_prob: bool = False
+    chunk_size: int = 1
+
+    def check(self) -> None:
+        _check(**self.options())
 
     def forward(
         self,
@@ -152,13 +153,5 @@ class LigerFusedLinearKTOLoss(torch.nn.Module):
         ref_bias: torch.Tensor | None = None,
         kl: torch.Tensor | float | None = None,
     ) -> Output:
-        return LigerFusedLinearKTOFunction.apply(
-            *(_input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl),
-            ignore_index=self.ignore_index,
-            beta=self.beta,
-            use_ref_model=self.use_ref_model,
-            average_log_prob=self.average_log_prob,
-        )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, use_ref_model={self.use_ref_model}, average_log_prob={self.average_log_prob}"
+        tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias
+        return self.function.apply(*tensors, kl=kl, **self.options())

@@ -9,9 +9,12 @@ Source: Hong, Lee and Thorne, "ORPO: Monolithic Preference Optimization without 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
+from .checks import LossModule
 from .preference import PAIR_LOSSES, PAIR_METRICS, Output, checked_pairs, preference_loss
 
 
@@ -56,33 +59,34 @@ class LigerFusedLinearORPOFunction:
         compiled: bool = True,
         chunk_size: int = 1,
     ) -> Output:
-        pairs = checked_pairs(_NAME, "orpo", ignore_index, beta, 1.0, True, compute_nll_loss)
+        options = {"ignore_index": ignore_index, "beta": beta, "compute_nll_loss": compute_nll_loss}
+        pairs = checked_pairs(_NAME, "orpo", average_log_prob=True, **options)
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index, nll_target=nll_target)
 
 
-class LigerFusedLinearORPOLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearORPOLoss(LossModule):
     """ORPO on a linear head.
 
-    beta: weight of the odds ratio. compiled and chunk_size are accepted and change nothing (see docs/losses.md).
+    beta: weight of the odds ratio.
 
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None,
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
+    None,
     nll_target: the nll's own targets, where it covers the prompt too) -> (loss, (chosen_logps [pairs], rejected_logps
     [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs],
     log_odds_ratio, log_odds_chosen)), all fp32
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__()
-        checked_pairs(_NAME, "orpo", ignore_index, beta, 1.0, True, compute_nll_loss)
-        self.ignore_index, self.beta, self.compute_nll_loss = ignore_index, beta, compute_nll_loss
-        self.compiled, self.chunk_size = compiled, chunk_size
+    function = LigerFusedLinearORPOFunction
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+
+    def check(self) -> None:
+        checked_pairs(_NAME, "orpo", average_log_prob=True, **self.options())
 
     def forward(
         self,
@@ -92,13 +96,4 @@ class LigerFusedLinearORPOLoss(torch.nn.Module):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Output:
-        return LigerFusedLinearORPOFunction.apply(
-            *(_input, lin_weight, target, bias),
-            ignore_index=self.ignore_index,
-            beta=self.beta,
-            compute_nll_loss=self.compute_nll_loss,
-            nll_target=nll_target,
-        )
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, compute_nll_loss={self.compute_nll_loss}"
+        return self.function.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())

@@ -1,15 +1,15 @@
 """The GRPO family's loss as a function of token log-probabilities: shared by the fused head and `triton_grpo_loss`.
 
-With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its mean
-over the sequence), and a token's loss
+With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its
+mean over the sequence), and a token's loss
 
-    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A)
-    cispo                              -stop(min(w, eps_high)) A log pi
-    sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or negative advantages
-    vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),  W of the sequence
+    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A) cispo
+    -stop(min(w, eps_high)) A log pi sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or
+    negative advantages vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W -
+    lambda W),  W of the sequence
 
-times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w with
-use_bias_correction_kl). Summed over tokens that count, divided by
+times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w
+with use_bias_correction_kl). Summed over tokens that count, divided by
 
     grpo, sapo   tokens of the sequence, times sequences    bnpo                 tokens
     luspo        sequences                                  dapo, cispo, vespo   num_items_in_batch, or tokens
@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.operator import check, check_flags, check_floats
-from ._checks import on_device
-from ._head import LOSSES, Seen
+from .checks import on_device
+from .log_prob_loss import LOSSES, Seen
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -72,8 +72,8 @@ def get_gamma_weights(
 ) -> torch.Tensor:
     """VESPO's phi(W) [batch, 1] (or [batch, length] for advantages of that shape), a constant to autograd.
 
-    advantages [batch] or [batch, length]; log_ratio_per_token, mask [batch, length]; importance_sampling_ratio [batch, 1]
-    or [batch, length]. Log-ratios are kept within -20..20 and log W within log(1e-8)..20.
+    advantages [batch] or [batch, length]; log_ratio_per_token, mask [batch, length]; importance_sampling_ratio [batch,
+    1] or [batch, length]. Log-ratios are kept within -20..20 and log W within log(1e-8)..20.
     """
     lowest = math.log(1e-8)
     log_w = (log_ratio_per_token.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
@@ -95,8 +95,8 @@ def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tenso
 class Policy(NamedTuple):
     """The GRPO family's description. kind: the loss type.
 
-    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: what one token's loss counts, zero where
-    it does not; log pi_old, log pi_ref, vllm_is_ratio: None where absent.
+    grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share: what one token's loss counts, zero
+    where it does not; log pi_old, log pi_ref, vllm_is_ratio: None where absent.
     """
 
     kind: str
@@ -105,13 +105,13 @@ class Policy(NamedTuple):
     epsilon_high: float
     delta: float  # inf: none
     by_sequence: float
-    bias_correction: float
-    sapo_pos: float
-    sapo_neg: float
-    k_pos: float
-    lambda_pos: float
-    k_neg: float
-    lambda_neg: float
+    use_bias_correction_kl: float
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
 
     sums_logits = False
 
@@ -120,6 +120,13 @@ class Policy(NamedTuple):
         if not self.by_sequence:
             return log_ratio
         return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+
+    def _sapo_temperature(self, advantages: torch.Tensor) -> torch.Tensor:
+        return _either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
+
+    def _vespo_weights(self, advantages, log_ratio, mask, vllm) -> torch.Tensor:
+        rates = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
+        return get_gamma_weights(advantages, log_ratio, mask, vllm, *rates)
 
     def terms(self, logp: torch.Tensor, advantages, share, old, ref, vllm) -> tuple[torch.Tensor, ...]:
         """(loss [groups, tokens], KL [groups, tokens], whether w was clipped [groups, tokens or 1])"""
@@ -131,12 +138,9 @@ class Policy(NamedTuple):
         if self.kind == "cispo":
             losses = -clipped * advantages * logp
         elif self.kind == "sapo":
-            losses = (
-                -sapo_loss_fn(ratio, _either(advantages > 0, self.sapo_pos, self.sapo_neg, advantages)) * advantages
-            )
+            losses = -sapo_loss_fn(ratio, self._sapo_temperature(advantages)) * advantages
         elif self.kind == "vespo":
-            rates = self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg
-            losses = -get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages * logp
+            losses = -self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages * logp
         else:
             bounded = ratio if math.isinf(self.delta) else ratio.clamp(max=self.delta)
             losses = -torch.minimum(bounded * advantages, clipped * advantages)
@@ -145,7 +149,7 @@ class Policy(NamedTuple):
         kl = torch.zeros_like(logp)
         if self.beta:
             kl = k3_loss_fn(logp.detach() if ref is None else ref, logp)
-            if self.bias_correction:
+            if self.use_bias_correction_kl:
                 kl = kl * ratio
             losses = losses + self.beta * kl
         return losses, kl, was_clipped
@@ -161,10 +165,9 @@ class Policy(NamedTuple):
         if self.kind == "cispo":
             direct = direct - ratio.clamp(max=self.epsilon_high) * advantages
         elif self.kind == "vespo":
-            rates = self.k_pos, self.lambda_pos, self.k_neg, self.lambda_neg
-            direct = direct - get_gamma_weights(advantages, log_ratio, mask, vllm, *rates) * advantages
+            direct = direct - self._vespo_weights(advantages, log_ratio, mask, vllm) * advantages
         elif self.kind == "sapo":
-            z = _either(advantages > 0, self.sapo_pos, self.sapo_neg, advantages) * (ratio - 1)
+            z = self._sapo_temperature(advantages) * (ratio - 1)
             by_weight = by_weight - 4 * torch.sigmoid(z) * torch.sigmoid(-z) * advantages * ratio
         else:
             low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
@@ -176,7 +179,7 @@ class Policy(NamedTuple):
             direct, by_weight = direct * vllm, by_weight * vllm
         if self.beta and ref is not None:
             by_kl = 1 - torch.exp(ref - logp)
-            if self.bias_correction:
+            if self.use_bias_correction_kl:
                 by_weight = by_weight + self.beta * k3_loss_fn(ref, logp) * ratio
                 by_kl = by_kl * ratio
             direct = direct + self.beta * by_kl
@@ -189,7 +192,8 @@ class Policy(NamedTuple):
         return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
 
     def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
-        """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence) clipped."""
+        """From `terms`: the loss, the mean KL (only with beta), the share of tokens (of sequences, by sequence)
+        clipped."""
         mask = share != 0
         loss = torch.where(mask, losses * share, 0.0).sum()
         clipped = clipped.to(kl.dtype)
@@ -222,44 +226,47 @@ def token_shares(mask: torch.Tensor, kind: str, max_completion_length: int | Non
     return counted / items.clamp_min(1)
 
 
-def check_policy(op: str, policy: Policy, level: str, max_completion_length: int | None) -> None:
-    """Raise `ValueError` for a loss type or a number that makes no sense."""
-    kind = policy.kind
-    check(kind in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {kind!r}")
+def make_policy(
+    op: str,
+    *,
+    loss_type: str,
+    temperature: float,
+    delta: float | None,
+    importance_sampling_level: str,
+    use_bias_correction_kl: bool,
+    max_completion_length: int | None,
+    **numbers: float,
+) -> Policy:
+    """The Policy of public options; numbers: the other fields of Policy.
+
+    Raises `TypeError` for a number that is none and `ValueError` for one that makes no sense, or an unknown loss type.
+    """
+    numbers["delta"] = math.inf if delta is None else delta
+    check_floats(op, temperature=temperature, **numbers)
+    check_flags(op, use_bias_correction_kl=use_bias_correction_kl)
+    check(temperature > 0, op, f"temperature must be positive, got {temperature}")
+    check(loss_type in LOSS_TYPES, op, f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    level = importance_sampling_level
     check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
-    if level == "sequence" and kind in ("cispo", "sapo", "vespo"):
-        check(False, op, f"loss_type={kind!r} has no sequence level; use importance_sampling_level='token'")
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        check(False, op, f"loss_type={loss_type!r} has no sequence level; use importance_sampling_level='token'")
     if max_completion_length is not None:
         check_floats(op, max_completion_length=max_completion_length)
-    if kind == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
+    if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
         check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
-    check(policy.delta > 0, op, f"delta must be positive, or None, got {policy.delta}")
-    for name in ("sapo_pos", "sapo_neg"):
-        number = getattr(policy, name)
-        check(number > 0, op, f"sapo_temperature_{name[5:]} must be positive, got {number}")
-
-
-def make_policy(
-    op, kind, beta, epsilon_low, epsilon_high, delta, level, bias_correction, temperature, sapo_pos, sapo_neg, *vespo
-) -> Policy:
-    """Raises `TypeError` for a number that is none (the temperature of the logits too) and `ValueError` for one below 0."""
-    delta = math.inf if delta is None else delta
-    check_floats(
-        op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=temperature
-    )
-    check_floats(op, sapo_temperature_pos=sapo_pos, sapo_temperature_neg=sapo_neg)
-    check_floats(op, **dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), vespo)))
-    check_flags(op, use_bias_correction_kl=bias_correction)
-    if not temperature > 0:
-        check(False, op, f"temperature must be positive, got {temperature}")
-    numbers = beta, epsilon_low, epsilon_high, delta, level == "sequence", bool(bias_correction), sapo_pos, sapo_neg
-    return Policy(kind, *map(float, (*numbers, *vespo)))
+    check(numbers["delta"] > 0, op, f"delta must be positive, or None, got {delta}")
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        check(numbers[name] > 0, op, f"{name} must be positive, got {numbers[name]}")
+    numbers |= {"by_sequence": level == "sequence", "use_bias_correction_kl": bool(use_bias_correction_kl)}
+    return Policy(loss_type, **{name: float(value) for name, value in numbers.items()})
 
 
 def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:
-    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without gradients.
+    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, without
+    gradients.
 
-    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps that do not count may be anything.
+    x_like: a tensor of the call's device and dtype. Entries of old_logps and ref_logps that do not count may be
+    anything.
     """
     wide = torch.promote_types(x_like.dtype, torch.float32)
     shape = tuple(mask.shape)

@@ -1,11 +1,14 @@
 """What the losses over pairs of a chosen and a rejected sequence share: DPO, ORPO, CPO and SimPO.
 
-A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a sequence
-(the sum of its tokens', or their mean), l_ref that of the reference model, c = l_chosen - l_ref_chosen and r likewise,
+A batch holds the P chosen sequences, then the P rejected ones in the same order. With l the log-probability of a
+sequence (the sum of its tokens', or their mean), l_ref that of the reference model, c = l_chosen - l_ref_chosen and r
+likewise,
 
-    loss = mean over pairs of pair_loss(c, r) + alpha * nll,   nll = mean over the chosen sequences' tokens of -log p(token)
+    loss = mean over pairs of pair_loss(c, r) + alpha * nll,   nll = mean over the chosen sequences' tokens of -log
+    p(token)
 
-Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see _head.py).
+Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see
+log_prob_loss.py).
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..kernels.heads.head_inputs import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
-from ._checks import checked_head, checked_reference, checked_target
-from ._head import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target
+from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 PAIR_LOSSES: dict[str, PairLoss] = {}
-"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each loss's file adds its own."""
+"""Kind -> pair_loss(c, r, numbers) -> (loss, its slope by c, its slope by r), each [pairs]. Each loss's file adds its
+own."""
 PAIR_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, ...]]] = {}
 """Kind -> the metrics it reports beyond those every kind does."""
 AVERAGED = {"dpo_ipo"}
@@ -95,6 +100,7 @@ LOSSES["pairs"] = Pairs
 def checked_pairs(
     name: str,
     kind: str,
+    *,
     ignore_index: int,
     beta: float,
     alpha: float = 1.0,
@@ -103,12 +109,28 @@ def checked_pairs(
     label_smoothing: float = 0.0,
     **extra: float,
 ) -> Pairs:
-    """The numbers of a loss, checked to be some; extra: at most one, by its public name. Modules ask when they are made."""
+    """The numbers of a loss, checked to be some; extra: at most one, by its public name. Modules ask when they are
+    made."""
     check_ignore_index(name, ignore_index)
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
     check_flags(name, average_log_prob=average_log_prob, compute_nll_loss=compute_nll_loss)
-    flags = bool(average_log_prob), bool(compute_nll_loss)
-    return Pairs(kind, *map(float, (beta, alpha, *flags, label_smoothing, *extra.values())))
+    return Pairs(
+        kind,
+        beta=float(beta),
+        alpha=float(alpha),
+        average=float(bool(average_log_prob)),
+        has_nll=float(bool(compute_nll_loss)),
+        label_smoothing=float(label_smoothing),
+        extra=float(next(iter(extra.values()), 0.0)),
+    )
+
+
+def smoothed_pairs(name: str, kind: str, *, label_smoothing: float, **numbers: float) -> Pairs:
+    """`checked_pairs` whose label_smoothing is from 0 to 1."""
+    pairs = checked_pairs(name, kind, label_smoothing=label_smoothing, **numbers)
+    if not 0.0 <= label_smoothing <= 1.0:
+        check(False, name, f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    return pairs
 
 
 def _halves(t: torch.Tensor) -> torch.Tensor:
@@ -122,7 +144,7 @@ def by_margin(loss: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def smoothed_logistic(margin: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log sigmoid(margin) and its slope, where a share `smoothing` of the labels is taken to be the wrong way round."""
+    """-log sigmoid(margin) and its slope; a share `smoothing` of the labels is taken to be the wrong way round."""
     loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     return loss, smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin)
 
@@ -143,7 +165,7 @@ def preference_loss(
 ) -> Output:
     """(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
     rejected_rewards, *more)), after checking the arguments; ref: (input, weight, bias) of the reference head."""
-    x, weight, bias = checked_head(name, x, weight, bias)
+    x, weight, bias = checked_head(name, x, weight, bias, HEAD, SEQUENCES)
     target = checked_target(name, "target", target, x)
     nll_target = nll_target if nll_target is None else checked_target(name, "nll_target", nll_target, x)
     batch = x.shape[0]
@@ -160,7 +182,21 @@ def preference_loss(
         ref_sums = token_logps(*ref, target, ignore_index, 1.0).sum(-1).view(2, half).t()
     labels = target if nll_target is None else nll_target
     nll_tokens = (labels[:half] != ignore_index).sum().to(wide)
-    spec = Spec("pairs", pairs.kind, tuple(pairs[1:]), PAIR, 2, ignore_index)
+    kind, *numbers = pairs
+    spec = Spec("pairs", kind, tuple(numbers), PAIR, n_grouped=2, ignore_index=ignore_index)
     second = nll_target if pairs.has_nll else None
     loss, *metrics = run_loss(x, weight, bias, target, spec, (counts, ref_sums, nll_tokens), second)
     return loss, tuple(metrics)
+
+
+class ReferenceFreeLoss(LossModule):
+    """A loss over pairs without a reference model, as a module."""
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> Output:
+        return self.function.apply(_input, lin_weight, target, bias, **self.options())

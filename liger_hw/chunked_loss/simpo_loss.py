@@ -9,10 +9,19 @@ Source: Meng, Xia and Chen, "SimPO: Simple Preference Optimization with a Refere
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from .cpo_loss import smoothed_pairs
-from .preference import PAIR_LOSSES, Output, by_margin, preference_loss, smoothed_logistic
+from .preference import (
+    PAIR_LOSSES,
+    Output,
+    ReferenceFreeLoss,
+    by_margin,
+    preference_loss,
+    smoothed_logistic,
+    smoothed_pairs,
+)
 
 
 def _pair_loss(chosen, rejected, numbers):
@@ -43,56 +52,40 @@ class LigerFusedLinearSimPOFunction:
         gamma: float = 0.5,
         chunk_size: int = 1,
     ) -> Output:
-        numbers = ignore_index, beta, alpha, True, compute_nll_loss, label_smoothing
-        pairs = smoothed_pairs(_NAME, "simpo", *numbers, gamma=gamma)
+        pairs = smoothed_pairs(
+            *(_NAME, "simpo"),
+            ignore_index=ignore_index,
+            beta=beta,
+            alpha=alpha,
+            label_smoothing=label_smoothing,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=True,
+            gamma=gamma,
+        )
         return preference_loss(_NAME, pairs, _input, weight, target, bias, ignore_index)
 
 
-class LigerFusedLinearSimPOLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     """SimPO on a linear head.
 
-    gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss. compiled and chunk_size
-    are accepted and change nothing (see docs/losses.md).
+    gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
 
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or None)
-    -> (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss,
+    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
+    None) -> (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-    ) -> None:
-        super().__init__()
-        numbers = ignore_index, beta, alpha, True, compute_nll_loss, label_smoothing
-        smoothed_pairs(_NAME, "simpo", *numbers, gamma=gamma)
-        self.ignore_index, self.beta, self.alpha, self.label_smoothing = ignore_index, beta, alpha, label_smoothing
-        self.compute_nll_loss, self.gamma = compute_nll_loss, gamma
-        self.compiled, self.chunk_size = compiled, chunk_size
+    function = LigerFusedLinearSimPOFunction
 
-    def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> Output:
-        return LigerFusedLinearSimPOFunction.apply(
-            *(_input, lin_weight, target, bias),
-            ignore_index=self.ignore_index,
-            beta=self.beta,
-            alpha=self.alpha,
-            label_smoothing=self.label_smoothing,
-            compute_nll_loss=self.compute_nll_loss,
-            gamma=self.gamma,
-        )
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
 
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, gamma={self.gamma}, alpha={self.alpha}, label_smoothing={self.label_smoothing}"
+    def check(self) -> None:
+        smoothed_pairs(_NAME, "simpo", average_log_prob=True, **self.options())

@@ -13,35 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from . import UsageError, _static
-from ._values import A_MODEL, dtype_name, name_list, positive, seconds, shape, table
+from ..text import table
+from . import UsageError
+from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes
 
 if TYPE_CHECKING:
     from ..autotune.jobs import Job, Result
     from ..backends import Target
-
-
-SEQS = [512, 1024, 2048, 4096, 8192, 16384]
-"""Sequence lengths of a model where none are given."""
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
-    return values
-
-
-def _shapes(text: str) -> list[tuple[int, ...]]:
-    return [shape(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
     what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     what.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    what.add_argument("--batch", type=_numbers, metavar="B,..", help="batch sizes for --model (default 1)")
+    what.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes for --model (default 1)")
     what.add_argument(
         "--seq",
-        type=_numbers,
+        type=numbers,
         metavar="S,..",
         help="sequence lengths for --model (default powers of two, 512 to 16384)",
     )
     what.add_argument(
         "--shapes",
-        type=_shapes,
+        type=shapes,
         default=[],
         metavar="AxB,..",
         help="problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)",
@@ -98,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.dry_run:
         return _dry_run(arguments)
-    if target := _static.absent(arguments.device):
+    if target := _absent_target(arguments.device):
         jobs, problems = _jobs(arguments, target, None)
         screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
-        return _static.run(arguments, target, jobs, problems, screen)
+        return _choose_without_device(arguments, target, jobs, problems, screen)
     from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
     from ..backends import Target
 
@@ -147,7 +131,8 @@ def _device(name: str | None) -> str:
     if kind == "cpu":
         if not registry.interpreting():
             raise UsageError(
-                "autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries the tuner out)"
+                "autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries "
+                "the tuner out)"
             )
         return "cpu"
     for one in here:
@@ -155,7 +140,8 @@ def _device(name: str | None) -> str:
             count = getattr(torch, one.device_type).device_count()
             if index and not (index.isdigit() and int(index) < count):
                 raise UsageError(
-                    f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to {one.device_type}:{count - 1})"
+                    f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to "
+                    f"{one.device_type}:{count - 1})"
                 )
             return f"{one.device_type}:{index or 0}"
         if one.is_called(target_of(torch.device(one.device_type, 0)), name):
@@ -262,7 +248,8 @@ def _tune(
     past = Past(journal, facts["triton"]) if arguments.resume else None
     screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
     screen.line(
-        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} GB/s"
+        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} "
+        f"GB/s"
     )
     screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
@@ -294,7 +281,8 @@ def _tune(
     finally:
         journal.close()
     screen.line(
-        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; {sum(r.stored for r in results)} stored"
+        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; "
+        f"{sum(r.stored for r in results)} stored"
     )
     if arguments.json:
         data = {
@@ -330,6 +318,113 @@ def as_table(results: list["Result"]) -> str:
 
 def _by(sizes: Any) -> str:
     return "x".join(map(str, sizes))
+
+
+# -- for a device that is not here -----------------------------------------------------------------------------------
+
+
+def _absent_target(name: str | None) -> "Target | None":
+    """The Target of a device or an architecture that is named, known and not in this machine."""
+    import torch
+
+    from ..backends import backends, known_target, target_of
+
+    try:
+        target = known_target(name or "")
+    except ValueError:
+        return None
+    for one in backends():
+        if one.device_type != "cpu" and getattr(torch, one.device_type).device_count():
+            if one.is_called(target_of(torch.device(one.device_type, 0)), name or ""):
+                return None
+    return None if target.vendor == "cpu" else target
+
+
+def _choose_without_device(
+    arguments: argparse.Namespace, target: "Target", jobs: list[Any], problems: list[str], screen: "_Progress"
+) -> int:
+    """Choose for every job, store the choices, print them. `screen` shows what is done."""
+    from ..autotune import store
+    from ..autotune.static import MARGINS, StaticTuner
+    from ..autotune.workers import CompilePool
+    from ..backends import backend
+
+    folder = store.home(target)
+    compiles = backend(target.vendor).triton_target(target) is not None
+    margin = MARGINS["binary" if compiles else "ttir"]
+    how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
+    screen.line(f"{arguments.device} is not in this machine: candidates are {how} and ranked by a model, not measured.")
+    screen.line(f"Kept is what should beat the heuristic by {margin:.0%}, as `{'static' if compiles else 'modelled'}`.")
+    screen.line("What is measured already, here or for its family, is left as it is.")
+    screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+    for problem in problems:
+        screen.line(f"not planned: {problem}")
+    results: list[Any] = []
+
+    def done(result: Any) -> None:
+        results.append(result)
+        screen.finished(result)
+
+    measured = {
+        name
+        for _, table in store.layers(target)
+        for name, entry in table.items()
+        if entry.provenance["kind"] == "measured"
+    }
+
+    def save(name: tuple, entry: Any) -> Any:
+        return (
+            None if name in measured else store.save(target, name, entry)
+        )  # a guess must not answer before a measurement
+
+    interrupted = False
+    count = arguments.workers or os.cpu_count() or 1
+    with CompilePool(count, seconds=120.0) as pool:
+        tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
+        try:
+            tuner.run(jobs, done, arguments.budget or math.inf)
+        except KeyboardInterrupt:
+            interrupted = True
+    failed = [r for r in results if r.error]
+    screen.line(
+        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: "
+        f"{sum(r.stored for r in results)} stored, {len(failed)} failed"
+    )
+    if arguments.json:
+        facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
+        rows = [r.to_json() for r in results]
+        print(
+            json.dumps(
+                {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1
+            )
+        )
+    else:
+        print(_static_table(results))
+        if any(r.stored for r in results):
+            file = target.arch if arguments.device == target.arch else f"{target.arch}-{store.slug(target.name)}"
+            print(f"to share them: liger-hw cache export --device {arguments.device} -o {file}.json", file=sys.stderr)
+    if interrupted:
+        screen.line("what was compiled is kept by Triton, the same command goes on from there")
+        return 130
+    return 1 if failed else 0
+
+
+def _static_table(results: list[Any]) -> str:
+    rows = [("kernel", "sizes", "key", "heuristic us", "choice us", "gain", "tried", "dropped", "")]
+    for r in results:
+        head = (r.job.name, "x".join(map(str, r.job.sizes)), str(r.job.key))
+        if r.error:
+            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
+            continue
+        if not r.heuristic_us:
+            rows.append((*head, "", "", "", "", "", r.note))
+            continue
+        times = (f"{r.heuristic_us:.1f}", f"{r.winner_us:.1f}", f"{r.gain:.1%}" if r.gain else "")
+        rows.append((*head, *times, str(r.tried), str(r.failed), r.note))
+    return table(rows) + "\nTimes are the model's, not measured."
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class _Progress:

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from . import UsageError
-from ._values import dtype_name, positive, seconds, torch_dtype, usable_device
+from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
 OTHERS = ("registry", "host", "e2e")
 MODES = ("fwd", "bwd", "full")

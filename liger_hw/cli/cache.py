@@ -16,8 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..text import table as text_table
 from . import UsageError
-from ._values import table as text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,8 @@ def _list(arguments: argparse.Namespace) -> int:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
         print(
-            f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, {device['misses']} lists of misses"
+            f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
+            f"{device['misses']} lists of misses"
         )
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:

@@ -4,9 +4,9 @@
     liger-hw compile --target all --json > certificates.json            the whole matrix, as evidence
 
 Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
-resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what made
-them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may not be
-launched on the target.
+resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what
+made them and every launch's certificate. Progress goes to stderr. Ends with 1 when a kernel does not compile or may
+not be launched on the target.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
 from typing import Any
 
 from ..autotune.compile import DEPTHS
+from ..text import StatusLine, table
 from . import UsageError
-from ._values import dtype_name, positive, table
+from .arguments import dtype_name, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..autotune.workers import CompilePool
 
     dtypes = [arguments.dtype] if arguments.dtype else None
-    screen = _Progress()
+    screen = StatusLine()
     try:
         targets, ops = _targets(arguments.target), _ops(arguments.ops)
         launches, case_of = [], {}
@@ -77,26 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_text(certificates, case_of))
     return 1 if bad else 0
-
-
-class _Progress:
-    """On a terminal one line that changes, elsewhere a plain line now and then."""
-
-    EVERY = 10.0
-
-    def __init__(self) -> None:
-        self.live, self.drawn, self.last = sys.stderr.isatty(), False, time.monotonic()
-
-    def update(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self.last < (0.1 if self.live else self.EVERY):
-            return
-        self.last, self.drawn = now, self.live
-        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _targets(names: str) -> list[Any]:

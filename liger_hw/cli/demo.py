@@ -22,8 +22,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..text import table
 from . import UsageError
-from ._values import dtype_name, positive, table, usable_device
+from .arguments import dtype_name, positive, usable_device
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from . import UsageError
-from ._values import dtype_name, shape, torch_dtype
+from .arguments import dtype_name, shape, torch_dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from .. import __version__
-from ._values import dtype_name, table, torch_dtype
+from ..text import table
+from .arguments import dtype_name, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
 # at least once; two of them in one environment overwrite each other's files.

@@ -1,7 +1,7 @@
 """`liger-hw lock --model mistral-7b`: write liger-hw.lock, which pins every configuration the model launches.
 
-Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and what it
-pins differently from what this machine would choose.
+Use it with `LIGER_HW_LOCK_FILE=liger-hw.lock` on every rank. `--check FILE` says whether a lock file is whole, and
+what it pins differently from what this machine would choose.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from . import UsageError
-from ._values import A_MODEL, dtype_name, name_list
-from .autotune import SEQS, _numbers
+from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    parser.add_argument("--batch", type=_numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
+    parser.add_argument("--batch", type=numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
     parser.add_argument(
         "--seq",
-        type=_numbers,
+        type=numbers,
         default=SEQS,
         metavar="S,..",
         help="sequence lengths (default powers of two, 512 to 16384)",
@@ -150,7 +149,8 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         )
     else:
         print(
-            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on {header.get('device', '?')}"
+            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on "
+            f"{header.get('device', '?')}"
         )
         print(f"{other} differ from what {target.name} would choose by itself")
         for line in illegal:

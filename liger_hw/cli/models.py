@@ -1,4 +1,4 @@
-"""`liger-hw models`: what every causal LM family of the installed transformers gets, checked on a tiny model of each."""
+"""`liger-hw models`: what every causal LM family of the installed transformers gets, checked on tiny models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from . import UsageError
-from ._values import part, seconds, usable_device
+from .arguments import part, seconds, usable_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +145,7 @@ def _start() -> subprocess.Popen:
 def _work() -> int:
     """Jobs from stdin, rows to stdout, one JSON line each; what models print goes nowhere."""
     from .. import transformers as public
-    from ..transformers import converge, verify
+    from ..transformers import verify
     from ..transformers.models import specs
 
     answers = sys.stdout
@@ -158,9 +158,9 @@ def _work() -> int:
             continue
         function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
         if job["converge"]:
-            row = converge.check(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
+            row = verify.check_training(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
         else:
-            row = verify.check(
+            row = verify.check_step(
                 job["family"], job["class"], function, classes=job["named"], device=job["device"]
             ).as_dict()
         answers.write(json.dumps({**row, "named": job["named"], "converge": job["converge"]}) + "\n")
@@ -209,8 +209,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
         f"docs/models.md` on {date.today()} with {made}, Python {platform.python_version()}, on the CPU; do not edit.",
         "",
         "For each family a tiny model is built from its configuration class, one training step is taken unpatched, "
-        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of their "
-        "largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes is left "
+        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of their"
+        " largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes is left "
         "alone; the reason stands in the last column.",
         "",
         f"{_sum(rows)}.",
@@ -239,15 +239,16 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
     lines = [
         "# Convergence",
         "",
-        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}; do not edit. With `--json` into "
+        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}; do not edit. With "
+        f"`--json` into "
         "files in several places (`--device cuda --dtype bfloat16`), and `--rows FILE ...` for one page of them.",
         "",
-        "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same weights. "
-        "Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A control is an "
-        "unpatched run whose weights differ from the start in their last bit; it is made where 32 steps carry "
-        "rounding further than the tolerances, and the patched run may then be at most twice as far away as it. In bf16 "
-        "that is every family, the differences are means, and the furthest of three controls counts. A vision encoder on its "
-        "own sees the bytes' bits as pixels and names them.",
+        "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same "
+        "weights. Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A "
+        "control is an unpatched run whose weights differ from the start in their last bit; it is made where 32 steps "
+        "carry rounding further than the tolerances, and the patched run may then be at most twice as far away as it. In "
+        "bf16 that is every family, the differences are means, and the furthest of three controls counts. A vision "
+        "encoder on its own sees the bytes' bits as pixels and names them.",
         "",
     ]
     places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)

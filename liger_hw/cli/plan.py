@@ -13,8 +13,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..text import table
 from . import UsageError
-from ._values import A_MODEL, dtype_name, positive, share, table
+from .arguments import A_MODEL, dtype_name, positive, share
 
 if TYPE_CHECKING:
     from ..recompute.planner import Planner, Prediction

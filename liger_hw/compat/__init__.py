@@ -1,6 +1,6 @@
 """The name `liger_kernel` for code written for Liger Kernel 0.8.5, answered by liger_hw.
 
-    PYTHONPATH=$(liger-hw shim) python train.py        # Trainer(use_liger_kernel=True), TRL, Axolotl, LLaMA-Factory, ...
+    PYTHONPATH=$(liger-hw shim) python train.py      # Trainer(use_liger_kernel=True), TRL, Axolotl, LLaMA-Factory, ...
 
 Only the folder that `liger-hw shim` prints holds a `liger_kernel`; a normal install of liger_hw adds no such name. Its
 modules are made by the finder below as they are imported: each looks its names up in modules of liger_hw, so there is
@@ -82,7 +82,7 @@ def homes(name: str) -> tuple[str, ...] | None:
 
 
 def refuse_to_shadow() -> None:
-    """Raise `ImportError` when a real liger-kernel is installed as well and LIGER_HW_SHADOW_LIGER=1 does not allow it."""
+    """Raise `ImportError` when a real liger-kernel is installed too, unless LIGER_HW_SHADOW_LIGER=1 allows it."""
     real = installed()
     if real is not None and not env.get("LIGER_HW_SHADOW_LIGER"):
         raise ImportError(
@@ -155,7 +155,7 @@ def _public(behind: tuple[str, ...]) -> list[str]:
 
 
 def take_the_name(module: ModuleType) -> None:
-    """Called by the `liger_kernel` on the shim's path: make its modules importable, or refuse."""
+    """Called by the `liger_kernel` package on the shim's path: make its modules importable, or refuse."""
     refuse_to_shadow()
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder

@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.model.loss_utils`: a causal LM's loss from its hidden states, for forwards of one's own.
+"""`liger_kernel.transformers.model.loss_utils`: a causal LM's loss from its hidden states, for hand-written forwards.
 
 Models that liger_hw patches need none of it (transformers/loss.py).
 """

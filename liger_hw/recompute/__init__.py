@@ -6,6 +6,6 @@
 
     dial = liger_hw.activations("fit", model)              # each layer of a model, until dial.revert()
 
-recipes.py is the mechanism, levels.py the words, dial.py puts levels on models, planner.py chooses them.
-docs/activations.md explains.
+recipes.py is the mechanism, levels.py the settings a user may give, dial.py gives the layers of a model their levels,
+planner.py chooses them. docs/activations.md explains.
 """

@@ -1,8 +1,9 @@
-"""Levels put onto a model: every layer's forward runs in its own level's scope, or checkpointed.
+"""Gives the layers of a model their levels: every layer's forward runs in its own level's scope, or checkpointed.
 
-A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` that of the layers' class, and nothing
-else. With "fit" or a size it plans at the first forward that trains, when batch, sequence length and dtype are known,
-again when a larger batch comes, and reports after the first optimizer steps how far the prediction was off.
+A `Dial` replaces `forward` of each decoder layer of one live model, `class_patch` that of the layers' class, and
+nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
+and dtype are known, and again when a larger batch comes. After the first two optimizer steps the log says how far the
+prediction was from the measured peak.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
-from ..transformers.report import PATCH_MARK, Patch, PatchReport, PatchRow
+from ..transformers.report import PATCH_LOCK, PATCH_MARK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
 from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
@@ -47,9 +48,9 @@ def _is_layer(module: torch.nn.Module) -> bool:
 def activations(setting: Any, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
     """A context in which activations are kept or recomputed as `setting` says; with a model, put onto its layers.
 
-    setting: `keep`, `cheap`, `mlp` or `full` (levels.py says what each recomputes). With a model also one level for each
-    layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits the device's memory) or a
-    size such as `80GiB`.
+    setting: `keep`, `cheap`, `mlp` or `full` (levels.py says what each recomputes). With a model also one level for
+    each layer as a sequence, a mapping from layer index to level, `fit` (the fastest mix that fits the device's memory)
+    or a size such as `80GiB`.
     model: a live model with a list of layers. The levels hold from now until `revert()` or the end of the `with` block.
 
     Gradients are bit-identical to keeping everything. Raises `ValueError` for a setting that means nothing here.
@@ -58,8 +59,8 @@ def activations(setting: Any, model: torch.nn.Module | None = None) -> "recipes.
         return Dial(model, setting)
     if is_budget(setting) or not isinstance(setting, str) or setting == "full":
         raise ValueError(
-            f"activations({setting!r}) needs to know the layers: pass the model too, activations({setting!r}, model), or "
-            "activations= of its apply_liger_kernel_to_* function; keep, cheap and mlp work without"
+            f"activations({setting!r}) needs to know the layers: pass the model too, activations({setting!r}, model), "
+            "or activations= of its apply_liger_kernel_to_* function; keep, cheap and mlp work without"
         )
     return recipes.Scope(_SCOPES[check_level(setting)])
 
@@ -131,7 +132,7 @@ class Choice:
             self._check = _Check(self.prediction, device)
 
     def end(self) -> None:
-        """No more is to be compared with the prediction."""
+        """Compare nothing more with the prediction."""
         if self._check is not None:
             self._check.end()
 
@@ -169,7 +170,7 @@ class _Check:
 
 
 class Dial:
-    """The levels of one live model, put on when it is made. `revert()` takes them off; so does leaving it as a context.
+    """The levels of one live model's layers, from when it is made until `revert()` or the end of its `with` block.
 
     setting: see `activations`; `levels` are the layers' levels now, `prediction` the plan's, if there is one.
     """
@@ -182,18 +183,17 @@ class Dial:
         self.layers = layers_of(model)
         self._choice = Choice(setting, len(self.layers))
         if self._choice.planning:
-            of_module(
-                model, getattr(model, "config", None), 1, 1
-            )  # what cannot be planned is refused here, not in a step
+            of_module(model, getattr(model, "config", None), 1, 1)  # raises for what cannot be planned, before a step
         self._patches: list[Patch] = []
-        for index, layer in enumerate(self.layers):
-            slot = "_old_forward" if hasattr(layer, "_hf_hook") and "_old_forward" in vars(layer) else "forward"
-            forward = getattr(layer, slot)
-            _check_free(forward, type(layer).__name__)
-            replacement = types.MethodType(self._at_its_level(index, forward, layer), layer)
-            self._patches.append(Patch(layer, slot, replacement))
-        for patch in self._patches:
-            patch.apply()
+        with PATCH_LOCK:
+            for index, layer in enumerate(self.layers):
+                slot = forward_slot(layer)
+                forward = getattr(layer, slot)
+                _check_has_no_level(forward, type(layer).__name__)
+                replacement = types.MethodType(self._at_its_level(index, forward, layer), layer)
+                self._patches.append(Patch(layer, slot, replacement))
+            for patch in self._patches:
+                patch.apply()
 
     def _at_its_level(self, index: int, forward: Callable[..., Any], layer: torch.nn.Module) -> Callable[..., Any]:
         choice, model, config = self._choice, self.model, getattr(self.model, "config", None)
@@ -219,8 +219,9 @@ class Dial:
         return self._choice.prediction
 
     def revert(self) -> bool:
-        """Put every layer's forward back; false while somebody else's stands over one. Twice does nothing more."""
-        self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
+        """Put every layer's forward back; false while somebody else has replaced one. Twice does nothing more."""
+        with PATCH_LOCK:
+            self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         self._choice.end()
         return not self._patches
 
@@ -237,15 +238,15 @@ class Dial:
 def class_patch(cls: type, setting: Any) -> Patch:
     """The one replacement that gives every layer of class `cls` its level, in models made before and after.
 
-    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that cannot
-    takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
+    A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that does
+    not takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
     """
     original = cls.forward
-    _check_free(original, cls.__name__)
+    _check_has_no_level(original, cls.__name__)
     choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
-    places: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
+    positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
 
-    def place(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
+    def position(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
         parts = list(layer.modules())
         index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
         config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
@@ -265,22 +266,22 @@ def class_patch(cls: type, setting: Any) -> Patch:
         if torch.compiler.is_compiling():
             recipes.note_compiling()
             return forward(*args, **kwargs)
-        if self not in places:
-            places[self] = place(self)
-        if places[self] is None:
+        if self not in positions:
+            positions[self] = position(self)
+        if positions[self] is None:
             return run_at(setting, forward, args, kwargs)
-        index, config, choice = places[self]
+        index, config, choice = positions[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
     setattr(at_its_level, PATCH_MARK, (_PART, _PART))
     return Patch(cls, "forward", at_its_level)
 
 
-def _check_free(forward: Callable[..., Any], name: str) -> None:
+def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
     if getattr(forward, PATCH_MARK, ("",))[0] == _PART:
         raise ValueError(
-            f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy of "
-            "a model, which no call knows, liger_hw.revert(model)"
+            f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy "
+            "of a model, which no call knows, liger_hw.revert(model)"
         )
 
 

@@ -1,12 +1,12 @@
 """What a user may ask for: the words, and what they mean for each layer.
 
 keep    nothing is recomputed: as torch has it
-cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py): about 1% of the time
+cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py), in little time
 mlp     the gate and up projections are recomputed too
 full    the whole layer is recomputed from its input, as transformers' gradient checkpointing
 
-Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so what it would recompute is needed before
-anything is freed, and the peak is the same.
+Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, so what it would recompute is needed
+before anything is freed, and the peak is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def check_level(level: Any) -> str:
     """`level` itself. Raises `ValueError` that names what there is."""
     if level not in LEVELS:
         raise ValueError(
-            f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size as '80GiB'"
+            f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size as "
+            "'80GiB'"
         )
     return level
 

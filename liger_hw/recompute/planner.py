@@ -2,9 +2,8 @@
 
 Everything is counted from the model's shape: what each layer's backward needs, parameters, gradients, optimizer state,
 the loss head's chunks, and what is alive at the worst moment of the step. Time is counted in FLOPs and bytes moved,
-weighed by one ratio, measured on an H200, which other accelerators have within a third by their data sheets; so it is good
-for comparing mixes, not for seconds.
-`Assumptions` says what is taken for granted. docs/activations.md compares predictions with an H200.
+weighed by one ratio that accelerators share roughly, so it is good for comparing mixes, not for seconds.
+`Assumptions` says what is taken for granted. docs/activations.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
     from ..autotune.models import Model
 
 FLOPS_PER_BYTE = 160
-"""bf16 GEMM rate over memory bandwidth, both as reached on an H200: 690 TFLOP/s and 4.25 TB/s. By data sheets the ratio is
-206 there, 153 on an A100 and 247 on an MI300X, neither of which was measured."""
+"""bf16 GEMM rate over memory bandwidth, as an accelerator reaches them."""
 ATTENTION, ATTENTION_MASKED = (0.75, 0.6), (0.2, 0.22)
 """Rates of attention's forward and backward as shares of the GEMM rate, in causal FLOPs: flash, and with a mask."""
 EAGER = (1.6, 0.82)
-"""Time of eager attention's forward and backward over what the bytes it moves would take, as Gemma-2 had it on an H200."""
+"""Time of eager attention's forward and backward over what the bytes it moves would take."""
 EAGER_MARGIN = 0.02
-"""Share of a budget left free where attention is eager: its temporaries are gigabytes and another torch may have others."""
+"""Share of a budget left free where attention is eager: its temporaries are large, and differ between versions."""
 WORKSPACE = 100 << 20
 """Matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
@@ -42,8 +40,9 @@ class Assumptions:
     dtype: of the parameters; compute: itemsize of activations (autocast's); optimizer: a name of `STATE_BYTES`
     trainable: share of the layers' parameters that train (1 without LoRA); shards: devices that share parameters,
     gradients and optimizer state (FSDP); fused_loss: the logits never exist
-    attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what transformers
-    does with a model that names none: eager for softcapped scores, masked for a window that the sequence reaches
+    attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask) or `flash`; empty for what
+    transformers does with a model that names none: eager for softcapped scores, masked for a window that the sequence
+    reaches
     """
 
     dtype_bytes: int = 2
@@ -75,9 +74,10 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer at one batch: bytes its backward keeps and seconds it takes (GEMM FLOPs = 1), by level.
+    """One decoder layer at one batch, by level.
 
-    transient: bytes beside `kept` while its backward runs
+    kept: bytes that are kept for its backward; transient: bytes beside them while its backward runs
+    extra: time of what is recomputed; time: of forward and backward at `keep`. Both in FLOPs of a GEMM
     """
 
     kept: dict[str, int]
@@ -153,8 +153,8 @@ class Planner:
             "full": gradients + keep - kept["full"],
         }
         if self.attention == "eager":
-            # or the softmax's, on its way back: its output, gradients in and out and their product, all fp32, and the tanh;
-            # beside them the layer's input, q and k, gradients of the stream and of v, and of the weights that had theirs
+            # or the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
+            # beside them the layer's input, q and k, and gradients of the stream, of v and of the later weights
             scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + tokens * 4 * (2 + m.heads)
             scores += int(given.trainable * m.hidden * (3 * wide + q) * given.dtype_bytes)
             for level in kept:
@@ -253,10 +253,10 @@ class Planner:
         m, given = self.model, self.given
         if not given.fused_loss:
             return self.tokens * m.vocab * (2 * given.compute_bytes + 4)
-        from ..kernels.heads.linear_head import plan_chunks
+        from ..kernels.heads.chunk_plan import plan_chunks
 
         trains = given.trainable == 1
-        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, apart=True)
+        chunks = plan_chunks(self.tokens, m.hidden, m.vocab, given.compute_bytes, gradients=trains, with_targets=True)
         weight = m.vocab * m.hidden * (4 if chunks.wide else given.compute_bytes) if trains else 0
         return chunks.rows * m.vocab * given.compute_bytes + weight + self.tokens * m.hidden * given.compute_bytes
 
@@ -276,9 +276,9 @@ class Planner:
     def best(self, budget: int) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes. Raises `ValueError` when even `full` needs more.
 
-        With eager attention at most 98% of them, where one mix needs so little. Mixes of two levels suffice: each step
-        down the list costs more time per byte than the one before. The level that keeps less goes into the first layers,
-        whose backward comes last, when gradients fill the memory.
+        With eager attention it leaves EAGER_MARGIN free, where one mix needs so little. Mixes of two levels suffice:
+        each step down the list costs more time per byte than the one before. The level that keeps less goes into the
+        first layers, whose backward comes last, when gradients fill the memory.
         """
         count = self.model.layers
         pairs = [(low, high) for i, high in enumerate(LEVELS) for low in LEVELS[i + 1 :]]
@@ -291,14 +291,14 @@ class Planner:
         if not fitting:
             raise ValueError(
                 f"{self.model.name} at {self.batch} x {self.seq} needs {least.peak / 2**30:.1f} GiB even with "
-                f"{in_words(least.levels)}, and {budget / 2**30:.1f} GiB are to be used; make the batch or the sequence "
-                "smaller, shard the model, or train fewer of its parameters"
+                f"{in_words(least.levels)}, and {budget / 2**30:.1f} GiB are to be used; make the batch or the "
+                "sequence smaller, shard the model, or train fewer of its parameters"
             )
         return max(fitting, key=lambda one: (one.speed, -one.peak))
 
 
 def usable(device: "torch.device") -> int:
-    """Bytes of a device that a training step may be planned for: its memory less 4%, for the driver and fragmentation."""
+    """Bytes of a device that a training step may be planned for: its memory less 4% for driver and fragmentation."""
     import torch
 
     if device.type == "cpu":
@@ -309,7 +309,7 @@ def usable(device: "torch.device") -> int:
 def of_module(
     source: "torch.nn.Module", config: Any, batch: int, seq: int, compute_bytes: int | None = None
 ) -> Planner:
-    """A Planner for a live transformers model: shape from its config, dtype and what trains from `source`'s parameters."""
+    """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`."""
     from ..autotune import models
 
     if config is None:

@@ -1,9 +1,10 @@
 """Tensors that autograd does not keep because they can be computed again: recipes, and the hooks that use them.
 
-An op's forward says with `offer` how its output can be had again from tensors that are saved anyway. While a `Scope` is
-open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (itself, a view of it, or autocast's
-copy of it) is dropped and a `Handle` is saved in its place; when backward asks, the recipe calls the same operator on
-the same inputs. So gradients are bit-identical to keeping it.
+An op's forward states with `offer` how its output can be computed again from tensors that are saved anyway. While a
+`Scope` is open, saved-tensor hooks see every tensor that autograd saves. One that has a recipe (the output itself, a
+view of it, or autocast's copy of it) is dropped and a `Handle` is saved in its place. When backward asks, the recipe
+calls the same operator on the same inputs, under the same autocast state and launch configurations. So gradients are
+bit-identical to keeping it.
 
     x --rms_norm--> y --linear--> q        y's recipe: rms_norm(x, w). q, k and v each save a handle on it.
                       --linear--> k        The first that backward reaches computes y, the last one takes it.
@@ -11,20 +12,19 @@ the same inputs. So gradients are bit-identical to keeping it.
 
 Inputs of a recipe are packed like everything else, so recipes chain. What has no recipe is saved as torch would save
 it, with torch's check that nobody changed it in place (which torch itself leaves out once hooks are used).
-This file and replay.py know torch alone; ops import them, levels and models are the business of the files beside.
+This file knows torch alone: ops import it. levels.py and dial.py apply it to models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import threading
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
-
-from . import replay
 
 log = logging.getLogger("liger_hw")
 
@@ -62,9 +62,9 @@ def offer(
 ) -> None:
     """Inside a Function's forward: `output` is `call(*args)` (item `index` of it), and cheap to compute again.
 
-    `call` must be deterministic and return new tensors. The tensors in `args` are ones that the Function saves; one that
-    it does not is `unsaved`, and then the offer holds only where that one has a recipe itself: nothing is kept for it.
-    number: which of the Function's outputs this is.
+    `call` must be deterministic and return new tensors. The tensors in `args` are ones that the Function saves. One
+    that it does not save is `unsaved`, and then the offer holds only where that one has a recipe itself: nothing is
+    kept for it. number: which of the Function's outputs this is.
     """
     global _casts_seen
     if not _scopes_open or _level() == KEEP or not any(ctx.needs_input_grad):
@@ -96,9 +96,9 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = module(x)
     if not _scopes_open or _level() < MLP or type(y) is not torch.Tensor or y.grad_fn is None:
         return y
-    found = replay.of_module(module, x)
-    if found is not None:
-        recipe = Recipe(*found, None, y)
+    call = _repeated_call(module, x)
+    if call is not None:
+        recipe = Recipe(*call, None, y)
         for t in (y,) if y._base is None else (y, y._base):
             setattr(t, _MARK, recipe)
     return y
@@ -126,8 +126,7 @@ def watched(ctx: Any) -> tuple[tuple[torch.Tensor | None, ...], list[str]]:
 def pack(t: torch.Tensor) -> Any:
     """Saved-tensor hook: a Handle for what has a recipe, else (tensor, version).
 
-    Nearly all tensors take the second way, so every look-up here counts (1 us in all, half of it for `detach`), and
-    `_recipe_of` is written out.
+    Nearly all tensors have none, and this runs for every tensor that autograd saves, so `_recipe_of` is written out.
     """
     recipe = t.__dict__.get(_MARK)
     if recipe is None:
@@ -185,7 +184,7 @@ def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
         return None
     recipe = parent.casts.get(t.dtype, _nothing)()
     if recipe is None:
-        recipe = Recipe(replay.cast, (t.dtype, Handle(parent)), None, t)
+        recipe = Recipe(cast, (t.dtype, Handle(parent)), None, t)
         parent.casts[t.dtype] = weakref.ref(recipe)
     recipe.place = t.untyped_storage().data_ptr()  # q, k and v each made a copy of their own
     return recipe
@@ -214,7 +213,7 @@ class Recipe:
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
         self.place = output.untyped_storage().data_ptr()
         self.geometry = output.shape, output.stride(), output.storage_offset()
-        self.overrides = replay.overrides()
+        self.overrides = _forced_configs()
         self.casts: dict[torch.dtype, weakref.ref] = {}
         self.live = self.waiting = self.epoch = 0
         self.value = self.stream = None
@@ -225,7 +224,7 @@ class Recipe:
 
     def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
         """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""
-        stream = replay.stream_of(self.device)
+        stream = _stream_of(self.device)
         value = self.value
         if value is None:
             value = self._compute()
@@ -252,7 +251,7 @@ class Recipe:
 
     def _compute(self) -> torch.Tensor:
         args = [arg.restore(self.name, i) if type(arg) is _Input else arg for i, arg in enumerate(self.args)]
-        with torch.no_grad(), replay.overridden(self.overrides):
+        with torch.no_grad(), _forced_again(self.overrides):
             result = self.call(*args)
         return result if self.index is None else result[self.index]
 
@@ -302,6 +301,78 @@ class _Input:
         return t
 
 
+# -- what makes a recomputation equal to the computation -------------------------------------------------------------
+
+
+def _repeated_call(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[..., Any], tuple] | None:
+    """(call, arguments) that compute `module(x)` again with the same bits, or None where that is not certain."""
+    kind = x.device.type
+    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    if type(module) is torch.nn.Linear:
+        return None if _has_hooks(module) else (linear, (autocast, x, module.weight, module.bias))
+    if not all(_is_deterministic(part) and not _has_hooks(part) for part in module.modules()):
+        return None
+    return call_module, (autocast, module, x, *module.parameters())
+
+
+def linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer under an autocast state: (device type, dtype, whether it is on)."""
+    kind, dtype, enabled = autocast
+    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+def call_module(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """`module(x)`; its parameters are arguments for the check that nobody changed them."""
+    kind, dtype, enabled = autocast
+    with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        return module(x)
+
+
+def cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
+    return source.to(dtype)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or hasattr(module, "_hf_hook")
+
+
+def _is_deterministic(module: torch.nn.Module) -> bool:
+    """Linears, containers, and dropout that drops nothing."""
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p == 0 or not module.training
+    plain = (torch.nn.Linear, torch.nn.Identity, torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.ParameterDict)
+    return isinstance(module, plain) or any(True for _ in module.children())
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The stream that work on a device goes to now; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def _forced_configs() -> tuple:
+    """The launch configurations that `registry.override` forces now."""
+    from .. import registry
+
+    return registry.overrides()
+
+
+def _forced_again(forced: tuple) -> Any:
+    """A context in which these launch configurations are forced again, where they no longer are."""
+    return contextlib.nullcontext() if forced == _forced_configs() else _forcing(forced)
+
+
+@contextlib.contextmanager
+def _forcing(forced: tuple) -> Iterator[None]:
+    from .. import registry
+
+    with contextlib.ExitStack() as stack:
+        for scope, config in forced:
+            stack.enter_context(registry.override(scope, config))
+        yield
+
+
 # -- scopes ----------------------------------------------------------------------------------------------------------
 
 
@@ -318,8 +389,8 @@ class Scope:
     def __init__(self, may: int) -> None:
         if may != KEEP and not supported():
             raise RuntimeError(
-                f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: before, nobody "
-                "can tell whether they are inside somebody else's saved-tensor hooks; use keep or full"
+                f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: an older "
+                "torch does not say whether somebody else's saved-tensor hooks are in use; use keep or full"
             )
         self.may = may
 

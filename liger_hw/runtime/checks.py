@@ -17,7 +17,8 @@ def check(condition: bool, op: str, message: str) -> None:
 
 
 def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
-    """Raise unless these are tensors (or None, where `optional` names them) of a dtype that kernels take, on one device.
+    """Raise unless these are tensors (or None, where `optional` names them) of a dtype that kernels take, on one
+    device.
 
     `TypeError` for something that is no tensor, `ValueError` otherwise.
     """
@@ -64,8 +65,8 @@ def check_ignore_index(op: str, ignore_index: Any) -> None:
 
 
 def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
-    """Keeps the answers of `misfit` in eager code: a function of shapes and options, never of tensors, that says what is
-    wrong with them, or "".
+    """Keeps the answers of `misfit` in eager code: a function of shapes and options, never of tensors, that says what
+    is wrong with them, or "".
     """
     known = functools.lru_cache(maxsize=1024, typed=True)(misfit)
 

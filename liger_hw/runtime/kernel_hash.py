@@ -1,9 +1,9 @@
 """The identity of a kernel's code: what a stored launch configuration was measured for.
 
-The hash covers the kernel and every function and constant that it reaches, found by following the names in its source. It
-does not depend on how the code is written: local and function names, comments, docstrings, layout, type annotations and the
-module a helper lives in are normalised away. Renaming a variable keeps the hash; changing an operation, a constant or the
-order of arguments changes it.
+The hash covers the kernel and every function and constant that it reaches, found by following the names in its source.
+It does not depend on how the code is written: local and function names, comments, docstrings, layout, type annotations
+and the module a helper lives in are normalised away. Renaming a variable keeps the hash; changing an operation, a
+constant or the order of arguments changes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _visit(function: types.FunctionType, known: dict[Any, int], texts: list[str]
 
 
 class _Normalise(ast.NodeTransformer):
-    """Gives locals the names v0, v1, ... in order of appearance, functions their numbers, and constants their values."""
+    """Gives locals the names v0, v1, ... in order of appearance, functions their numbers, constants their values."""
 
     def __init__(self, scope: dict[str, Any], known: dict[Any, int], texts: list[str]) -> None:
         self.scope, self.known, self.texts = scope, known, texts

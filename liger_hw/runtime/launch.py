@@ -1,12 +1,12 @@
 """Launching a kernel with a resolved plan.
 
-A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call), tunables
-(constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
+A kernel's parameters stand in this order: tensors (or None), runtime numbers, flags (constexpr, chosen by the call),
+tunables (constexpr, chosen by the plan). `launch` passes the first three by position and takes the rest from the plan.
 
-Triton binds arguments, hashes options and reads the environment at every launch. So once it has compiled a kernel, the next
-launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is looked up twice:
-first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are passed as integers, which
-spares the driver's query for each tensor.
+Triton binds arguments, hashes options and reads the environment at every launch. So once it has compiled a kernel, the
+next launch that Triton would specialise alike goes straight to the compiled kernel (`Plan.compiled`). A launch is
+looked up twice: first by its exact numbers, then by their classes, which is what Triton specialises on. Pointers are
+passed as integers, which spares the driver's query for each tensor.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     constants = flags + tuned_values(plan, kernel, args, flags)
     shown = [_StandIn(a) if isinstance(a, torch.Tensor) else a for a in args]
     compiled = kernel.warmup(*shown, *constants, grid=(1,), **plan.options)
-    with contextlib.suppress(AttributeError, TypeError):  # no public name of Triton: where it moved, the launch builds it
+    with contextlib.suppress(AttributeError, TypeError):  # no public name: where it moved, the launch builds it
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
@@ -184,8 +184,8 @@ class _StandIn:
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
     """What launches a compiled kernel, and what it takes between the stream and the kernel's own arguments.
 
-    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, where a kernel
-    needs any. The C function's arguments change from version to version.
+    Triton 3.6's launcher is a Python function around one in C; all that the Python adds is scratch memory, where a
+    kernel needs any. The C function's arguments change from version to version.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     known = _VERSION == "3.6" and hasattr(run, "launch_pdl")

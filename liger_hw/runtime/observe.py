@@ -10,9 +10,9 @@
     with observing(Count()) as count:
         liger_rms_norm(x, w)
 
-The replay cache records a call with an observer, the tuner learns what an operator launches, ahead-of-time compilation notes
-what would be launched on a device that is not there. While anybody observes, every call goes to its launcher and no call is
-replayed. Where nobody does, a launch pays for one look at `observers`.
+The replay cache records a call with an observer, the tuner learns what an operator launches, ahead-of-time compilation
+notes what would be launched on a device that is not there. While anybody observes, every call goes to its launcher and
+no call is replayed. Where nobody does, a launch pays for one look at `observers`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Observer:
         return proceed(plan, kernel, grid, args, flags)
 
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:
-        """An operator whose launcher is to run in eager mode; `call` is what `define` returned. Returns its results."""
+        """An operator that is called in eager mode; `call` is what `define` returned. Returns its results."""
         return proceed(call, args)
 
 
@@ -47,7 +47,7 @@ Watcher = TypeVar("Watcher", bound=Observer)
 
 @contextlib.contextmanager
 def observing(observer: Watcher, every_thread: bool = False) -> Iterator[Watcher]:
-    """Let `observer` see the launches of this thread, or of every thread (backwards on a GPU run in threads of their own)."""
+    """Let `observer` see the launches of this thread, or of every thread (a backward on a GPU runs in its own)."""
     entry = (None if every_thread else get_ident(), observer)
     observers.append(entry)
     try:

@@ -1,8 +1,8 @@
 """Operators: what an op file declares with `define`, and the autograd Function around it.
 
-`define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on the CPU
-it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher would only pass
-the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
+`define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU it runs the launcher; on
+the CPU it runs the reference, or the launcher when kernels are interpreted. In plain eager code on a GPU the dispatcher
+would only pass the call on, so the function that `define` returns goes to the replay cache and the launcher directly.
 
 Op files take everything they use of `runtime` from here: `launch` and the checks of `checks.py` too.
 """
@@ -60,16 +60,16 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, and does the same for all arguments of one layout (`replay.py`)
     reference: the same results in plain torch
-    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape and
-    dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by calling
-    the reference on fake tensors, which suits a reference that takes no gradient itself.
+    fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
+    and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
+    calling the reference on fake tensors, which suits a reference that takes no gradient itself.
     recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
 
-    All three functions take the schema's arguments by position, numbers as the schema says: where a caller gives an int for
-    a float, a bool for an int, or 0, 1 or None for a bool, they see the float, int or bool. None may return one of its inputs.
+    All three functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
+    bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
-    on_gpu = _with_fallback(launcher)
+    on_gpu = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling
     launchers[name] = on_gpu
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -108,10 +108,10 @@ def define(
                 result = replay(name, eager, args) if recorded else MISSED
                 if result is not MISSED:
                     return result
-                if are_plain(args):
-                    if observers:
-                        return observed("operator", lambda call, args: eager(*args), call, args)
-                    return eager(*args)
+                run = eager if are_plain(args) else overload
+                if observers:
+                    return observed("operator", lambda call, args: run(*args), call, args)
+                return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
                 return on_gpu(*_coerced(args, numbers))
@@ -192,10 +192,10 @@ _is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:
-    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain function and
-    gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without its Function, as where
-    vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's fallback crashed in torch 2.13: over
-    torch.autograd.grad of a loss, by a segmentation fault under pytest."""
+    """torch says that a Function has no `setup_context`; traced by torch.compile, it takes `forward` for a plain
+    function and gives a gradient of zero (pytorch issue 193279). So it does of an operator that a loss calls without
+    its Function, as where vmap's tensors do not say that a gradient is wanted outside it. Where none is, vmap's
+    fallback crashed in torch 2.13: over torch.autograd.grad of a loss, by a segmentation fault under pytest."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -203,7 +203,7 @@ def _refuse_transforms(what: str) -> NoReturn:
     )
 
 
-def _with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
+def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """When a configuration fails to compile or launch, quarantine it and let the next layer answer."""
 
     def run(*args: Any) -> Any:

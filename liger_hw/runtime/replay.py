@@ -1,14 +1,15 @@
 """Replay cache: the second call of a layout is recorded, later calls repeat its allocations and launches.
 
-A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device) and
-from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most of the host's
-time. So the second such call is recorded: what it allocates, what it launches with which tensors, what it returns. From the
-third call on those steps are repeated with that call's tensors.
+A launcher works out sizes, plan, grid and flags from its arguments' layout (dtypes, shapes, strides, alignment, device)
+and from numbers, allocates, and launches. All of that is the same at the next call of the same layout, and it is most
+of the host's time. So the second such call is recorded: what it allocates, what it launches with which tensors, what it
+returns. From the third call on those steps are repeated with that call's tensors.
 
-Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back), a
-tensor that is neither an argument nor allocated there, or a launch that went through Triton, and the layout is left to the
-launcher for good. Of an operator that does more, parts that do no more can be recorded by themselves (`repeated`). A recording
-holds for the plans that it was made with: the registry drops the cache whenever plans change (`registry.replay_cache`).
+Only a call that did nothing else is recorded. Any other operator of torch in it (a copy, a product, a value read back),
+a tensor that is neither an argument nor allocated there, or a launch that went through Triton, and the layout is left
+to the launcher for good. Of an operator that does more, parts that do no more can be recorded by themselves
+(`repeated`). A recording holds for the plans that it was made with: the registry drops the cache whenever plans change
+(`registry.replay_cache`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: 
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are tensors on a GPU (the first is), numbers and tuples of numbers: of no class, and in no list, that asks
-    to be handled, nor tensors of torch.autograd's batched gradients, which have no memory of their own."""
+    """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
+
+    A subclass of tensor may want to handle the call, and so may a list that holds one. The tensors of batched gradients
+    have no memory of their own.
+    """
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
     for arg in args:
@@ -58,7 +62,7 @@ def are_plain(args: tuple) -> bool:
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and is to return what it allocated."""
+    """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
     name = f"{part.__module__}.{part.__qualname__}"
 
     @wraps(part)
@@ -74,7 +78,7 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     if observers or not _launch.CAN_BE_FAST:
         return MISSED
     index = args[0].get_device() if type(args[0]) in _TENSORS else -1
-    if index < 0 or index != _launch.current_device():  # not asked for CPU tensors: without a driver, or forked, it raises
+    if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
         return MISSED
     key, pointers, together = [name], [None], 0
     try:
@@ -146,7 +150,7 @@ def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple) 
 class _Recorder(Observer, TorchDispatchMode):
     """Sees every operator of torch and every launch of this thread.
 
-    places: tensor -> where its pointer stands in a replay: 0 is that of None, then the arguments', then the allocations'
+    places: tensor -> where its pointer stands in a replay: first that of None, then of arguments, then of allocations
     """
 
     def __init__(self, given: tuple) -> None:
@@ -161,7 +165,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to skip dynamo, torch would import torch._dynamo at the first operator we see, which takes a second."""
+        """False: to skip dynamo, torch would import it at the first operator we see, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -2,10 +2,10 @@
 
 Doing so halves the memory of a gated activation's backward, and it is invisible only when nobody else can see the
 tensor: no variable of the caller, no view, no other node's saved tensor, no second backward over the same graph.
-`unpack` answers that by comparing reference counts (of the Python objects, the tensor and the storage) with those of a tensor that is
-certainly ours. The expected counts are measured once per process on small graphs, together with graphs in which
-somebody does hold the tensor; if the counts cannot tell the two apart in this version of Python and torch, nothing is
-ever reused.
+`unpack` answers that by comparing reference counts (of the Python objects, the tensor and the storage) with those of a
+tensor that is certainly ours. The expected counts are measured once per process on small graphs, together with graphs
+in which somebody does hold the tensor; if the counts cannot tell the two apart in this version of Python and torch,
+nothing is ever reused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from ..recompute import recipes
 
 Counts = tuple[str, int, int, int, int]
-"""How the tensor came out of the graph (`recipes.KEPT`, `FRESH` or `SHARED`; "" without our hooks), then four counts."""
+"""How the tensor came out of the graph (`recipes.KEPT`, `FRESH` or `SHARED`; "" without our hooks), then four counts.
+"""
 
 
 def unpack(ctx: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
@@ -39,7 +40,8 @@ def graph_is_kept() -> bool:
     """Whether this backward may run again over the same saved tensors: with retain_graph, while torch.compile traces,
     and where this version of torch cannot tell.
 
-    A captured device graph counts by the call it recorded: replaying a backward twice after one forward is retain_graph.
+    A captured device graph counts by the call it recorded: replaying a backward twice after one forward is
+    retain_graph.
     """
     return torch.compiler.is_compiling() or _keeps_graph is None or _keeps_graph()
 
@@ -120,8 +122,8 @@ def _private_counts(with_checkpoint: bool) -> frozenset[Counts]:
 
 
 def _measured_counts(with_checkpoint: bool) -> frozenset[Counts]:
-    """Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a process
-    that has done so: any process that checkpointed.
+    """Checkpointing has counts of its own. Its first use imports torch._dynamo (2 s), so it is measured only in a
+    process that has done so: any process that checkpointed.
     """
     if not hasattr(torch.Tensor, "_use_count") or _uses_of_storage is None:
         return frozenset()

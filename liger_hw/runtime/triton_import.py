@@ -1,7 +1,7 @@
 """Triton, or a stand-in that lets kernel files be imported where Triton is not installed.
 
-Kernel files write `from ..runtime.triton_import import tl, triton`. Without Triton every op still runs its reference on CPU tensors;
-launching a kernel raises with what to install.
+Kernel files write `from ...runtime.triton_import import tl, triton`. Without Triton every op still runs its reference
+on CPU tensors; launching a kernel raises with what to install.
 """
 
 from __future__ import annotations

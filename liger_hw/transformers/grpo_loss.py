@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..chunked_loss.policy import check_policy, make_policy, policy_tensors, token_shares
+from ..chunked_loss.policy import make_policy, policy_tensors, token_shares
 from ..kernels.losses.selected_log_probs import IGNORED, SelectedLogProbsFunction
 from ..runtime.operator import check, check_tensors
 
@@ -43,13 +43,15 @@ def triton_grpo_loss(
 ) -> tuple:
     """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position predicts nothing that is scored.
 
-    completion_ids [batch, length]; advantages [batch] or [batch, length]; completion_mask [batch, length], 1 where a token
-    counts (all, if None); old_logp, ref_logp [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed
-    with beta). The options are those of LigerFusedLinearGRPOLoss, whose policy.py has the formulas.
-    inplace: backward writes the gradient over the logits, which nobody else may use afterwards.
-    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where a
-    token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean the loss type says.
-    Raises `ValueError` for shapes or options that do not fit.
+    completion_ids: [batch, length]; advantages: [batch] or [batch, length]
+    completion_mask: [batch, length], 1 where a token counts; None: all do
+    old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
+    inplace: backward writes the gradient over the logits, which nobody else may use afterwards
+    The options are those of LigerFusedLinearGRPOLoss; chunked_loss/policy.py has the formulas.
+
+    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where
+    a token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean that the loss
+    type defines. Raises `ValueError` for shapes or options that do not fit.
     """
     check_tensors(_NAME, logits=logits)
     shape = tuple(completion_ids.shape)
@@ -63,11 +65,23 @@ def triton_grpo_loss(
     if beta and ref_logp is None:
         check(False, _NAME, f"beta={beta} needs ref_logp; give it, or beta=0.0")
     policy = make_policy(
-        *(_NAME, loss_type, beta, eps_low, eps_high, delta, importance_sampling_level, use_bias_correction_kl),
-        *(temperature, sapo_temperature_pos, sapo_temperature_neg),
-        *(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        _NAME,
+        loss_type=loss_type,
+        temperature=temperature,
+        delta=delta,
+        importance_sampling_level=importance_sampling_level,
+        use_bias_correction_kl=use_bias_correction_kl,
+        max_completion_length=max_completion_length if reduce else 1,
+        beta=beta,
+        epsilon_low=eps_low,
+        epsilon_high=eps_high,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
     )
-    check_policy(_NAME, policy, importance_sampling_level, max_completion_length if reduce else 1)
     given = advantages, old_logp, ref_logp, vllm_is_ratio
     mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *given, loss_type)
     target = torch.full((shape[0], shape[1] + 1), IGNORED, dtype=torch.int64, device=logits.device)

@@ -47,7 +47,7 @@ class ModelView:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         viewed = self._viewed
         forward = getattr(viewed.forward, "__func__", None)
-        if forward is None or _hooked_by(viewed):  # somebody stands around its forward, and must see the real module
+        if forward is None or _hooked_by(viewed):  # hooks must see the real module
             return viewed(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -67,12 +67,14 @@ def viewed_with(model: nn.Module, path: str, head: "OutputHead") -> ModelView:
 
 
 class OutputHead:
-    """Stands for a causal LM's output head during one forward; calling it with hidden states defers the product.
+    """Takes the place of a causal LM's output head during one forward. Calling it with hidden states defers the logits.
 
-    module: the real head; fused: consume hidden states and weight in the loss, else only the loss is ours
+    module: the real head
+    fused: the loss consumes hidden states and weight; else it consumes logits, and only the loss is ours
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
     `predicted_tokens`, the index of each row's largest logit; `found` has them after the loss
-    counted: how many labels count, on its way to the host: ignored rows are then left out of the products
+    counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
+    products
     """
 
     def __init__(
@@ -292,10 +294,10 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
         )
         if fused and not skip and not wants:
             return original(self, *args, **kwargs)
+        counted = None
         if skip and not torch.compiler.is_compiling():
             compile_ahead.at_first_forward(self, args, kwargs)
-        counted = None
-        if skip and not torch.compiler.is_compiling():  # first of all, so that the number is there when the loss asks
+            # before the model runs, so that the copy to the host has arrived when the loss asks for it
             counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
         head = OutputHead(_at(self, head_at), fused and skip, wants, counted)
         outputs = original(viewed_with(self, head_at, head), *args, **kwargs)

@@ -14,65 +14,40 @@ from typing import Any
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, LAYERS, VOCAB, POSITIONS, EXPERTS = 64, 4, 2, 16, 96, 4, 128, 128, 4
 
 _SIZES = (
-    (VOCAB, "vocab_size text_vocab_size vocab_size_per_layer_input audio_vocab_size"),
+    (VOCAB, "vocab_size text_vocab_size vocab_size_per_layer_input audio_vocab_size n_words"),
     (
         HIDDEN,
-        "hidden_size d_model n_embd dim embed_dim hidden_dim word_embed_proj_dim embedding_size "
-        "dim_model lru_width attention_hidden_size cross_attention_hidden_size",
+        "hidden_size d_model n_embd dim embed_dim hidden_dim word_embed_proj_dim embedding_size dim_model lru_width",
     ),
-    (
-        WIDE,
-        "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff encoder_ffn_dim decoder_ffn_dim mlp_hidden_size "
-        "shared_intermediate_size intermediate_size_mlp dense_intermediate_size ff_dim ffn_intermediate_size",
-    ),
-    (
-        LAYERS,
-        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth num_decoder_layers "
-        "num_encoder_layers",
-    ),
+    (HIDDEN, "attention_hidden_size cross_attention_hidden_size emb_dim"),
+    (WIDE, "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size dim_ff ff_dim encoder_ffn_dim decoder_ffn_dim"),
+    (WIDE, "mlp_hidden_size shared_intermediate_size intermediate_size_mlp dense_intermediate_size"),
+    (WIDE, "ffn_intermediate_size"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers depth decoder_layers encoder_layers num_decoder_layers"),
+    (LAYERS, "num_encoder_layers"),
     (HEADS, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"),
     (KV_HEADS, "num_key_value_heads num_kv_heads n_head_kv kv_n_heads swa_num_key_value_heads"),
-    (HEAD_DIM, "head_dim kv_channels attention_head_dim d_kv global_head_dim attn_head_dim swa_head_dim"),
+    (HEAD_DIM, "head_dim kv_channels attention_head_dim d_kv global_head_dim attn_head_dim swa_head_dim rotary_dim"),
+    (HEAD_DIM, "qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim image_size"),
+    (HEAD_DIM, "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size"),
     (POSITIONS, "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx seq_length context_length"),
     (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts"),
     (2, "num_experts_per_tok moe_k moe_topk num_selected_experts top_k_experts moe_top_k num_experts_per_token"),
-    (
-        32,
-        "moe_intermediate_size expert_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size "
-        "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank expert_ffn_hidden_size index_head_dim",
-    ),
+    (2, "linear_num_key_heads eos_token_id"),
+    (4, "linear_num_value_heads patch_size"),
+    (8, "sliding_window mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size"),
+    (32, "moe_intermediate_size expert_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size"),
+    (32, "moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank expert_ffn_hidden_size index_head_dim"),
+    (32, "qk_head_dim"),
     (1, "n_group topk_group n_groups mamba_n_groups first_k_dense_replace n_shared_experts num_shared_experts"),
+    (1, "bos_token_id"),
+    (128, "mamba_d_ssm"),
+    (0, "pad_token_id"),
+    (True, "is_decoder"),
+    (False, "use_cache"),
 )
-_VALUES = {name: value for value, names in _SIZES for name in names.split()} | {
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "qk_head_dim": 32,
-    "patch_size": 4,
-    "image_size": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "sliding_window": 8,
-    "is_decoder": True,
-    "use_cache": False,
-    "rotary_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_d_state": 16,
-    "ssm_state_size": 16,
-    "mamba_d_ssm": 128,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
-    "emb_dim": HIDDEN,
-    "n_words": VOCAB,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+"""A value, and the names of what families call it."""
+_VALUES = {name: value for value, names in _SIZES for name in names.split()}
 _TAKES_CONFIGS = int(version("transformers").split(".")[0]) >= 5
 """Before 5, some composite configurations take their parts as dictionaries only."""
 _DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerdrop")

@@ -84,7 +84,7 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_that_offers(name, ledger):
-    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its own output.)"""
+    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its output.)"""
     head = normal(5, HIDDEN, seed=1)
 
     def run(level):
@@ -197,7 +197,7 @@ def test_scopes_nest_and_survive_exceptions():
     assert recipes._hooks_on_top(True) is None
 
 
-def test_older_torch_is_told(monkeypatch, request):
+def test_older_torch_is_refused(monkeypatch, request):
     monkeypatch.setattr(recipes, "_hooks_on_top", None)
     request.addfinalizer(_reuse._private_counts.cache_clear)  # measured as the older torch would
     with pytest.raises(RuntimeError, match="need torch 2.8 or newer, this is .*; use keep or full"):

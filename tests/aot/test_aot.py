@@ -198,7 +198,7 @@ def test_what_is_recorded():
     launches = _first()
     assert [launch.tunable for launch in launches][:2] == ["rms_norm.fwd", "rms_norm.bwd"]
     forward = launches[0]
-    assert forward.layer == "heuristic" and forward.kernel == "liger_hw.kernels.norms.rms_norm:_rms_norm_fwd_kernel"
+    assert forward.layer == "heuristic" and forward.kernel == "liger_hw.kernels.norms.core:_norm_fwd_kernel"
     assert forward.args[0] == ("ptr", "bfloat16", True, True)
     assert dict(forward.options)["num_warps"] == forward.config.num_warps
     assert forward.grid == (-(-8192 // forward.config.blocks["ROWS"]),)

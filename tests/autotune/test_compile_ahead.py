@@ -14,6 +14,7 @@ from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.backends import known_target
 from liger_hw.kernels.norms import rms_norm
+from liger_hw.kernels.norms.core import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.observe import observing
 from liger_hw.runtime.operator import LauncherMode
@@ -74,23 +75,24 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
     key = registry.row_key(2, 16, 4)
     plan = rms_norm.FWD.plan(x.device, key)
     plan.compiled = {}
-    flags, args = (0, True, 0, 1), (x, None, y, torch.empty(2), 16, 2, 16, 1e-6, 0.0)
+    flags = 0, False, True, 0, 1, False
+    args = x, None, None, None, y, None, torch.empty(2), 16, None, 2, 16, None, 1e-6, 0.0
     future, ran = Future(), []
-    plan.compiled[_launch.likeness(rms_norm._rms_norm_fwd_kernel, args, flags)] = future
+    plan.compiled[_launch.likeness(_norm_fwd_kernel, args, flags)] = future
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
     monkeypatch.setattr(_launch, "current_device", lambda: -1)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 0)
     monkeypatch.setattr(_launch, "is_profiled", lambda: False)
     compiled = types.SimpleNamespace(run=lambda *a: ran.append("fast"), function="function", packed_metadata=())
     monkeypatch.setattr(_launch, "launch_ordinary", lambda *a: ran.append("ordinary") or compiled)
-    launch = threading.Thread(target=_launch.launch, args=(plan, rms_norm._rms_norm_fwd_kernel, (2,), args, flags))
+    launch = threading.Thread(target=_launch.launch, args=(plan, _norm_fwd_kernel, (2,), args, flags))
     launch.start()
     launch.join(0.2)
     assert launch.is_alive() and not ran  # it waits
     future.set_result(None)
     launch.join(30)
     assert ran == ["ordinary"]
-    _launch.launch(plan, rms_norm._rms_norm_fwd_kernel, (2,), args, flags)
+    _launch.launch(plan, _norm_fwd_kernel, (2,), args, flags)
     assert ran == ["ordinary", "fast"]
 
 

@@ -75,7 +75,7 @@ def test_a_config_that_fails_at_launch_is_set_aside_in_every_layer(h200, layer, 
     assert registry.quarantine(plan, RuntimeError("out of resource: shared memory"))
     following = fwd.plan(DEVICE, KEY)
     assert following.layer == "heuristic"
-    said = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "quarantined" in r.getMessage()]
     assert len(said) == 1 and config.to_text() in said[0] and "rms_norm.fwd" in said[0] and "shared memory" in said[0]
     # another process: nothing in memory, the file says it
     registry.release(registry.quarantined())

@@ -61,7 +61,8 @@ class Inputs:
         return ids.masked_fill(drop, -100).to(self.device)
 
     def clear_of_thresholds(self, *shape):
-        """Log-ratios whose exponentials are not near 1, 1 +- 0.05, 1.1, 1 +- 0.2 or 1.5, where clipping sets in or ends."""
+        """Log-ratios whose exponentials are not near 1, 1 +- 0.05, 1.1, 1 +- 0.2 or 1.5, where clipping sets in or
+        ends."""
         steps = torch.tensor([-0.5, -0.14, -0.025, 0.025, 0.14, 0.3, 0.6], dtype=self.wide)
         return steps[torch.randint(len(steps), shape, generator=self.generator)].to(self.device)
 
@@ -219,7 +220,11 @@ _OPTIONS = {
         {"bare": True, "empty": True},
     ],
     "orpo": [{}, {"nll": True, "beta": 0.5}, {"compute_nll_loss": False, "bare": True}],
-    "cpo": [{}, {"alpha": 0.3, "label_smoothing": 0.1}, {"average_log_prob": True, "compute_nll_loss": False, "beta": 0.4}],
+    "cpo": [
+        {},
+        {"alpha": 0.3, "label_smoothing": 0.1},
+        {"average_log_prob": True, "compute_nll_loss": False, "beta": 0.4},
+    ],
     "simpo": [{}, {"alpha": 0.3, "label_smoothing": 0.1, "gamma": 0.8, "beta": 2.0}, {"compute_nll_loss": False}],
     "kto": [{}, {"ref": True, "kl": "one", "beta": 0.6}, {"ref": True, "kl": "each", "average_log_prob": True}],
     "grpo": [
@@ -233,8 +238,20 @@ _OPTIONS = {
         {"ref": "logps", "loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"ref": "logps", "loss_type": "luspo", "beta": 0.5},
         {"ref": "logps", "loss_type": "vespo", "vllm": 0},
-        {"loss_type": "vespo", "vespo_k_pos": 1.4, "vespo_lambda_pos": 2.2, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.2},
-        {"ref": "head", "loss_type": "grpo", "importance_sampling_level": "sequence", "temperature": 1.3, "empty": True},
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.4,
+            "vespo_lambda_pos": 2.2,
+            "vespo_k_neg": 2.5,
+            "vespo_lambda_neg": 1.2,
+        },
+        {
+            "ref": "head",
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "temperature": 1.3,
+            "empty": True,
+        },
         {"ref": "logps", "importance_sampling_level": "sequence", "use_bias_correction_kl": True, "delta": 1.05},
         {"no_old": True, "beta": 0.0, "empty": True},
         {"each": True, "vllm": 1},
@@ -247,11 +264,17 @@ _OPTIONS = {
         {"kind": "jsd", "beta": 0.2, "temperature": 0.5, "weight_hard_loss": 0.9},
         {"kind": "cosine", "beta": 0.7},
     ],
-}  # fmt: skip
+}
 CASES = {_name(family, o): Case(_MAKERS[family], o) for family, options in _OPTIONS.items() for o in options}
 FEW = [next(name for name in CASES if name.startswith(family)) for family in _OPTIONS]
 """One case of each family."""
-KERNEL_CASES = [*FEW, "orpo-nll=True-beta=0.5", "grpo-ref=logps-loss_type=grpo-temperature=0.7", "dpo-bare=True-empty=True",
-                "distillation-kind=cosine-beta=0.7", "distillation-kind=jsd-beta=0.2-temperature=0.5-weight_hard_loss=0.9"]  # fmt: skip
+KERNEL_CASES = [
+    *FEW,
+    "orpo-nll=True-beta=0.5",
+    "grpo-ref=logps-loss_type=grpo-temperature=0.7",
+    "dpo-bare=True-empty=True",
+    "distillation-kind=cosine-beta=0.7",
+    "distillation-kind=jsd-beta=0.2-temperature=0.5-weight_hard_loss=0.9",
+]
 """Cases that differ in what the row kernels are asked."""
 assert set(KERNEL_CASES) <= set(CASES)

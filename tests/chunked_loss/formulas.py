@@ -1,7 +1,7 @@
 """The losses of `liger_hw.chunked_loss` in plain torch: all logits at once, `log_softmax`, the papers' formulas.
 
-The oracle of this folder's tests, run in fp64. It shares nothing with the package. Every function returns (loss, metrics)
-in the order Liger 0.8.5 returns them.
+The oracle of this folder's tests, run in fp64. It shares nothing with the package. Every function returns (loss,
+metrics) in the order Liger 0.8.5 returns them.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ import torch
 from cases import CASES, FEW, KERNEL_CASES, VOCAB
 from harness import changed, check, output_grads, run, tensors
 
-from liger_hw.chunked_loss import _head
-from liger_hw.kernels.heads.linear_head import Chunks
+from liger_hw.chunked_loss import log_prob_loss
+from liger_hw.kernels.heads.chunk_plan import Chunks
 
 SIZES = (4, 6, VOCAB)
 
 
 def _verified(name, sizes, dtype, lane, generator, seed):
-    """The loss's incoming gradient is random in fp32. In 16 bits it is 2: the formula rounds slopes times that, we round the
-    slopes, and of numbers this small two draws of rounding errors differ by more than their largest."""
+    """The loss's incoming gradient is random in fp32. In 16 bits it is 2: the formula rounds slopes times that, we
+    round the slopes, and of numbers this small two draws of rounding errors differ by more than their largest."""
     op, sample = CASES[name](sizes, dtype, lane.device, generator)
     loss = torch.zeros((), device=lane.device, requires_grad=True)
     given = output_grads([loss], seed) if dtype is torch.float32 else [torch.full_like(loss, 2.0)]
@@ -47,14 +47,14 @@ def _in_chunks(monkeypatch, rows, wide=False):
     def plan(n_rows, *_args, **_options):
         return Chunks.of([(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)], wide)
 
-    monkeypatch.setattr(_head, "plan_groups", plan)
+    monkeypatch.setattr(log_prob_loss, "plan_groups", plan)
 
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("rows", [5, 12], ids=["groups_split", "groups_whole"])
 @pytest.mark.parametrize("name", [n for n in KERNEL_CASES if not n.startswith("distillation")])
 def test_chunks_change_nothing(lane, name, rows, generator, seed, monkeypatch):
-    """Pairs are 12 rows here and sequences 6: in chunks of 5 every group is split, in chunks of 12 several are swept."""
+    """Pairs are 12 rows here and sequences 6: chunks of 5 split every group, chunks of 12 are several sweeps."""
     _in_chunks(monkeypatch, rows)
     _verified(name, (6, 6, VOCAB), torch.float32, lane, generator, seed)
 

@@ -1,4 +1,5 @@
-"""What the chunked losses promise beside their numbers: memory, which gradients, torch.compile, Liger's signatures, errors."""
+"""What the chunked losses promise beside their numbers: memory, which gradients, torch.compile, Liger's signatures,
+errors."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_hw.chunked_loss as chunked_loss
 from liger_hw import compat, env
-from liger_hw.chunked_loss import _head, functional, grpo_loss
-from liger_hw.kernels.heads import linear_head as _linear_head
-from liger_hw.kernels.heads.linear_head import DEFAULT_MIB, MOST_APART, SMALLEST
+from liger_hw.chunked_loss import functional, grpo_loss, log_prob_loss
+from liger_hw.kernels.heads import chunk_plan, linear_head
+from liger_hw.kernels.heads.chunk_plan import DEFAULT_MIB, MAX_CHUNKS_WITH_TARGETS, MIN_ROWS, plan_groups
 
 HEADS = [name for name in FEW if not name.startswith("distillation")]
 
@@ -48,35 +49,35 @@ def budget(monkeypatch):
 def test_plan_covers_the_rows_and_keeps_the_budget(group, vocab, itemsize):
     for n_groups in (1, 4, 9):
         n_rows, hidden = n_groups * group, 4096
-        chunks = _head.plan_groups(n_rows, group, hidden, vocab, itemsize, True)
+        chunks = plan_groups(n_rows, group, hidden, vocab, itemsize, True)
         bounds = chunks.bounds
         assert bounds[0][0] == 0 and bounds[-1][1] == n_rows
         assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
-        assert chunks.wide or itemsize == 4 or len(bounds) <= MOST_APART
+        assert chunks.wide or itemsize == 4 or len(bounds) <= MAX_CHUNKS_WITH_TARGETS
         row, weight = vocab * itemsize, vocab * hidden * itemsize
-        most = max(DEFAULT_MIB << 20, SMALLEST * row) + 256 * row
+        most = max(DEFAULT_MIB << 20, MIN_ROWS * row) + 256 * row
         most = most + 2 * weight if itemsize == 2 else most  # what so few roundings may cost, see plan_chunks
         assert chunks.rows * row <= most, f"{chunks.rows * row >> 20} MiB of logits"
 
 
 def test_a_larger_budget_keeps_a_group_whole(budget):
     sizes = 16384, 16384, 4096, 131072, 2, True  # one pair of 8192 tokens: 4 GiB of logits
-    assert _head.plan_groups(*sizes).rows < 16384
+    assert plan_groups(*sizes).rows < 16384
     budget(8192)
-    assert _head.plan_groups(*sizes).bounds == ((0, 16384),)
+    assert plan_groups(*sizes).bounds == ((0, 16384),)
     budget(1536)
-    assert _head.plan_groups(*sizes).rows < 4096
+    assert plan_groups(*sizes).rows < 4096
 
 
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatch):
     """No buffer of logits is larger than the budget's chunk, although the group is."""
-    monkeypatch.setattr(_head, "SMALLEST", 8)
-    monkeypatch.setattr(_head, "DEFAULT_MIB", 0)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
+    monkeypatch.setattr(chunk_plan, "DEFAULT_MIB", 0)
     made = []
-    original = _linear_head.logits_buffer
-    monkeypatch.setattr(_linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
+    original = linear_head.logits_buffer
+    monkeypatch.setattr(linear_head, "logits_buffer", lambda rows, *a: made.append(rows) or original(rows, *a))
     op, sample, inputs = _made(name, lane, generator, (2, 99, VOCAB))
     found = torch.autograd.grad(_loss(op, sample), inputs)
     assert made and max(made) <= 8
@@ -205,10 +206,9 @@ def test_operators(generator):
     call = x, weight, None, target, None, [counts, None, tokens], "pairs", "dpo_sigmoid"
     numbers = [0.1, 1.0, 0.0, 1.0, 0.0, 0.0]
     for wanted in ((True, True, False), (False, False, False)):
-        torch.library.opcheck(
-            _head.chunked_loss.overload, (*call, numbers, _head.PAIR, 2, -100, 1.0, 1.0, *wanted), test_utils=pick
-        )
-    torch.library.opcheck(_head.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
+        numbers_and_flags = numbers, log_prob_loss.PAIR, 2, -100, 1.0, 1.0, *wanted
+        torch.library.opcheck(log_prob_loss.chunked_loss.overload, (*call, *numbers_and_flags), test_utils=pick)
+    torch.library.opcheck(log_prob_loss.token_logps.overload, (x, weight, None, target, -100, 1.0), test_utils=pick)
 
 
 # -- Liger's names ---------------------------------------------------------------------------------------------------
@@ -235,11 +235,13 @@ LIGER = {  # liger-kernel 0.8.5: (constructor, forward)
     ),
     "LigerFusedLinearKTOLoss": (
         "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, chunk_size=1",
-        "_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None, ref_bias=None, "
+        "_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None, "
+        "ref_bias=None, "
         "kl=None",
     ),
     "LigerFusedLinearGRPOLoss": (
-        "beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', "
+        "beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, "
+        "loss_type='dapo', "
         "max_completion_length=None, importance_sampling_level='token', sapo_temperature_pos=1.0, "
         "sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, "
         "vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0",
@@ -250,13 +252,16 @@ LIGER = {  # liger-kernel 0.8.5: (constructor, forward)
     "LigerFusedLinearJSDLoss": (
         "weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0, compiled=True, "
         "chunk_size=1024, return_soft_hard_loss=False",
-        "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None",
+        "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
+        "teacher_bias=None",
     ),
 }
 LIGER["LigerFusedLinearCosineSimilarityLoss"] = LIGER["LigerFusedLinearJSDLoss"]
 FUNCTIONS = {
-    "dpo": "_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, ignore_index=-100, beta=0.1, "
-    "compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', "
+    "dpo": "_input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, "
+    "ignore_index=-100, beta=0.1, "
+    "compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, "
+    "loss_type='sigmoid', "
     "label_smoothing=0.0, discopop_tau=0.05, alpha=1.0",
     "orpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True, nll_target=None, "
     "compiled=True, chunk_size=1",
@@ -264,13 +269,15 @@ FUNCTIONS = {
     "compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1",
     "simpo": "_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, "
     "compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1",
-    "kto": "_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, ref_bias=None, kl=None, "
+    "kto": "_input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None, "
+    "ref_bias=None, kl=None, "
     "ignore_index=-100, beta=0.1, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1",
     "grpo": "_input, weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None, "
     "old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, beta=0.04, epsilon_low=0.2, "
     "epsilon_high=0.2, loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
     "sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, compiled=True, use_ref_model=True, "
-    "chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
+    "chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, "
+    "vespo_lambda_pos=3.0, "
     "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None",
 }
 
@@ -314,8 +321,8 @@ def _dpo(**options):
 
 
 def _grpo(*args, x=_X, ids=_Y, mask=_Y, advantages=_A, **call):
-    options = {k: call.pop(k) for k in list(call) if k in ("loss_type", "delta", "importance_sampling_level", "temperature",
-               "max_completion_length", "sapo_temperature_pos", "use_ref_model")}  # fmt: skip
+    of_the_module = inspect.signature(chunked_loss.LigerFusedLinearGRPOLoss).parameters
+    options = {k: call.pop(k) for k in list(call) if k in of_the_module}
     loss = chunked_loss.LigerFusedLinearGRPOLoss(**{"use_ref_model": False, **options})
     return loss(x, _W, ids, mask, advantages, **call)
 
@@ -361,7 +368,10 @@ ERRORS = {
         lambda: chunked_loss.LigerFusedLinearORPOLoss()(_W, _X, _Y, None, _Y[:2]),
         r"nll_target must have shape \(4, 3\)",
     ),
-    "smoothing": (lambda: chunked_loss.LigerFusedLinearCPOLoss(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
+    "smoothing": (
+        lambda: chunked_loss.LigerFusedLinearCPOLoss(label_smoothing=1.5),
+        "label_smoothing must be between 0 and 1",
+    ),
     "labels": (lambda: _kto(_Y[:, 0]), "preference_labels must be a bool tensor, .* got torch.int64"),
     "no labels": (lambda: _kto(None), "preference_labels must be a bool tensor, .* got None"),
     "labels shape": (lambda: _kto(_L[:2]), r"preference_labels must have shape \(4,\)"),

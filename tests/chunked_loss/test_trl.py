@@ -166,9 +166,12 @@ def _batch(generator):
 
 
 @pytest.mark.parametrize(
-    "kind", ["sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-             "discopop"]
-)  # fmt: skip
+    "kind",
+    [
+        *("sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair"),
+        *("sppo_hard", "apo_zero", "apo_down", "discopop"),
+    ],
+)
 def test_dpo(kind, head, ref, generator):
     from trl import DPOTrainer
 

@@ -214,10 +214,10 @@ def test_explain_says_what_is_launched(capsys):
         _, out, _ = said(capsys, "explain", "rms_norm", "--shape", f"{rows}x4096", "--device", "h200", "--json")
         found = {row["tunable"]: row["launched"] for row in json.loads(out)}
         said_of[rows] = [name.split(".")[1] for name, launched in found.items() if launched]
-        assert [one["kernel"] for one in found["rms_norm.fwd"]] == ["_rms_norm_fwd_kernel"]
+        assert [one["kernel"] for one in found["rms_norm.fwd"]] == ["_norm_fwd_kernel"]
     assert said_of == {2: ["fwd", "bwd"], 8192: ["fwd", "bwd", "dw"]}
     _, out, _ = said(capsys, "explain", "rms_norm", "--shape", "2x4096", "--device", "h200")
-    assert "(4096, 1, 2): _rms_norm_fwd_kernel of 2 programs\n" in out and "(4096,): not launched at this size\n" in out
+    assert "(4096, 1, 2): _norm_fwd_kernel of 2 programs\n" in out and "(4096,): not launched at this size\n" in out
 
 
 def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):

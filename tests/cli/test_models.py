@@ -8,7 +8,7 @@ import re
 import pytest
 
 from liger_hw.cli import UsageError, main, models
-from liger_hw.cli._values import part
+from liger_hw.cli.arguments import part
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu

@@ -1,4 +1,4 @@
-"""The per-family layers of Liger against the modules of transformers that they stand for: same parameters, same numbers."""
+"""Liger's layers of one family against the modules of transformers: same parameters, same numbers."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def test_utils():
 from liger_kernel import utils
 assert utils.infer_device() == "cpu" and utils.infer_comm_backend() == "gloo" and utils.get_total_gpu_memory() == 0
 assert utils.infer_device_arch() == "cpu"
-pick = lambda version: utils.transformers_version_dispatch(version, lambda x: ("old", x), lambda x: ("new", x), (1,), (2,))
+old, new = (lambda x: ("old", x)), (lambda x: ("new", x))
+pick = lambda version: utils.transformers_version_dispatch(version, old, new, (1,), (2,))
 assert pick("1.0") == ("new", 2) and pick("999.0") == ("old", 1)
 """)
 
@@ -159,11 +160,11 @@ assert len(plain) == 3 and all(abs(a - b) < 1e-4 for a, b in zip(plain, patched)
 
 
 LEFT_OUT = {
-    r"transformers\.model\.(?!loss_utils).*": "copies of families' forwards and their outputs; liger_hw runs a family's own forward",
+    r"transformers\.model\.(?!loss_utils).*": "copies of families' forwards; liger_hw runs a family's own forward",
     r".*(NeighborhoodAttention|neighborhood_attention).*": "no such op here",
     r".*(AttnRes|attn_res|MHC|mhc|Mhc).*": "no such op here",
-    r".*(Tiled|tiled)MLP.*|.*apply_tiled_mlp|.*LigerTiled.*|.*LigerMLPFunction": "recomputing is a level here: liger_hw.activations",
-    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel.*|ops\.configure\..*)|transformers\.moe\..*": "no fused mixture of experts here",
+    r".*(Tiled|tiled)MLP.*|.*apply_tiled_mlp|.*LigerTiled.*|.*LigerMLPFunction": "liger_hw.activations recomputes",
+    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel.*|ops\.configure\..*)|transformers\.moe\..*": "no MoE op",
     r".*MuseGlimmer.*": "patched where transformers has it, not by layers of its own",
     r"chunked_loss\.fused_linear_.*Base": "bases to write losses with; liger_hw's are functions (docs/losses.md)",
     r"ops\.grpo_loss\.GrpoLossFunction|ops\.GrpoLossFunction": "triton_grpo_loss is there",
@@ -174,7 +175,7 @@ LEFT_OUT = {
 
 
 def test_liger_s_public_names_resolve():
-    """All classes and functions of Liger 0.8.5's modules (liger_names.json, read from its wheel; of `ops` the classes)."""
+    """The classes and functions of Liger 0.8.5's modules (liger_names.json, from its wheel; of `ops` the classes)."""
     said = passes(f"""
 import importlib, json
 for module, names in json.load(open({str(NAMES)!r})).items():

@@ -1,7 +1,8 @@
 """TRL's own trainers with `use_liger_kernel=True` through the shim, against the same trainers without it.
 
-Up to 1.13 the switch of DPO, KTO and GRPO means losses of `liger_kernel.chunked_loss` on hidden states, and SFT's the fused
-linear cross entropy; from 1.14 on it means the layers alone, under TRL's own fused head. Both must train as without it.
+Up to 1.13 the switch of DPO, KTO and GRPO means losses of `liger_kernel.chunked_loss` on hidden states, and SFT's the
+fused linear cross entropy; from 1.14 on it means the layers alone, under TRL's own fused head. Both must train as
+without it.
 
 One process trains all of them, tiny, on the CPU. Skipped where trl and datasets are not installed (TRL=1.16.0 bash
 ci/cpu.sh installs them beside the environment and runs this).
@@ -51,7 +52,8 @@ def model():
 
 def trainer(kind, folder, **options):
     options |= dict(max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, save_strategy="no", report_to=[],
-                    use_cpu=True, bf16=False, disable_tqdm=True, learning_rate=1e-3, gradient_checkpointing=False, seed=0)
+                    use_cpu=True, bf16=False, disable_tqdm=True, learning_rate=1e-3, gradient_checkpointing=False,
+                    seed=0)
     if kind == "sft":
         rows = Dataset.from_list([{"text": piece} for piece in pieces])
         return trl.SFTTrainer(model(), trl.SFTConfig(folder, max_length=64, **options), train_dataset=rows,
@@ -61,15 +63,17 @@ def trainer(kind, folder, **options):
         return trl.DPOTrainer(model(), ref_model=model(), args=trl.DPOConfig(folder, max_length=64, **options),
                               train_dataset=rows, processing_class=tokenizer)
     if kind == "kto":
-        rows = Dataset.from_list([{"prompt": p[:30], "completion": p[30:], "label": i % 2 == 0} for i, p in enumerate(pieces)])
+        rows = [{"prompt": p[:30], "completion": p[30:], "label": i % 2 == 0} for i, p in enumerate(pieces)]
+        rows = Dataset.from_list(rows)
         return trl.KTOTrainer(model(), ref_model=model(), args=trl.KTOConfig(folder, max_length=64, **options),
                               train_dataset=rows, processing_class=tokenizer)
     model().save_pretrained(folder + "/model")  # GRPO loads its reference model from there
     tokenizer.save_pretrained(folder + "/model")
     rows = Dataset.from_list([{"prompt": piece[:20]} for piece in pieces])
     args = trl.GRPOConfig(folder, max_completion_length=8, num_generations=4, num_iterations=2, beta=0.04, **options)
-    return trl.GRPOTrainer(folder + "/model", reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
-                           args=args, train_dataset=rows, processing_class=tokenizer)
+    reward = lambda completions, **_: [float(len(set(c))) for c in completions]
+    return trl.GRPOTrainer(folder + "/model", reward_funcs=reward, args=args, train_dataset=rows,
+                           processing_class=tokenizer)
 
 
 def trained(kind, **options):
@@ -141,7 +145,7 @@ def test_it_runs_on_liger_hw(trained, kind):
 def test_it_trains_as_without(trained, kind):
     """Every step's loss, gradient norm and whatever else both arms log, and the parameters after the last step.
 
-    Not the mean logits: Liger's losses, and so ours, count the prompt's and the padding's too (KTO: their sum), TRL does not.
+    Not the mean logits: Liger's losses, and so ours, count prompt and padding too (KTO: their sum), TRL does not.
     """
     found = trained[kind]
     plain, patched = found["plain"]["logged"], found["patched"]["logged"]

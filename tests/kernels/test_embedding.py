@@ -7,8 +7,8 @@ import torch
 from harness import verify
 
 from liger_hw.kernels.embedding.embedding import LigerEmbedding, embedding_bwd, liger_embedding
-from liger_hw.kernels.embedding.row_sums import FEW
-from liger_hw.kernels.embedding.stable_sort import CHUNK, LONE_CHUNK, sort_indices
+from liger_hw.kernels.embedding.row_sums import MOST_UNSORTED
+from liger_hw.kernels.embedding.stable_sort import CHUNK, SINGLE_CHUNK, sort_indices
 from liger_hw.registry import Sample, get_op
 
 
@@ -18,8 +18,8 @@ def _weight(generator, lane, rows=7, cols=9):
 
 BATCHES = {
     "some rows twice, few tokens": [5, 1, 5, 0, 6, 1, 5],
-    "a row between others, as many tokens as one launch takes": [4, 2] * (FEW // 2),
-    "one token more": [4, 2] * (FEW // 2) + [0],
+    "a row between others, as many tokens as one launch takes": [4, 2] * (MOST_UNSORTED // 2),
+    "one token more": [4, 2] * (MOST_UNSORTED // 2) + [0],
     "one row fills the batch": [3] * 150,
     "two rows meet at a chunk's end": [1] * 16 + [2] * 16 + [4] * 32,
     "a row over many chunks between single ones": [0, 1] + [2] * 70 + [3, 5],
@@ -38,7 +38,7 @@ def test_batches(lane, generator, seed, batch, dtype):
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64, 65, 150])
 def test_rows_that_no_token_names_are_zero(lane, generator, tokens):
-    """The gradient's memory is not zeroed before: neither the table's ends nor neighbours of named rows are left out."""
+    """Rows that no token names are zero, whatever was in memory, with and without a sort."""
     named = torch.tensor([0, 1, 64, 400, 401, 402, 767, 998, 999])
     indices = named[torch.randint(len(named), (tokens,), generator=generator)]
     weight, counts = _weight(generator, lane, rows=1000, cols=5), torch.bincount(indices, minlength=1000).float()
@@ -54,7 +54,7 @@ def test_order_of_the_batch_does_not_matter_to_its_shape(lane, generator, seed):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("times", [1, FEW])
+@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
 def test_outside_the_table(lane, generator, times):
     """Neither memory of others is read nor a gradient written: NaN, and zero."""
     weight = _weight(generator, lane)
@@ -66,7 +66,7 @@ def test_outside_the_table(lane, generator, times):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("times", [1, FEW])
+@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
 def test_indices_and_gradient_may_be_strided(lane, generator, times):
     weight = _weight(generator, lane)
     indices = torch.tensor([1, 5, 2, 5, 1, 5] * times, device=lane.device)[::2]
@@ -79,7 +79,7 @@ def test_indices_and_gradient_may_be_strided(lane, generator, times):
 
 
 @pytest.mark.lanes("gpu")
-@pytest.mark.parametrize("times", [1, FEW])
+@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
 def test_gradient_past_2_31_elements(lane, times):
     rows, cols = 2**21 + 5, 1024
     if torch.get_device_module(torch.device(lane.device).type).mem_get_info()[0] < 2**34:
@@ -96,8 +96,8 @@ SORTED = {  # rows of the table, indices
     "a chunk and one more": (CHUNK + 1, torch.arange(CHUNK + 1).flip(0).tolist()),
     "one row over three chunks": (19, [4] * (2 * CHUNK + 5)),
     "rows in every chunk, some outside the table": (19, [(i * i) % 23 - 2 for i in range(3 * CHUNK - 7)]),
-    "the only chunk, full": (19, [i % 7 for i in range(LONE_CHUNK)]),
-    "a larger table than of one chunk": (2**31 // LONE_CHUNK - 2, [9, 2**31 // LONE_CHUNK - 3] * (CHUNK - 9)),
+    "the only chunk, full": (19, [i % 7 for i in range(SINGLE_CHUNK)]),
+    "a larger table than of one chunk": (2**31 // SINGLE_CHUNK - 2, [9, 2**31 // SINGLE_CHUNK - 3] * (CHUNK - 9)),
     "full chunks": (19, [i % 7 for i in range(3 * CHUNK)]),
     "a table as large as words allow": (WORDS - 3, [WORDS, WORDS - 4, WORDS] * CHUNK),
     "a larger table": (WORDS - 2, [WORDS - 2, WORDS - 3, WORDS - 2] * CHUNK),

@@ -12,7 +12,7 @@ from harness import make, verify
 from liger_hw import registry
 from liger_hw.autotune import compile as aot
 from liger_hw.backends import known_target
-from liger_hw.kernels.norms.rms_backward import at_once
+from liger_hw.kernels.norms.core import column_programs
 
 _ROWS = ((2, 37), (19, 131))
 FEW = {
@@ -78,9 +78,10 @@ def test_columns_summed_at_once():
     """Programs that sum columns in the rows' own launch: 1024 elements each, wider where columns are many."""
     plan = SimpleNamespace(target=known_target("sm90"))
     for rows, columns, found in ((16, 4096, 64), (128, 4096, 16), (128, 8192, 32), (128, 14336, 64), (128, 65536, 64)):
-        assert at_once(plan, rows, columns, rows, rows, True) == (rows, found), (rows, columns)
-    assert at_once(plan, 1, 4096, 1, 1, True) == at_once(plan, 128, 4096, 128, 128, False) == (1, 0)
-    assert at_once(plan, 1000, 4096, 1000, 132, True) == (0, 0)
+        assert column_programs(plan, rows, columns, rows, rows, True) == (True, rows, found), (rows, columns)
+    assert column_programs(plan, 1, 4096, 1, 1, True) == (True, 0, 0)
+    assert column_programs(plan, 128, 4096, 128, 128, False) == (True, 0, 0)
+    assert column_programs(plan, 1000, 4096, 1000, 132, True) == (False, 0, 0)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in FEW for sizes in FEW[name]])

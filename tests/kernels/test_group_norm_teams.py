@@ -1,7 +1,8 @@
-"""group_norm by programs that wait for one another: right, the same bits every time, and never launched where it could hang.
+"""group_norm by programs that wait for one another: right, the same bits every time, and never launched where it could
+hang.
 
-The interpreter runs one program after another. There every word is written before the launch, so that nobody waits; each
-program then writes its own again, which must be what it found.
+The interpreter runs one program after another. There every word is written before the launch, so that nobody waits;
+each program then writes its own again, which must be what it found.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from harness import make, team_sums, team_words, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import group_norm
-from liger_hw.kernels.norms import group_norm_teams as teams
+from liger_hw.kernels.norms import group_norm_kernels as kernels
 
 EPS = 1e-6
 
@@ -64,7 +65,7 @@ def test_kernels_of_a_team(lane, sizes, block, channels, stages, dtype, seed):
     means = [t.mean((1, 2)) for t in tiles]
     before = filled(means, [(t - t.mean((1, 2), keepdim=True)).square().sum((1, 2)) for t in tiles])
     words, out, found = before.clone(), torch.full_like(x, torch.nan), torch.full_like(stats, torch.nan)
-    teams._group_norm_team_fwd_kernel[grid](
+    kernels._group_norm_cooperative_fwd_kernel[grid](
         x, w, b, out, found, words, *numbers, EPS, even, lanes, block, channels, stages
     )
     check_words(words, before)
@@ -75,7 +76,7 @@ def test_kernels_of_a_team(lane, sizes, block, channels, stages, dtype, seed):
     parts = -(-spatial // block)
     words, out = before.clone(), torch.full_like(x, torch.nan)
     partial = torch.full((batch * parts, 2 * num_channels), torch.nan)
-    teams._group_norm_team_bwd_kernel[grid](
+    kernels._group_norm_cooperative_bwd_kernel[grid](
         dy, x, w, stats, out, partial, words, *numbers, True, even, lanes, block, channels, stages
     )
     check_words(words, before)
@@ -85,7 +86,7 @@ def test_kernels_of_a_team(lane, sizes, block, channels, stages, dtype, seed):
 
 @pytest.mark.cpu
 def test_where_programs_may_wait():
-    """NVIDIA's GPUs, where a launch of many programs was seen to be refused, each with the registers it has room for."""
+    """Cooperative configurations are for NVIDIA's GPUs, each with the registers it has room for."""
     key = group_norm._key(32, 32, 4096, 512, 2)
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)
@@ -138,7 +139,7 @@ def _held(device: torch.device, sizes: tuple[int, ...]) -> None:
     batch, groups, spatial, num_channels = sizes
     for tunable in (group_norm.FWD, group_norm.BWD):
         plan = tunable.plan(device, group_norm._key(*sizes, 2))
-        assert group_norm._shares(plan, batch * groups, num_channels // groups, spatial).teams, plan
+        assert group_norm._grid_of(plan, batch * groups, num_channels // groups, spatial).cooperative, plan
 
 
 @pytest.mark.parametrize("stages", [1, 2])

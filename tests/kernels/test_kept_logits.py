@@ -7,21 +7,20 @@ import torch
 from harness import make, verify
 
 from liger_hw import env
-from liger_hw.kernels.heads import fused_linear_scaled_cross_entropy
-from liger_hw.kernels.heads import kept_logits as _kept_logits
+from liger_hw.kernels.heads import fused_linear_scaled_cross_entropy, kept_logits
 from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
     fused_linear_scaled_cross_entropy_reference,
     liger_fused_linear_scaled_cross_entropy,
 )
-from liger_hw.kernels.heads.kept_logits import late_groups, plan_kept
+from liger_hw.kernels.heads.kept_logits import plan_kept, rest_groups
 from liger_hw.registry import get_op
 
 OP = get_op("fused_linear_scaled_cross_entropy")
-CASES = {  # sizes, late rows kept of the others
+CASES = {  # sizes, kept rows of the rest
     "slab only": ((7, 9, 101), 0),
-    "late rows kept": ((16, 9, 101), 7),
-    "late rows kept in part": ((16, 9, 101), 4),
-    "late rows not kept": ((16, 9, 96), 0),
+    "the rest kept": ((16, 9, 101), 7),
+    "the rest kept in part": ((16, 9, 101), 4),
+    "the rest not kept": ((16, 9, 96), 0),
     "two groups, one kept in part": ((41, 9, 101), 20),
     "two groups, one kept": ((41, 9, 50), 18),
     "two groups, none kept": ((41, 9, 33), 0),
@@ -31,16 +30,16 @@ CASES = {  # sizes, late rows kept of the others
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Slices of 16 words; `late` rows kept, if there is anything to plan."""
-    for name, value in {"GRAIN": 16, "NARROWEST": 16, "STEP": 1}.items():
-        monkeypatch.setattr(_kept_logits, name, value)
+    """Slices of 16 columns; `rest` kept rows after the slab, if there is anything to plan."""
+    for name, value in {"SLICE_STEP": 16, "MIN_SLICE_WIDTH": 16, "STEP": 1}.items():
+        monkeypatch.setattr(kept_logits, name, value)
     seen = []
 
-    def plan(late):
+    def plan(rest):
         def kept(n_rows, hidden, vocab, itemsize):
             found = plan_kept(n_rows, hidden, vocab, itemsize)
             assert found is not None
-            seen.append(found if not found.slab else found._replace(late=late))
+            seen.append(found if not found.slab else found._replace(rest=rest))
             return seen[-1]
 
         monkeypatch.setattr(fused_linear_scaled_cross_entropy, "plan_kept", kept)
@@ -53,8 +52,8 @@ def narrow(monkeypatch):
 @pytest.mark.parametrize("options", [{"ignored": 0.3}, {"temperature": 0.7, "return_entropy": True}], ids=str)
 def test_of_every_kind(lane, narrow, name, options, seed):
     """Results and gradients against fp64, the dtypes of the lane."""
-    sizes, late = CASES[name]
-    seen = narrow(late)
+    sizes, rest = CASES[name]
+    seen = narrow(rest)
     for dtype in lane.dtypes:
         verify(OP, make(OP, sizes, getattr(torch, dtype), lane.device, seed, options), seed)
     assert seen and bool(seen[0].slab) == (name != "no slab")
@@ -74,11 +73,11 @@ def _exact(x, weight, target, slopes, **options):
     return torch.autograd.grad(sum((a * b).sum() for a, b in zip(found, slopes)), leaves)
 
 
-@pytest.mark.parametrize("late", [0, 4, 7])
+@pytest.mark.parametrize("rest", [0, 4, 7])
 @pytest.mark.parametrize("which", ["x", "weight", "entropy"])
-def test_of_part_of_the_gradients(lane, narrow, generator, late, which):
+def test_of_part_of_the_gradients(lane, narrow, generator, rest, which):
     """One input's gradient alone; entropy's without that of the losses."""
-    seen = narrow(late)
+    seen = narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(16, generator=generator).to(lane.device)
     given = (0 * slopes, slopes) if which == "entropy" else (slopes,)
@@ -95,10 +94,10 @@ def test_of_part_of_the_gradients(lane, narrow, generator, late, which):
             assert leaf.grad is None
 
 
-@pytest.mark.parametrize("late", [0, 4, 7])
-def test_a_second_backward_finds_everything(lane, narrow, generator, late):
+@pytest.mark.parametrize("rest", [0, 4, 7])
+def test_a_second_backward_finds_everything(lane, narrow, generator, rest):
     """retain_graph leaves the kept logits as they are: three backwards agree, the last one in place."""
-    narrow(late)
+    narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(16, generator=generator).to(lane.device)
     nll = liger_fused_linear_scaled_cross_entropy(x, weight, target)
@@ -110,10 +109,10 @@ def test_a_second_backward_finds_everything(lane, narrow, generator, late):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("late", [0, 7])
-def test_two_heads_of_one_weight(lane, narrow, generator, late):
+@pytest.mark.parametrize("rest", [0, 7])
+def test_two_heads_of_one_weight(lane, narrow, generator, rest):
     """Both forwards come first, so that both keep logits; the gradients add up."""
-    narrow(late)
+    narrow(rest)
     x, weight, target = _tensors(lane, generator)
     slopes = torch.randn(2, 16, generator=generator).to(lane.device)
     first = liger_fused_linear_scaled_cross_entropy(x, weight, target)
@@ -126,10 +125,10 @@ def test_two_heads_of_one_weight(lane, narrow, generator, late):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("late", [0, 4, 7])
-def test_words_that_cannot_be(lane, narrow, generator, late):
+@pytest.mark.parametrize("rest", [0, 4, 7])
+def test_words_that_cannot_be(lane, narrow, generator, rest):
     """Weights of -inf logits for whole slices: no nan, and nothing for those words."""
-    narrow(late)
+    narrow(rest)
     x, weight, target = _tensors(lane, generator)
     with torch.no_grad():
         x.abs_()
@@ -154,31 +153,32 @@ def test_words_that_cannot_be(lane, narrow, generator, late):
     "hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)]
 )
 def test_memory(n_rows, hidden, vocab):
-    """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one group."""
+    """Up to 8192 rows at most 1.25 times the gradients and 1024 rows of logits, Liger's memory; every row in one
+    group."""
     kept = plan_kept(n_rows, hidden, vocab, 2)
     if kept is None:
-        assert n_rows > _kept_logits.MOST_SLABS * hidden
+        assert n_rows > kept_logits.MAX_SLABS * hidden
         return
-    groups = late_groups(n_rows, kept.slab)
+    groups = rest_groups(n_rows, kept.slab)
     edges = [kept.slab, *(b for _, b in groups)]
     assert edges[-1] == n_rows and [a for a, _ in groups] == edges[:-1] and len(groups) <= 2
-    whole = kept.slab + kept.late
+    whole = kept.slab + kept.rest
     most = max((b - a for a, b in groups if b > whole), default=0)
     sums = max(most, kept.slab if kept.width < 2 * kept.slab else 0) * hidden * 4
-    logits = kept.tail + kept.late * vocab
+    logits = kept.tail + kept.rest * vocab
     gradients = 2 * (vocab + n_rows) * hidden
     assert gradients + 2 * logits + sums <= 1.25 * (gradients + 2 * 1024 * vocab) or n_rows > 8192
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("mib, late", [(2304, 4096), (1600, 1280), (1024, None)])
-def test_a_budget_says_how_much(monkeypatch, mib, late):
-    """All late rows, some of them, and no memory even for the weight's gradient and a tail."""
+@pytest.mark.parametrize("mib, rest", [(2304, 4096), (1600, 1280), (1024, None)])
+def test_a_budget_says_how_much(monkeypatch, mib, rest):
+    """All rows of the rest, some of them, and no memory even for the weight's gradient and a tail."""
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", str(mib))
     env.clear()
     try:
         kept = plan_kept(8192, 4096, 128256, 2)
-        assert (kept and kept.late) == late
+        assert (kept and kept.rest) == rest
     finally:
         monkeypatch.undo()
         env.clear()
@@ -219,7 +219,7 @@ def test_a_backward_that_failed_is_not_run_again(lane, narrow, generator, monkey
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_kept_logits, "dweight_of", fails)
+        broken.setattr(kept_logits, "dweight_of", fails)
         with pytest.raises(torch.OutOfMemoryError):
             torch.autograd.grad(nll, (x, weight))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

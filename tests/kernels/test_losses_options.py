@@ -95,18 +95,18 @@ def test_torchs_old_names_of_reductions(generator, size_average, reduce):
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_multiple_of_the_budget_makes_larger_chunks(lane, generator, monkeypatch):
     """chunk_mem_const: twice the memory, half the chunks, the same results."""
-    from liger_hw.kernels.heads import linear_head as _linear_head
+    from liger_hw.kernels.heads import chunk_plan
+    from liger_hw.kernels.heads.linear_head import sweep
 
     heights = []
-    sweep = _linear_head.sweep
 
     def seen(chunks, *args, **kwargs):
         heights.append(chunks.rows)
         return sweep(chunks, *args, **kwargs)
 
     monkeypatch.setattr("liger_hw.kernels.heads.fused_linear_cross_entropy.sweep", seen)
-    monkeypatch.setattr(_linear_head, "SMALLEST", 8)
-    monkeypatch.setattr(_linear_head, "STEP", 8)
+    monkeypatch.setattr(chunk_plan, "MIN_ROWS", 8)
+    monkeypatch.setattr(chunk_plan, "STEP", 8)
     monkeypatch.setenv("LIGER_HW_LOSS_MEMORY_MIB", "1")
     env.clear()
     try:

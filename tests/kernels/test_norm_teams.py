@@ -9,10 +9,11 @@ from harness import make, team_sums, team_words, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
-from liger_hw.kernels.norms.row_teams import _layer_norm_team_bwd_kernel, _rms_norm_team_bwd_kernel, teams_of
+from liger_hw.kernels.norms.cooperative_backward import _norm_cooperative_bwd_kernel, row_splits
+from liger_hw.kernels.norms.core import GEMMA
 from liger_hw.kernels.rows.blocks import aligned_key
 
-BWD = {"rms_norm": rms_norm.BWD, "fused_add_rms_norm": fused_add_rms_norm.BACKWARD[0], "layer_norm": layer_norm.BWD}
+BWD = {op.__name__.split(".")[-1]: op.BACKWARD.bwd for op in (rms_norm, fused_add_rms_norm, layer_norm)}
 
 
 def _config(block: int, warps: int = 2, ctas: int = 2) -> LaunchConfig:
@@ -40,7 +41,7 @@ def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, d
     more, offset = more if ds else None, float(casting == 1)
     exact = [None if t is None else t.double() for t in (dy, x, w)]
     rstd = (exact[1].square().mean(-1) + 1e-6).rsqrt()
-    dx, _ = rms_norm._bwd_reference(*exact, rstd, offset, 2, False)
+    dx, _ = rms_norm.bwd_reference(*exact, rstd, offset, 2, False)
     if ds:
         dx = dx + more.double()
     h = exact[1] * rstd[:, None]
@@ -51,8 +52,8 @@ def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, d
     out = torch.full_like(x, torch.nan)
     partial = torch.full((teams, n_cols), torch.nan) if sums else None
     numbers = n_cols, n_cols, n_cols, n_rows, n_cols, splits, offset
-    args = dy, x, w, rstd.float(), more, out, partial, words, *numbers, casting, words.shape[1], block
-    _rms_norm_team_bwd_kernel[(teams * splits,)](*args, False)
+    args = dy, x, w, rstd.float(), more, out, partial, words, *numbers, casting, False, False, words.shape[1], block
+    _norm_cooperative_bwd_kernel[(teams * splits,)](*args, False)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -71,14 +72,15 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     exact = [None if t is None else t.double() for t in (dy, x, w)]
     mean = exact[1].mean(-1)
     stats = torch.stack([mean, (exact[1].var(-1, correction=0) + 1e-6).rsqrt()])
-    dx, dw_db = layer_norm._bwd_reference(*exact, exact[2] if parts == 2 else None, stats, parts > 0)
+    dx, dw_db = layer_norm.bwd_reference(*exact, exact[2] if parts == 2 else None, stats, parts > 0)
     m = exact[0] if w is None else exact[0] * exact[2]
     words = _told(m, m * (exact[1] - mean[:, None]) * stats[1][:, None], block)
     before, splits = words.clone(), -(-n_cols // block)
     out = torch.full_like(x, torch.nan)
     partial = torch.full((teams, parts * n_cols), torch.nan) if parts else None
-    args = dy, x, w, stats.float(), out, partial, words, n_cols, n_cols, n_rows, n_cols, splits
-    _layer_norm_team_bwd_kernel[(teams * splits,)](*args, parts == 2, words.shape[1], block, False)
+    numbers = n_cols, n_cols, 0, n_rows, n_cols, splits, None
+    args = dy, x, w, stats.float(), None, out, partial, words, *numbers, GEMMA, True, parts == 2, words.shape[1], block
+    _norm_cooperative_bwd_kernel[(teams * splits,)](*args, False)
     tolerance = 2e-3 if dtype is torch.float16 else 1e-5
     torch.testing.assert_close(out.double(), dx, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(team_sums(words), team_sums(before), rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -131,13 +133,13 @@ def test_the_tuner_tries_teams(op, itemsize):
 
 @pytest.mark.interpret
 def test_nobody_waits_in_the_interpreter():
-    reason = rms_norm.BWD.illegal(known_target("sm90"), aligned_key(2048, 65536, 2), _config(4096, 4))
+    reason = rms_norm.BACKWARD.bwd.illegal(known_target("sm90"), aligned_key(2048, 65536, 2), _config(4096, 4))
     assert "would hang" in reason
 
 
 def _held(op: str, sizes: tuple[int, int], device: torch.device, itemsize: int = 2) -> bool:
     plan = BWD[op].plan(device, aligned_key(*sizes, itemsize))
-    return teams_of(plan, *sizes)[0] > 0
+    return row_splits(plan, *sizes)[0] > 0
 
 
 @pytest.mark.parametrize("op", BWD)

@@ -42,49 +42,45 @@ def test_rows_that_begin_anywhere(lane, name, n_cols, tiles, dtype, seed):
     """Every offset from a boundary at which a row can begin, and a last tile of rows that is not full."""
     op = registry.get_op(name)
     with registry.override(name, TILES[tiles]):
-        verify(op, make(op, (19, n_cols), dtype, lane.device, seed), seed)
+        verify(op, make(op, (9, n_cols), dtype, lane.device, seed), seed)
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("name", OPS)
 @pytest.mark.lanes("interpret", "gpu")
-def test_gaps_between_rows_and_offsets(lane, name, tiles, dtype, seed):
+def test_gaps_between_rows_and_offsets(lane, tiles, dtype, seed):
     """Gaps that keep the alignment of a result without gaps, gaps that do not, and tensors between boundaries."""
-    op = registry.get_op(name)
-    values, upstream = torch.randn(2, 19 * 147 + 8, generator=torch.Generator().manual_seed(seed)).to(
-        lane.device, dtype
-    )
+    op = registry.get_op("softmax")
+    values, upstream = torch.randn(2, 9 * 147 + 8, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
 
     def results(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.detach().requires_grad_()
         y = op.function(x)
         return y.detach(), torch.autograd.grad(y, x, dy)[0]
 
-    with registry.override(name, TILES[tiles]):
+    with registry.override("softmax", TILES[tiles]):
         for stride, offset in ((131, 0), (147, 0), (140, 0), (131, 8), (131, 3)):
-            x, dy = (t[offset:][: 19 * stride].view(19, stride)[:, :131] for t in (values, upstream))
+            x, dy = (t[offset:][: 9 * stride].view(9, stride)[:, :131] for t in (values, upstream))
             for strided, dense in zip(results(x, dy), results(x.contiguous(), dy.contiguous())):
                 torch.testing.assert_close(strided, dense)
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("name", OPS)
 @pytest.mark.lanes("interpret", "gpu")
-def test_a_row_of_nans_is_alone(lane, name, tiles, dtype, seed):
+def test_a_row_of_nans_is_alone(lane, tiles, dtype, seed):
     """The vectors at a row's ends hold elements of its neighbours, which have no part in it."""
-    op = registry.get_op(name)
-    clean, upstream = torch.randn(2, 19, 131, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
+    op = registry.get_op("softmax")
+    clean, upstream = torch.randn(2, 9, 131, generator=torch.Generator().manual_seed(seed)).to(lane.device, dtype)
     broken = clean.clone()
-    broken[[4, 9, 18]] = float("nan")
-    whole = [i for i in range(19) if i not in (4, 9, 18)]
-    with registry.override(name, TILES[tiles]):
+    broken[[2, 4, 8]] = float("nan")
+    whole = [i for i in range(9) if i not in (2, 4, 8)]
+    with registry.override("softmax", TILES[tiles]):
         results = []
         for x in (clean, broken):
             y = op.function(x.requires_grad_())
             results.append((y.detach(), *torch.autograd.grad(y, x, upstream)))
     for plain, seen in zip(*results):
         assert torch.equal(seen[whole], plain[whole])
-    assert results[1][0][[4, 9, 18]].isnan().all()
+    assert results[1][0][[2, 4, 8]].isnan().all()
 
 
 @pytest.mark.parametrize("sizes", [(257, 4097), (130, 32767), (133, 49155), (64, 50257)])

@@ -1,6 +1,7 @@
 """The replay cache: a replayed call launches what its launcher would, on its own tensors; else the launcher is asked.
 
-On the CPU the driver is left out: tensors say they are on the current device, and a compiled kernel notes what it is given.
+On the CPU there is a stand-in for the driver: tensors say they are on the current device, compiled kernels note their
+arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from liger_hw import registry
 from liger_hw.autotune.record import everywhere, plan_for
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import rms_norm
+from liger_hw.kernels.norms.core import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator as _op
 from liger_hw.runtime import replay as _replay
@@ -318,7 +320,8 @@ def probe(driver, monkeypatch):
 
 def _launched(x, y, out, z=0.0):
     plan = rms_norm.FWD.plan(x.device, rms_norm.FWD.key(3, 64, 4))
-    _launch.launch(plan, rms_norm._rms_norm_fwd_kernel, (3,), (x, y, out, None, 1, 2, 3, z, 0.0), (0, True, 0, 1))
+    args = x, y, None, None, out, None, None, 1, None, 2, 3, None, z, 0.0
+    _launch.launch(plan, _norm_fwd_kernel, (3,), args, (0, False, True, 0, 1, False))
     return out
 
 
@@ -352,7 +355,7 @@ def test_a_launcher_that_does_more_is_always_asked(probe, launcher):
 @cpu
 @pytest.mark.parametrize("through_dispatcher", [False, True])
 def test_parts_of_an_operator_that_does_more_are_repeated(probe, driver, through_dispatcher):
-    """Each by itself, from its third call on, eagerly and below the dispatcher; what lies between is done every time."""
+    """Each by itself, from its third call on, in eager and below the dispatcher; what lies between is always done."""
     parts, calls = [], []
 
     @_replay.repeated
@@ -442,7 +445,7 @@ def test_zeros_are_written_again(probe, driver):
 @cpu
 @pytest.mark.parametrize("calls", range(4))
 def test_a_launch_refused_later_is_quarantined(driver, asked, calls, clean_registry):
-    """At the first launch past Triton, while recorded, or recorded long ago: the next layer answers, and is recorded."""
+    """At the first launch past Triton, while recorded, or later: the next layer answers, and is recorded."""
     x, w = inputs()
     config = LaunchConfig({"BLOCK_SIZE": 64, "ROWS": 2}, 1)
     with registry.pretend(known_target("sm90")), registry.override("rms_norm.fwd", config):
@@ -508,6 +511,21 @@ def test_a_tensor_in_place_of_a_number_is_of_this_call(probe, driver):
         for value in (1.0, 1.0, 2.0, 3.0):
             call(x, None, torch.tensor(value))
             assert last(driver)[2][3] == value
+
+
+@cpu
+def test_launchers_see_numbers_as_the_schema_has_them(probe, driver):
+    """Launched, recorded and replayed: an int for a float is a float to the kernel."""
+    seen = []
+    call = probe(lambda x, y, z: seen.append(z) or _launched(x, y, torch.empty_like(x), z))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        for value in (1, True, 1.0, 1):
+            call(x, None, value)
+            assert type(last(driver)[2][3]) is float
+        with torch.enable_grad():
+            call.overload(x, None, 1)
+    assert [type(z) for z in seen] == [float] * 3
 
 
 @cpu
@@ -590,8 +608,8 @@ def test_threads_record_each_for_itself(driver):
 @cpu
 @pytest.mark.parametrize("meanwhile", [0, 3])
 def test_the_tuner_checks_the_plan_it_says(driver, monkeypatch, meanwhile):
-    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what another
-    thread launches while the block is entered."""
+    """`everywhere` gives launchers another plan: what was recorded with the one before must not answer, nor what
+    another thread launches while the block is entered."""
     x, w = inputs()
     for _ in range(3):
         norm(x, w)

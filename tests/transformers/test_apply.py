@@ -1,4 +1,4 @@
-"""The public ways in: liger_hw.patch, the functions by model type that frameworks look for, AutoLigerKernelForCausalLM."""
+"""The public ways in: liger_hw.patch, the functions by model type for frameworks, AutoLigerKernelForCausalLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 import liger_hw
 import liger_hw.transformers
-from liger_hw.transformers import converge
+from liger_hw.transformers import verify
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
 
@@ -102,14 +102,14 @@ def test_auto_model(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_patched_and_unpatched_learn_alike(name):
     spec = specs()[name]
-    row = converge.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name))
+    row = verify.check_training(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name))
     assert row["outcome"] == "verified", row["reason"]
-    assert row["last"] < 0.7 * row["first"] and row["calls"]["fused_linear_cross_entropy"] == converge.STEPS
+    assert row["last"] < 0.7 * row["first"] and row["calls"]["fused_linear_cross_entropy"] == verify.STEPS
 
 
 def test_a_vision_encoder_on_its_own_learns_to_name_bytes():
     spec = specs()["pixtral"]
-    row = converge.check("pixtral", spec.models[0], getattr(liger_hw.transformers, spec.function_name), steps=8)
+    row = verify.check_training("pixtral", spec.models[0], getattr(liger_hw.transformers, spec.function_name), steps=8)
     assert row["outcome"] == "verified", row["reason"]
     assert row["last"] < 0.7 * row["first"] and row["calls"]["rms_norm"] and row["calls"]["rope"]
 
@@ -117,7 +117,7 @@ def test_a_vision_encoder_on_its_own_learns_to_name_bytes():
 def test_a_reader_sees_each_byte_in_its_own_patch():
     """Another byte changes the pixels of its patch and of no other."""
     model = tiny_model(transformers.PixtralVisionModel)
-    reader = converge.Reader(model, 0)
+    reader = verify.Reader(model, 0)
     seen = []
     model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["pixel_values"]), with_kwargs=True)
     ids = torch.arange(48).repeat(2, 1)
@@ -129,7 +129,7 @@ def test_a_reader_sees_each_byte_in_its_own_patch():
 
 
 def test_experts_patched_in_their_gate_survive_pickle():
-    """Pickle finds a bound method again by its function's name, and transformers' default gate is not named as its slot."""
+    """Pickle finds a bound method by its function's name, and transformers' default gate is not named as its slot."""
     if not hasattr(sys.modules[transformers.MixtralForCausalLM.__module__], "MixtralExperts"):
         pytest.skip("this transformers has a module for every expert, and no gate to patch in")
     model = tiny_model(transformers.MixtralForCausalLM).eval()

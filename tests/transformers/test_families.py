@@ -15,7 +15,7 @@ from liger_hw.transformers.models import specs
 pytestmark = pytest.mark.cpu
 
 SPECS = specs()
-# Families whose own classes hold no norm or MLP: those belong to their text and vision models, patched with a live model.
+# Families whose own classes hold no norm or MLP: those of their text and vision models are patched on a live model.
 COMPOSITES = {"llava", "paligemma", "internvl", "smolvlm"}
 if version("transformers").startswith("4."):  # where these take their norms from Qwen2
     COMPOSITES |= {"qwen2_vl", "qwen2_5_vl"}
@@ -38,7 +38,9 @@ def _needs(name, class_name):
 def test_named_family(name):
     spec = SPECS[name]
     _needs(name, spec.models[0])
-    row = verify.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), name not in COMPOSITES)
+    row = verify.check_step(
+        name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), name not in COMPOSITES
+    )
     assert row.outcome == verify.VERIFIED, row.reason
     assert row.norms, row.left
     assert row.loss or name == "pixtral"
@@ -50,7 +52,7 @@ def test_named_family(name):
 def test_unnamed_family(name):
     class_name = verify.causal_lms().get(name, "")
     _needs(name, class_name or name)
-    row = verify.check(name, class_name)
+    row = verify.check_step(name, class_name)
     if "Fast Mamba kernels" in row.reason:
         pytest.skip(row.reason)
     assert row.outcome == verify.VERIFIED, row.reason
@@ -86,6 +88,6 @@ def test_on_the_device(name, gpu):
     """The real kernels in the place of the references, in fp32."""
     spec = SPECS[name]
     _needs(name, spec.models[0])
-    row = verify.check(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), device=gpu)
+    row = verify.check_step(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name), device=gpu)
     assert row.outcome == verify.VERIFIED, row.reason
     assert row.norms and row.fused, row.left

@@ -1,5 +1,7 @@
-"""Qwen2-VL's text as transformers 4 has it, cos and sin of three axes: patched models read one of two equal halves, though
-of the halves of their towers, made outside an embedding, nothing is known."""
+"""Qwen2-VL in transformers 4, with cos and sin of three axes: the kernel reads one of two equal halves in text only.
+
+Of the halves of the towers, made outside an embedding, nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def family(request):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What the kernel was told of halves, a call: seen where a replacement that an earlier test left comes by too."""
+def shared_halves(monkeypatch):
+    """The kernel's `shared_halves` at every call, also of a replacement that an earlier test left in place."""
     found = []
     real = LigerQwen2VLMRopeFunction.apply
     monkeypatch.setattr(LigerQwen2VLMRopeFunction, "apply", lambda *a: found.append(a[-1]) or real(*a))
@@ -54,8 +56,8 @@ def _rotary_rows(report):
     return {(row.kernel, row.variant) for row in report.patched if row.part == "rope"}
 
 
-def _steps_alike(family, told, scope, shared):
-    """A step, patched and not: the same numbers, by a kernel that is told `shared` of halves at every call."""
+def _steps_alike(family, shared_halves, scope, shared):
+    """A step, patched and not: the same numbers, with `shared_halves` as given at every call."""
     name, _, cls = family
     apply = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")
     model = tiny_model(cls)
@@ -63,7 +65,7 @@ def _steps_alike(family, told, scope, shared):
     with apply(model=model) if scope == "instance" else apply() as report:
         assert _rotary_rows(report) == {("vision_rope", ""), ("qwen2vl_mrope", "halves shared" if shared else "")}
         found, gradients = step(model, _loss(model), 0)
-    assert told == [shared] * 4
+    assert shared_halves == [shared] * 4
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == wanted.keys()
     for parameter, gradient in wanted.items():
@@ -71,12 +73,12 @@ def _steps_alike(family, told, scope, shared):
 
 
 @pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_halves_of_text_are_known_to_be_equal(family, told, scope):
-    _steps_alike(family, told, scope, True)
+def test_halves_of_text_are_known_to_be_equal(family, shared_halves, scope):
+    _steps_alike(family, shared_halves, scope, True)
 
 
 @pytest.mark.parametrize("scope", ["classes", "instance"])
-def test_unequal_halves_of_text_are_both_read(family, told, scope, monkeypatch):
+def test_unequal_halves_of_text_are_both_read(family, shared_halves, scope, monkeypatch):
     name, modeling, _ = family
     embedding = getattr(modeling, f"{FAMILIES[name]}RotaryEmbedding")
     real = embedding.forward
@@ -85,4 +87,4 @@ def test_unequal_halves_of_text_are_both_read(family, told, scope, monkeypatch):
         return tuple(t * torch.linspace(0.5, 1, t.shape[-1]) for t in real(self, x, position_ids))
 
     monkeypatch.setattr(embedding, "forward", unequal)
-    _steps_alike(family, told, scope, False)
+    _steps_alike(family, shared_halves, scope, False)

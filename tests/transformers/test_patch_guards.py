@@ -71,7 +71,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("backwards", [False, True])
-def test_activations_of_one_class_are_told_apart_by_what_they_compute(name, backwards):
+def test_activations_of_one_class_differ_by_what_they_compute(name, backwards):
     acts = ACTIVATIONS[name]()[:: -1 if backwards else 1]
     model = nn.Sequential(*(SomeMLP(act) for act in acts))
     report = liger_hw.patch(model)

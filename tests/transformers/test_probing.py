@@ -1,4 +1,4 @@
-"""Recognition: each variant of a norm, MLP or rotary function is found by what it computes, and a near miss is refused."""
+"""Each variant of a norm, MLP or rotary function is recognised by what it computes, and a near miss is refused."""
 
 from __future__ import annotations
 

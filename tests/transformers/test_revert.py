@@ -1,4 +1,4 @@
-"""Taking patches back: copies that no report knows, any order, under somebody else's wrapper; and models yet to be made."""
+"""Reverting patches: copies that no report knows, any order, under somebody else's wrapper; and new models."""
 
 from __future__ import annotations
 

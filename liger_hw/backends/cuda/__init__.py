@@ -40,6 +40,8 @@ class CudaBackend(Backend):
     cooperative = True
     fast_launch = True
     convolves_channels_last = True
+    gemm_alignment = 16  # cuBLAS: 16-byte loads only
+    gemm_even_steps_above = 6  # cuBLAS: tall products in multiples of 512 rows
     fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
 
     def present(self) -> bool:

@@ -4,8 +4,8 @@
     compile  torch.compile of the same            quack  quack-kernels (CuTe DSL, NVIDIA only)
     aten     torch's own fused op, where it has   cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
 
-A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file of
-each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
+A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file
+of each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
 """
 
 from __future__ import annotations

@@ -5,11 +5,15 @@
 
 Shapes: scores [B, in_channels, L, L] (queries, keys), weight [out_channels, in_channels / groups, kh, kw], bias
 [out_channels] or None -> Y [B, out_channels, L', L''] as torch's conv2d has it (L' = L where padding keeps it).
-Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is torch's,
-with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
+Dtypes: fp32, fp16 or bf16, one for all. The softmax is fp32, rounded once to the scores' dtype; the convolution is
+torch's, with torch's settings (its backends may use TF32 for fp32 and sum gradients in another order each time: see
 torch.backends.cudnn).
-Saved for backward: P and weight, with their channels last in memory where that convolves faster. The mask costs nothing:
-masked scores are not read, neither are masked gradients.
+Saved for backward: P and weight. The mask costs nothing: masked scores are not read, nor are masked gradients.
+
+Convolution libraries run 16-bit tensors on matrix units with their channels last in memory; given channels first, they
+transpose every operand and result. Where the backend says so, P, its gradient and what is convolved therefore have
+their channels last, while scores, results and their gradients stay as the caller has them: the kernels read one layout
+and write the other.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -19,7 +23,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, backend_of, row_key
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -37,23 +41,13 @@ from ...runtime.operator import (
 from ...runtime.replay import repeated
 from ..rows.reduce import column_sum, column_sum_tunable
 from ..rows.tuning import blocks_misfit, rows_per_program, safe
-from .multi_token_attention_channels import (
-    CHANNELS_BWD,
-    CHANNELS_FILL,
-    CHANNELS_FWD,
-    convolves_channels_last,
-    empty_channels_last,
-    filled,
-    filled_channels_last,
-    query_sums,
-    softmax_gradient,
-    softmax_to_channels_last,
-)
 from .multi_token_attention_kernels import (
     _causal_fill_kernel,
     _causal_softmax_bwd_kernel,
     _causal_softmax_fwd_kernel,
-    _rows_and_last,
+    _channels_fill_kernel,
+    _channels_softmax_bwd_kernel,
+    _channels_softmax_fwd_kernel,
 )
 from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
@@ -70,7 +64,7 @@ def multi_token_attention_reference(
     groups: int = 1,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """The specification in plain torch; sums in fp32 (fp64 for fp64) and, as here, its backward sees the rounded P."""
+    """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded P."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     masked = scores.masked_fill(_future(scores), -float("inf"))
     p = sparsemax_reference(masked) if sparse else torch.softmax(masked, -1)
@@ -95,8 +89,8 @@ def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows of up to 16384 keys, 16 elements a thread, for every multiprocessor one: 1 x 64 x 5 takes 47.5 us, forward
-    and backward, on the H200, instead of 48.4 (2026-11-22)."""
+    """Whole rows of up to 16384 keys, 16 elements a thread; as many rows a program as leave every multiprocessor
+    one."""
     block = min(key[0], 16384)
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // block)))
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 16, 16))
@@ -112,18 +106,9 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def _tunable(variant: str, kernel) -> Tunable:
-    return Tunable(
-        "multi_token_attention",
-        variant,
-        kernels=(kernel, _rows_and_last),
-        key=_key,
-        dims=_DIMS,
-        heuristic=_heuristic,
-        safe=safe,
-        space=_space,
-        valid=blocks_misfit,
-    )
+def _tunable(variant: str, kernel, **rules) -> Tunable:
+    rules = {"heuristic": _heuristic, "safe": safe, "space": _space, "valid": blocks_misfit} | rules
+    return Tunable("multi_token_attention", variant, kernels=(kernel,), key=_key, dims=_DIMS, **rules)
 
 
 FWD = _tunable("fwd", _causal_softmax_fwd_kernel)
@@ -131,14 +116,66 @@ BWD = _tunable("bwd", _causal_softmax_bwd_kernel)
 FILL = _tunable("fill", _causal_fill_kernel)
 BIAS = column_sum_tunable("multi_token_attention", _DIMS)
 _MOST_SUMS = 1024
-"""Beyond as many, torch's sum over them has the more programs at work."""
+"""Rows that `column_sum` adds up at most; torch's sum over more of them has more programs at work."""
+
+# Kernels between channels first and channels last:
+
+_WIDEST = 4096
+"""Keys that a program of these holds at most."""
+
+
+def _channels_heuristic(target: Target, key: Key, most: int) -> LaunchConfig:
+    """16 channels of a query, 32 contiguous bytes, of at most `most` values in all; 64 values a thread."""
+    block = min(key[0], _WIDEST)
+    channels = max(1, min(16, most // block))
+    return LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, target.warps(block * channels, 64, 16))
+
+
+def _channels_safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": 1}, 4)
+
+
+def _channels_space(target: Target, key: Key) -> list[LaunchConfig]:
+    block = min(key[0], _WIDEST)
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, warps)
+        for channels in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16)
+        if 8 <= channels * block // (warps * target.warp_size) <= 64
+    ]
+
+
+def _channels_valid(config: LaunchConfig, key: Key) -> str | None:
+    names = {"BLOCK_SIZE", "CHANNELS"}
+    if set(config.blocks) != names:
+        return f"blocks must be {sorted(names)}, got {dict(config.blocks)}"
+    whole = config.blocks["BLOCK_SIZE"] >= min(key[0], _WIDEST)
+    return None if whole else f"BLOCK_SIZE must hold all {key[0]} keys"
+
+
+def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
+    return _tunable(
+        variant,
+        kernel,
+        heuristic=lambda target, key: _channels_heuristic(target, key, most),
+        safe=_channels_safe,
+        space=_channels_space,
+        valid=_channels_valid,
+    )
+
+
+CHANNELS_FWD = _channels_tunable("channels_fwd", _channels_softmax_fwd_kernel, 32768)
+CHANNELS_BWD = _channels_tunable("channels_bwd", _channels_softmax_bwd_kernel, 16384)
+CHANNELS_FILL = _channels_tunable("channels_fill", _channels_fill_kernel, 32768)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
-    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2]. numbers: after the
-    sizes; flags: whether a block holds a row, unless given."""
+    """Launch over every row of the last dimension of contiguous `tensors`; row r is query r % shape[-2].
+
+    numbers: arguments behind the sizes; flags: by default, whether a block holds a row.
+    """
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
@@ -150,19 +187,42 @@ def _over_rows(tunable, tensors, flags=None, numbers=()) -> None:
         launch(plan, tunable.kernels[0], (cdiv(n_rows, blocks["ROWS"]),), args, flags)
 
 
+def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: torch.Tensor | None) -> None:
+    """Launch over every query of `tensors`, of one shape [batch, channels, queries, keys] and any strides."""
+    batch, n_channels, n_queries, n_keys = tensors[0].shape
+    if tensors[0].numel():
+        plan = tunable.plan(tensors[0].device, row_key(batch * n_channels * n_queries, n_keys, tensors[0].itemsize))
+        strides = [step for t in tensors for step in t.stride()]
+        grid = (batch * n_queries * cdiv(n_channels, plan.config.blocks["CHANNELS"]),)
+        args = (*tensors, *others, n_channels, n_queries, n_keys, *strides)
+        launch(plan, tunable.kernels[0], grid, args)
+
+
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
-    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); sums: `query_sums`'."""
+    """y = x up to the diagonal, plus `bias` [channels] if any, then zero (or -inf); `sums` from `_empty_sums`."""
     in_place = x is y and bias is None
     _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
+def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
+    """[batch * queries, channels] fp32, for a fill\'s sums over the keys; zeros where nothing is launched."""
+    shape = dy.shape[0] * dy.shape[2], dy.shape[1]
+    return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
+
+
+@repeated
+def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A fill's sums over the keys -> [channels]."""
+    return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
+
+
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
-    """(Y, P, and where P's channels are last a copy of weight with its own last, which both convolutions take; else empty)"""
+    """(Y, P, and where P's channels are last a copy of weight with its channels last; otherwise an empty tensor)."""
     scores = scores.contiguous()
-    if convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
-        p, last = softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
+    if _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse):
+        p, last = _softmax_to_channels_last(scores), weight.clone(memory_format=torch.channels_last)
         y = torch.conv2d(*_summable(p, last, None), stride, padding, dilation, groups).to(p.dtype)
-        return filled(y, dense(bias)), p, last
+        return _fill_from_channels_last(y, dense(bias)), p, last
     p = empty_like(scores, scores.dtype)
     if sparse:
         _fill(scores, p, infinite=True)
@@ -176,10 +236,10 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
 
 def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wanted):
     how = stride, padding, dilation, groups
-    if convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
+    if _convolves_channels_last(p, weight.shape[0], padding, groups, sparse):
         return _bwd_channels_last(dy, p, weight, has_bias and wanted[2], how, wanted)
     dy, g = dy.contiguous(), empty_like(dy, dy.dtype)
-    sums = query_sums(dy) if has_bias and wanted[2] else None
+    sums = _empty_sums(dy) if has_bias and wanted[2] else None
     _fill(dy, g, sums=sums)
     dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted)
     if sums is not None:
@@ -195,21 +255,59 @@ def _bwd(dy, p, weight, has_bias, stride, padding, dilation, groups, sparse, wan
 
 def _bwd_channels_last(dy, p, weight, wants_bias, how, wanted):
     """As `_bwd`, of a p whose channels are last: so are those of the gradients until the softmax's."""
-    g, *sums = filled_channels_last(dy, wants_bias)
-    dp, dweight, dbias = _convolution_gradients(g, p, _last(weight), False, *how, wanted, dense=False)
+    g, *sums = _fill_to_channels_last(dy, wants_bias)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    dp, dweight, dbias = _convolution_gradients(g, p, weight, False, *how, wanted, dense=False)
     if sums:
         dbias = _bias_gradient(*sums, p.dtype)
-    return softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+    return _softmax_gradient(dp, p) if wanted[0] else dp, dweight.contiguous(), dbias
+
+
+# -- channels last ---------------------------------------------------------------------------------------------------
+
+
+def _convolves_channels_last(
+    scores: torch.Tensor, n_filters: int, padding: tuple[int, ...], groups: int, sparse: bool
+) -> bool:
+    """Whether the scores' softmax, and what is convolved after it, are to have their channels last."""
+    if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
+        return False
+    return scores.shape[-1] + 2 * max(padding) <= _WIDEST and backend_of(scores.device).convolves_channels_last
+
+
+def _empty_channels_last(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 @repeated
-def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`query_sums` -> [channels]; of 64 queries one launch of 1.5 us on the H200, torch's sum and cast take 6.3 (2026-11-22)."""
-    return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
+def _softmax_to_channels_last(scores: torch.Tensor) -> torch.Tensor:
+    p = _empty_channels_last(scores)
+    _over_queries(CHANNELS_FWD, (scores, p))
+    return p
 
 
-def _last(weight: torch.Tensor) -> torch.Tensor:
-    return weight.contiguous(memory_format=torch.channels_last)
+@repeated
+def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    dx = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    _over_queries(CHANNELS_BWD, (dp, p, dx))
+    return dx
+
+
+@repeated
+def _fill_from_channels_last(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x up to the diagonal, plus `bias`, and zero after it, with its channels first."""
+    y = x.new_empty(x.shape)
+    _over_queries(CHANNELS_FILL, (x, y), bias, None)
+    return y
+
+
+@repeated
+def _fill_to_channels_last(dy: torch.Tensor, wants_sums: bool) -> tuple[torch.Tensor, ...]:
+    """dy up to the diagonal and zero after it, with its channels last; and, if wanted, its sums over the keys."""
+    g = _empty_channels_last(dy)
+    sums = _empty_sums(dy) if wants_sums else None
+    _over_queries(CHANNELS_FILL, (dy, g), None, sums)
+    return (g,) if sums is None else (g, sums)
 
 
 # -- the convolution, torch's ----------------------------------------------------------------------------------------
@@ -261,9 +359,9 @@ def _fwd_fake(scores, weight, bias, stride, padding, dilation, groups, sparse):
         (scores.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1
         for i in range(2)
     )
-    last = convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
-    p = empty_channels_last(scores) if last else scores.new_empty(scores.shape)
-    saved = empty_channels_last(weight) if last else no_weight(p)
+    last = _convolves_channels_last(scores, weight.shape[0], padding, groups, sparse)
+    p = _empty_channels_last(scores) if last else scores.new_empty(scores.shape)
+    saved = _empty_channels_last(weight) if last else no_weight(p)
     return scores.new_empty((scores.shape[0], weight.shape[0], *spatial)), p, saved
 
 
@@ -429,7 +527,8 @@ WORKLOADS = {
 
 
 def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
-    """The scores with those near their row's threshold moved below it: where one leaves the support, the gradient jumps."""
+    """The scores with those near their row's threshold moved below it: where one leaves the support, the gradient
+    jumps."""
     if not scores.numel():
         return scores
     masked = scores.float().masked_fill_(_future(scores), -float("inf"))
@@ -439,7 +538,7 @@ def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
-    """A 3 x 3 kernel that keeps the size; groups: channels of their own; stride: of 2 x 2 with dilation 2, no padding."""
+    """A 3 x 3 kernel that keeps the size; groups: depthwise; stride: a 2 x 2 kernel, dilation 2, no padding."""
     batch, seq_len, channels = sizes
 
     def drawn(*shape):

@@ -1,7 +1,9 @@
-"""The row kernels of multi_token_attention: causal softmax, its backward, and what is filled in above the diagonal.
+"""The kernels of multi_token_attention: causal softmax, its backward, and the fill above the diagonal.
 
-A row r of the flattened [.., n_queries, n_keys] tensors is query r % n_queries and sees the keys up to its own index;
-the others are not read.
+Each comes twice. `_causal_*` takes contiguous tensors, of which a row r of the flattened [..., n_queries, n_keys] is
+query r % n_queries. `_channels_*` takes tensors [batch, channels, queries, keys] of any strides, to go from channels
+first to channels last and back: a program is one query of CHANNELS channels, so that loads and stores of both are
+contiguous. A query sees the keys up to its own index; the others are not read.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from ...runtime.triton_import import tl, triton
 
 
 @triton.jit
-def _rows_and_last(n_rows, n_queries, ROWS: tl.constexpr):
-    """Row numbers [ROWS, 1] in int64, whether they are there, and the last key each sees."""
+def _rows_of_program(n_rows, n_queries, ROWS: tl.constexpr):
+    """(row numbers in int64, whether the rows exist, last key that each sees), all [ROWS, 1]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], (rows < n_rows)[:, None], (rows % n_queries)[:, None]
 
@@ -28,32 +30,32 @@ def _causal_softmax_fwd_kernel(
     ROWS: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE are read twice, with a running maximum and sum."""
-    rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
+    rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     x_ptrs = X_ptr + rows * n_keys + cols
     y_ptrs = Y_ptr + rows * n_keys + cols
     if WHOLE_ROW:
-        seen = there & (cols <= last) & (cols < n_keys)
-        x = tl.load(x_ptrs, mask=seen, other=-float("inf")).to(tl.float32)
-        x = tl.where(there, x, 0.0)  # rows past the end: something finite
+        visible = exist & (cols <= last) & (cols < n_keys)
+        x = tl.load(x_ptrs, mask=visible, other=-float("inf")).to(tl.float32)
+        x = tl.where(exist, x, 0.0)  # rows past the end: something finite
         e = tl.exp(x - tl.max(x, axis=1)[:, None])
         y = e / tl.sum(e, axis=1)[:, None]
-        tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=there & (cols < n_keys))
+        tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
     else:
         top = tl.full([ROWS, 1], -float("inf"), dtype=tl.float32)
         total = tl.zeros([ROWS, 1], dtype=tl.float32)
         for start in range(0, n_keys, BLOCK_SIZE):
-            seen = there & (start + cols <= last) & (start + cols < n_keys)
-            x = tl.load(x_ptrs + start, mask=seen, other=-float("inf")).to(tl.float32)
-            x = tl.where(there | (start > 0), x, 0.0)
+            visible = exist & (start + cols <= last) & (start + cols < n_keys)
+            x = tl.load(x_ptrs + start, mask=visible, other=-float("inf")).to(tl.float32)
+            x = tl.where(exist | (start > 0), x, 0.0)
             higher = tl.maximum(top, tl.max(x, axis=1)[:, None])
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), axis=1)[:, None]
             top = higher
         for start in range(0, n_keys, BLOCK_SIZE):
-            seen = there & (start + cols <= last) & (start + cols < n_keys)
-            x = tl.load(x_ptrs + start, mask=seen, other=-float("inf")).to(tl.float32)
+            visible = exist & (start + cols <= last) & (start + cols < n_keys)
+            x = tl.load(x_ptrs + start, mask=visible, other=-float("inf")).to(tl.float32)
             y = tl.exp(x - top) / total
-            tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=there & (start + cols < n_keys))
+            tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=exist & (start + cols < n_keys))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries"])
@@ -68,28 +70,29 @@ def _causal_softmax_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
+    """Rows wider than BLOCK_SIZE are read twice; DX may be DY."""
+    rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    places = rows * n_keys + cols
+    offsets = rows * n_keys + cols
     if WHOLE_ROW:
-        seen = there & (cols <= last) & (cols < n_keys)
-        y = tl.load(Y_ptr + places, mask=seen, other=0.0).to(tl.float32)
-        dy = tl.load(DY_ptr + places, mask=seen, other=0.0).to(tl.float32)
+        visible = exist & (cols <= last) & (cols < n_keys)
+        y = tl.load(Y_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
+        dy = tl.load(DY_ptr + offsets, mask=visible, other=0.0).to(tl.float32)
         dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
-        tl.store(DX_ptr + places, dx.to(DX_ptr.dtype.element_ty), mask=there & (cols < n_keys))
+        tl.store(DX_ptr + offsets, dx.to(DX_ptr.dtype.element_ty), mask=exist & (cols < n_keys))
     else:
         dot = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_keys, BLOCK_SIZE):
-            seen = there & (start + cols <= last) & (start + cols < n_keys)
-            y = tl.load(Y_ptr + places + start, mask=seen, other=0.0).to(tl.float32)
-            dot += y * tl.load(DY_ptr + places + start, mask=seen, other=0.0).to(tl.float32)
+            visible = exist & (start + cols <= last) & (start + cols < n_keys)
+            y = tl.load(Y_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
+            dot += y * tl.load(DY_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
         shift = tl.sum(dot, axis=1)[:, None]
         for start in range(0, n_keys, BLOCK_SIZE):
-            seen = there & (start + cols <= last) & (start + cols < n_keys)
-            y = tl.load(Y_ptr + places + start, mask=seen, other=0.0).to(tl.float32)
-            dy = tl.load(DY_ptr + places + start, mask=seen, other=0.0).to(tl.float32)
+            visible = exist & (start + cols <= last) & (start + cols < n_keys)
+            y = tl.load(Y_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
+            dy = tl.load(DY_ptr + offsets + start, mask=visible, other=0.0).to(tl.float32)
             dx = (y * (dy - shift)).to(DX_ptr.dtype.element_ty)
-            tl.store(DX_ptr + places + start, dx, mask=there & (start + cols < n_keys))
+            tl.store(DX_ptr + offsets + start, dx, mask=exist & (start + cols < n_keys))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries", "n_channels"])
@@ -107,33 +110,157 @@ def _causal_fill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: only what lies after it is written.
+    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: X is Y, and only what lies after the diagonal is
+    written.
 
-    Bias_ptr [n_channels]: added up to the diagonal. Sums_ptr [batch, n_queries, n_channels]: what of a row lies there, summed
-    in fp32. Or None.
+    Bias_ptr [n_channels], or None: added up to the diagonal.
+    Sums_ptr [batch, n_queries, n_channels], or None: the sum in fp32 of a row of X up to the diagonal.
     """
-    rows, there, last = _rows_and_last(n_rows, n_queries, ROWS)
+    rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     channel = (rows // n_queries) % n_channels
     if Bias_ptr is not None:
-        bias = tl.load(Bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
+        bias = tl.load(Bias_ptr + channel, mask=exist, other=0.0).to(tl.float32)
     if Sums_ptr is not None:
         total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
     for start in range(0, n_keys, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)[None, :]
-        places = rows * n_keys + cols
-        mask = there & (cols < n_keys)
-        seen = mask & (cols <= last)
+        offsets = rows * n_keys + cols
+        mask = exist & (cols < n_keys)
+        visible = mask & (cols <= last)
         filler = float("-inf") if INFINITE else 0.0
         if IN_PLACE:
             nothing = tl.full([ROWS, BLOCK_SIZE], filler, dtype=tl.float32).to(Y_ptr.dtype.element_ty)
-            tl.store(Y_ptr + places, nothing, mask=mask & (cols > last))
+            tl.store(Y_ptr + offsets, nothing, mask=mask & (cols > last))
         else:
-            x = tl.load(X_ptr + places, mask=seen, other=filler)
+            x = tl.load(X_ptr + offsets, mask=visible, other=filler)
             if Sums_ptr is not None:
                 total += x.to(tl.float32)
             if Bias_ptr is not None:
-                x = tl.where(seen, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
-            tl.store(Y_ptr + places, x, mask=mask)
+                x = tl.where(visible, x.to(tl.float32) + bias, filler).to(Y_ptr.dtype.element_ty)
+            tl.store(Y_ptr + offsets, x, mask=mask)
     if Sums_ptr is not None:
         query = rows // n_queries // n_channels * n_queries + last
-        tl.store(Sums_ptr + query * n_channels + channel, tl.sum(total, axis=1)[:, None], mask=there)
+        tl.store(Sums_ptr + query * n_channels + channel, tl.sum(total, axis=1)[:, None], mask=exist)
+
+
+@triton.jit
+def _query_tile(n_channels, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """(example, query, channels, channel mask, keys, mask of the values that exist, of those up to the diagonal)."""
+    parts = tl.cdiv(n_channels, CHANNELS)
+    query = (tl.program_id(0) // parts) % n_queries
+    batch = (tl.program_id(0) // parts) // n_queries
+    channels = (tl.program_id(0) % parts) * CHANNELS + tl.arange(0, CHANNELS)
+    keys = tl.arange(0, BLOCK_SIZE)
+    channel_mask = channels < n_channels
+    exist = channel_mask[:, None] & (keys < n_keys)[None, :]
+    return batch.to(tl.int64), query.to(tl.int64), channels, channel_mask, keys, exist, exist & (keys <= query)[None, :]
+
+
+@triton.jit
+def _pointers(ptr, batch, query, channels, keys, batch_stride, channel_stride, query_stride, key_stride):
+    row = ptr + batch * batch_stride + query * query_stride
+    return row + (channels.to(tl.int64) * channel_stride)[:, None] + (keys * key_stride)[None, :]
+
+
+@triton.jit(do_not_specialize=["n_queries"])
+def _channels_softmax_fwd_kernel(
+    X_ptr,
+    Y_ptr,
+    n_channels,
+    n_queries,
+    n_keys,
+    X_batch_stride,
+    X_channel_stride,
+    X_query_stride,
+    X_key_stride,
+    Y_batch_stride,
+    Y_channel_stride,
+    Y_query_stride,
+    Y_key_stride,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
+        n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
+    )
+    strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
+    x_ptrs = _pointers(X_ptr, batch, query, channels, keys, *strides)
+    x = tl.load(x_ptrs, mask=visible, other=-float("inf")).to(tl.float32)
+    x = tl.where(channel_mask[:, None], x, 0.0)  # channels past the end: something finite
+    e = tl.exp(x - tl.max(x, axis=1)[:, None])
+    y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
+    tl.store(_pointers(Y_ptr, batch, query, channels, keys, *strides), y.to(Y_ptr.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=["n_queries"])
+def _channels_softmax_bwd_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    n_channels,
+    n_queries,
+    n_keys,
+    DY_batch_stride,
+    DY_channel_stride,
+    DY_query_stride,
+    DY_key_stride,
+    Y_batch_stride,
+    Y_channel_stride,
+    Y_query_stride,
+    Y_key_stride,
+    DX_batch_stride,
+    DX_channel_stride,
+    DX_query_stride,
+    DX_key_stride,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
+        n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
+    )
+    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
+    y_ptrs = _pointers(Y_ptr, batch, query, channels, keys, *strides)
+    y = tl.load(y_ptrs, mask=visible, other=0.0).to(tl.float32)
+    strides = DY_batch_stride, DY_channel_stride, DY_query_stride, DY_key_stride
+    dy_ptrs = _pointers(DY_ptr, batch, query, channels, keys, *strides)
+    dy = tl.load(dy_ptrs, mask=visible, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
+    strides = DX_batch_stride, DX_channel_stride, DX_query_stride, DX_key_stride
+    tl.store(_pointers(DX_ptr, batch, query, channels, keys, *strides), dx.to(DX_ptr.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=["n_queries"])
+def _channels_fill_kernel(
+    X_ptr,
+    Y_ptr,
+    Bias_ptr,
+    Sums_ptr,
+    n_channels,
+    n_queries,
+    n_keys,
+    X_batch_stride,
+    X_channel_stride,
+    X_query_stride,
+    X_key_stride,
+    Y_batch_stride,
+    Y_channel_stride,
+    Y_query_stride,
+    Y_key_stride,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Y = X up to the diagonal, zero after it; Bias_ptr and Sums_ptr as for `_causal_fill_kernel`."""
+    batch, query, channels, channel_mask, keys, exist, visible = _query_tile(
+        n_channels, n_queries, n_keys, BLOCK_SIZE, CHANNELS
+    )
+    strides = X_batch_stride, X_channel_stride, X_query_stride, X_key_stride
+    x = tl.load(_pointers(X_ptr, batch, query, channels, keys, *strides), mask=visible, other=0.0)
+    if Sums_ptr is not None:
+        total = tl.sum(x.to(tl.float32), axis=1)
+        tl.store(Sums_ptr + (batch * n_queries + query) * n_channels + channels, total, mask=channel_mask)
+    if Bias_ptr is not None:
+        bias = tl.load(Bias_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)
+        x = tl.where(visible, x.to(tl.float32) + bias[:, None], 0.0).to(Y_ptr.dtype.element_ty)
+    strides = Y_batch_stride, Y_channel_stride, Y_query_stride, Y_key_stride
+    tl.store(_pointers(Y_ptr, batch, query, channels, keys, *strides), x, mask=exist)

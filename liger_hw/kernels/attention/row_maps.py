@@ -1,14 +1,14 @@
 """What softmax and sparsemax share: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
 
-Each direction of such an op has two kernels with the same parameters: one that holds a tile of whole rows in
-registers, and one that reads rows too wide for that in tiles of columns, once for their sums and again, from cache, for
-the result. Program p takes the row tiles p, p + programs, ... The kernels take
+Each direction of such an op has two kernels: one that holds a tile of whole rows in registers, and one that reads rows
+too wide for that in tiles of columns, once for their sums and again, from cache, for the result. Program p takes the
+row tiles p, p + programs, ... Both take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
-then ONE_TILE (every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy
-would take more than a quarter of the registers), VECTOR (see `rows.aligned`), and the plan's BLOCK_SIZE, ROWS, STAGES,
-LOAD_CACHE, LOAD_EVICT and AHEAD.
+then constexpr flags, and the plan's BLOCK_SIZE, ROWS, STAGES and others. The flags of the first kernel are ONE_TILE
+(every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy would take
+more than a quarter of the registers) and VECTOR (see `rows.aligned`); that of the second is VECTOR.
 """
 
 from __future__ import annotations
@@ -127,10 +127,13 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     plan = tunable.plan(strided.device, row_key(n_rows, n_cols, strided.itemsize))
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     n_tiles = cdiv(n_rows, rows)
-    programs = min(plan.programs or n_tiles, n_tiles)
-    whole_rows = block >= n_cols
-    one_tile = programs == n_tiles <= 4 * plan.target.multiprocessors
+    grid = (min(plan.programs or n_tiles, n_tiles),)
+    args = (*tensors, stride, n_rows, n_cols, n_tiles)
+    whole_rows_kernel, looped_kernel = tunable.kernels
+    if block < n_cols:
+        launch(plan, looped_kernel, grid, args, (row_vector(n_cols, stride, *tensors),))
+        return
+    one_tile = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
     narrow = rows * block > plan.target.registers // 4
-    vector = row_vector(n_cols, stride, *tensors, width=block if whole_rows else None)
-    kernel = tunable.kernels[0 if whole_rows else 1]
-    launch(plan, kernel, (programs,), (*tensors, stride, n_rows, n_cols, n_tiles), (one_tile, narrow, vector))
+    vector = row_vector(n_cols, stride, *tensors, width=block)
+    launch(plan, whole_rows_kernel, grid, args, (one_tile, narrow, vector))

@@ -118,14 +118,10 @@ def _softmax_fwd_looped_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE. Each of a tile's LANES groups of elements, those that a thread loads at once, has a
@@ -209,14 +205,10 @@ def _softmax_bwd_looped_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE; y is contiguous."""

@@ -1,14 +1,15 @@
 """Sparsemax: the point of the probability simplex nearest to x, y = max(x - tau, 0) with tau such that y sums to 1.
 
-Shapes: x of any shape, one dimension of which (`dim`) is projected -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in
-fp32, y rounded once to x's dtype. Saved for backward: y.
+Shapes: x of any shape, one dimension of which (`dim`) is projected -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic
+in fp32, y rounded once to x's dtype. Saved for backward: y.
 A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
 Backward, over the support (y > 0):  dx = dy - mean of dy over the support; outside it dx = 0.
 
 tau is found without a sort, exactly, by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and
-piecewise linear: from max(x) - 1, left of the root, each step to (sum(x > t) - 1) / count(x > t) stays left of it, the
-support only shrinks, and when it no longer does the step was exact. A step halves f or the support (Dinkelbach's bound), so there are at
-most some 50 of them and on real rows about 5; every one is two sums over values already in registers.
+piecewise linear. It begins at max(x) - 1, left of the root. Each step, to (sum of x > t, less 1) / count(x > t), stays
+left of it and can only shrink the support; when the support no longer shrinks, the step was exact. A step halves f or
+the support (Dinkelbach's bound), so that there are at most some 50 of them, and on real rows about 5. Every step is two
+sums over values already in registers.
 
 Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is that of
 Michelot (1986), see Condat, "Fast projection onto the simplex and the l1 ball" (2016)
@@ -23,8 +24,9 @@ from ...registry import Op, Sample
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
+from ..rows.aligned import align_down, load_row, row_pad, store_row
 from ..rows.blocks import keep_narrow
-from ..rows.maps import row_operators, row_tunables
+from .row_maps import row_map_operators, row_map_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -65,6 +67,12 @@ def _above(z, tau):
     return tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def _any(flags):
+    """Whether one of the flags [rows, 1] is set, as a number that a loop can test."""
+    return tl.sum(tl.sum(flags.to(tl.int32), axis=1), axis=0) > 0
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _sparsemax_fwd_kernel(
     X_ptr,
@@ -73,7 +81,9 @@ def _sparsemax_fwd_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    WHOLE_ROW: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -81,55 +91,79 @@ def _sparsemax_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read again, from cache, each step."""
+    """Tiles of whole rows, which stay in registers through all of Newton's steps."""
     begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
-    col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        row_mask = rows < n_rows
-        x_ptrs = X_ptr + rows * X_row_stride + cols[None, :]
-        y_ptrs = Y_ptr + rows * n_cols + cols[None, :]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
         tau = tl.full([ROWS, 1], -1.0, dtype=tl.float32)
         count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
         shrinking = tl.program_id(0) >= 0  # true
-        if WHOLE_ROW:
-            mask = row_mask & (cols < n_cols)[None, :]
-            x = tl.load(x_ptrs, mask=mask, other=-float("inf"), cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            z = x.to(tl.float32)
-            z = tl.where(row_mask, z - _row_max(z), 0.0)  # rows past the end: something finite
-            while shrinking:
-                inside = z > tau
-                support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
-                tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
-                shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
-                count = support
-            tl.store(y_ptrs, _above(z, tau).to(Y_ptr.dtype.element_ty), mask=mask)
-        else:
-            highest = tl.full([ROWS, BLOCK_SIZE], -float("inf"), dtype=tl.float32)
+        z = load_row(x_ptrs, 0, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
+        z = tl.where(exist, z - _row_max(z), 0.0)  # rows past the end: something finite
+        while shrinking:
+            inside = z > tau
+            support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
+            tau = tl.div_rn(tl.sum(tl.where(inside, z, 0.0), axis=1)[:, None] - 1.0, support)
+            shrinking = _any(support < count)
+            count = support
+        y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
+        store_row(y_ptrs, _above(z, tau), 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _sparsemax_fwd_looped_kernel(
+    X_ptr,
+    Y_ptr,
+    X_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE, which are read again, from cache, in each of Newton's steps."""
+    begin(AHEAD)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
+    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
+        y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
+        tau = tl.full([ROWS, 1], -1.0, dtype=tl.float32)
+        count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
+        shrinking = tl.program_id(0) >= 0  # true
+        highest = tl.full([ROWS, BLOCK_SIZE], -float("inf"), dtype=tl.float32)
+        for col_tile in range(col_tiles):
+            start = col_tile * BLOCK_SIZE
+            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
+            highest = _larger(highest, x)
+        top = tl.where(exist, _row_max(highest), 0.0)
+        while shrinking:
+            above = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for col_tile in range(col_tiles):
-                mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
-                x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                highest = _larger(highest, x)
-            top = tl.where(row_mask, _row_max(highest), 0.0)
-            while shrinking:
-                above = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-                members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-                for col_tile in range(col_tiles):
-                    mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
-                    x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                    z = x - top
-                    above += tl.where(z > tau, z, 0.0)
-                    members += (z > tau).to(tl.float32)
-                support = tl.sum(members, axis=1)[:, None]
-                tau = tl.div_rn(tl.sum(above, axis=1)[:, None] - 1.0, tl.maximum(support, 1.0))
-                shrinking = tl.sum(tl.sum((support < count).to(tl.int32), axis=1), axis=0) > 0
-                count = support
-            for col_tile in range(col_tiles):
-                mask = row_mask & (col_tile * BLOCK_SIZE + cols < n_cols)[None, :]
-                x = tl.load(x_ptrs + col_tile * BLOCK_SIZE, mask=mask, other=-float("inf")).to(tl.float32)
-                y = _above(x - top, tau)
-                tl.store(y_ptrs + col_tile * BLOCK_SIZE, y.to(Y_ptr.dtype.element_ty), mask=mask)
+                start = col_tile * BLOCK_SIZE
+                x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
+                z = x - top
+                above += tl.where(z > tau, z, 0.0)
+                members += (z > tau).to(tl.float32)
+            support = tl.sum(members, axis=1)[:, None]
+            tau = tl.div_rn(tl.sum(above, axis=1)[:, None] - 1.0, tl.maximum(support, 1.0))
+            shrinking = _any(support < count)
+            count = support
+        for col_tile in range(col_tiles):
+            start = col_tile * BLOCK_SIZE
+            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
+            store_row(y_ptrs, _above(x - top, tau), start, exist, pad, n_cols, VECTOR)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -141,7 +175,9 @@ def _sparsemax_bwd_kernel(
     n_rows,
     n_cols,
     n_tiles,
-    WHOLE_ROW: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -149,45 +185,63 @@ def _sparsemax_bwd_kernel(
     LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache."""
+    """Tiles of whole rows; y is contiguous."""
     begin(AHEAD)
     cols = tl.arange(0, BLOCK_SIZE)
-    if WHOLE_ROW:
-        for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            mask = (rows < n_rows) & (cols < n_cols)[None, :]
-            dense = rows * n_cols + cols[None, :]
-            dy_ptrs = DY_ptr + rows * DY_row_stride + cols[None, :]
-            y = tl.load(Y_ptr + dense, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            dy = tl.load(dy_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-            inside = y > 0.0
-            total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
-            mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
-            dx = tl.where(inside, keep_narrow(dy, mean).to(tl.float32) - mean, 0.0)
-            tl.store(DX_ptr + dense, dx.to(DX_ptr.dtype.element_ty), mask=mask)
-    else:
-        col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-            rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-            dense = rows * n_cols + cols[None, :]
-            dy_ptrs = DY_ptr + rows * DY_row_stride + cols[None, :]
-            total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = col_tile * BLOCK_SIZE
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                inside = tl.load(Y_ptr + dense + start, mask=mask, other=0.0) > 0.0
-                total += tl.where(inside, tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32), 0.0)
-                members += inside.to(tl.float32)
-            mean = (tl.sum(total, axis=1) / tl.maximum(tl.sum(members, axis=1), 1.0))[:, None]
-            for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
-                mask = (rows < n_rows) & (start + cols < n_cols)[None, :]
-                inside = tl.load(Y_ptr + dense + start, mask=mask, other=0.0) > 0.0
-                dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-                tl.store(
-                    DX_ptr + dense + start, tl.where(inside, dy - mean, 0.0).to(DX_ptr.dtype.element_ty), mask=mask
-                )
+    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
+        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
+        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        inside = y > 0.0
+        total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
+        mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
+        dx = tl.where(inside, keep_narrow(dy, mean).to(tl.float32) - mean, 0.0)
+        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _sparsemax_bwd_looped_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    DY_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE; y is contiguous."""
+    begin(AHEAD)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
+        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
+        total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = col_tile * BLOCK_SIZE
+            inside = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "") > 0.0
+            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+            total += tl.where(inside, dy, 0.0)
+            members += inside.to(tl.float32)
+        mean = (tl.sum(total, axis=1) / tl.maximum(tl.sum(members, axis=1), 1.0))[:, None]
+        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
+            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
+            inside = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "") > 0.0
+            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
+            store_row(DX_ptr + dense, tl.where(inside, dy - mean, 0.0), start, exist, pad, n_cols, VECTOR)
 
 
 # -- tunables and operators ------------------------------------------------------------------------------------------
@@ -200,10 +254,9 @@ def _bwd_reference(dy, y):
     return torch.where(inside, g - mean, 0.0)
 
 
-FWD, BWD = row_tunables(
-    "sparsemax", (_sparsemax_fwd_kernel, _larger, _row_max, _above), (_sparsemax_bwd_kernel, keep_narrow)
-)
-sparsemax_fwd, sparsemax_bwd = row_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
+FWD = row_map_tunable("sparsemax", "fwd", _sparsemax_fwd_kernel, _sparsemax_fwd_looped_kernel, tensors=1)
+BWD = row_map_tunable("sparsemax", "bwd", _sparsemax_bwd_kernel, _sparsemax_bwd_looped_kernel, tensors=2)
+sparsemax_fwd, sparsemax_bwd = row_map_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
 
 
 class LigerSparsemaxFunction(Function):

@@ -1,11 +1,10 @@
 """Embedding: y[i] = weight[indices[i]], and the gradient of the table, exact and repeatable.
 
-Shapes: weight [n_rows, n_cols], indices of any shape -> y [*indices.shape, n_cols] in weight's dtype (fp32, fp16, bf16).
-padding_idx: that row is read as any other and gets no gradient. An index outside the table gives a row of NaN and no
-gradient (on the CPU it raises): to raise, the host would have to wait for the device.
-Saved for backward: indices.
-Backward, dW[r] = sum of dy[i] over the i with indices[i] = r, in fp32, rounded once, in the order of i whatever the
-timing: _row_sums.py, of indices that _stable_sort.py sorted.
+Shapes: weight [n_rows, n_cols], indices of any shape -> y [*indices.shape, n_cols] in weight's dtype (fp32, fp16,
+bf16). padding_idx: that row is read as any other and gets no gradient. An index outside the table gives a row of NaN
+and no gradient (on the CPU it raises): raising would make the host wait for the device. Saved for backward: indices.
+Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once, in the order of i whatever the
+timing. `stable_sort.py` sorts the indices, `row_sums.py` sums.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
 from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
 from ...runtime.triton_import import tl, triton
-from .row_sums import BWD, FEW, FEW_BWD, JOIN, sum_few, sum_rows, tunable
+from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -47,11 +46,11 @@ def _embedding_fwd_kernel(
     """BLOCK_T tokens x BLOCK_SIZE columns a program."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    there = tokens < n_tokens
-    row = tl.load(Index_ptr + tokens, mask=there, other=0).to(tl.int64)
-    known = ((row >= 0) & (row < n_rows))[:, None]
-    mask = there[:, None] & (cols < n_cols)[None, :]
-    y = tl.load(W_ptr + row[:, None] * W_row_stride + cols[None, :], mask=mask & known, other=float("nan"))
+    exist = tokens < n_tokens
+    row = tl.load(Index_ptr + tokens, mask=exist, other=0).to(tl.int64)
+    inside = ((row >= 0) & (row < n_rows))[:, None]
+    mask = exist[:, None] & (cols < n_cols)[None, :]
+    y = tl.load(W_ptr + row[:, None] * W_row_stride + cols[None, :], mask=mask & inside, other=float("nan"))
     tl.store(Y_ptr + tokens[:, None] * n_cols + cols[None, :], y, mask=mask)
 
 
@@ -59,7 +58,7 @@ def _embedding_fwd_kernel(
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """2048 elements a program: many programs, so that many rows are on their way."""
+    """2048 elements a program: many programs keep many loads in flight."""
     block = min(key[0], 2048)
     tokens = max(1, 2048 // block)
     return LaunchConfig({"BLOCK_T": tokens, "BLOCK_SIZE": block}, target.warps(block * tokens, 16, 8))
@@ -75,7 +74,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-FWD = tunable("fwd", (_embedding_fwd_kernel,), {"BLOCK_T": 1, "BLOCK_SIZE": 128}, _fwd_heuristic, _fwd_space)
+FWD = embedding_tunable("fwd", _embedding_fwd_kernel, {"BLOCK_T": 1, "BLOCK_SIZE": 128}, _fwd_heuristic, _fwd_space)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -99,8 +98,8 @@ def _bwd(dy, indices, n_rows, padding_idx):
     if not (n_tokens and n_rows and n_cols):
         return dy.new_zeros((n_rows, n_cols))
     dw, dy, indices = dy.new_empty((n_rows, n_cols)), dy.reshape(n_tokens, n_cols), indices.flatten().contiguous()
-    if n_tokens <= FEW:
-        sum_few(dw, dy, indices, padding_idx)
+    if n_tokens <= MOST_UNSORTED:
+        sum_unsorted(dw, dy, indices, padding_idx)
     else:
         sum_rows(dw, dy, *sort_indices(indices, n_rows), padding_idx=padding_idx)
     return dw
@@ -122,25 +121,15 @@ def _bwd_reference(dy, indices, n_rows, padding_idx):
     return dw.to(dy.dtype)
 
 
-def _fwd_fake(weight, indices):
-    return weight.new_empty((*indices.shape, weight.shape[1]))
-
-
-def _bwd_fake(dy, indices, n_rows, padding_idx):
-    return dy.new_empty((n_rows, dy.shape[-1]))
-
-
 embedding_fwd = define(
     "embedding_fwd(Tensor weight, Tensor indices) -> Tensor",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 embedding_bwd = define(
     "embedding_bwd(Tensor dy, Tensor indices, int n_rows, int padding_idx) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 
@@ -194,7 +183,7 @@ def _misfit(weight, indices, padding_idx) -> str:
 
 
 class LigerEmbedding(torch.nn.Module):
-    """Embedding layer: num_embeddings rows of embedding_dim, N(0, 1) at first; the row padding_idx is zero and stays."""
+    """Embedding layer: num_embeddings rows of embedding_dim, N(0, 1) at first; row padding_idx stays zero."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -246,7 +235,7 @@ OP = registry.register(
         name="embedding",
         function=liger_embedding,
         reference=embedding_reference,
-        tunables=(FWD, FEW_BWD, SORT, MERGE, BWD, JOIN),
+        tunables=(FWD, UNSORTED, SORT, MERGE, BWD, JOIN),
         workloads=WORKLOADS,
         sample=_sample,
         small=((37, 11, 33), (1, 3, 8), (70, 3, 16)),

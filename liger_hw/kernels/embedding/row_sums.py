@@ -1,12 +1,10 @@
-"""Rows added up by where they belong: dW[r] = the sum of dy[i] over the i that name r. embedding.py's backward.
+"""Sums of rows by index: dW[r] = the sum of dy[i] over the i whose index is r. The gradient of an embedding's table.
 
-In fp32, rounded once, in the order of i whatever the timing: a program sums a chunk of the sorted i, and a second kernel
-joins the sums of rows that lie across chunks. So a row that occurs once and one that fills the batch cost alike, without
-atomics. Rows that no token names are zeroed by later programs of the kernel that sums: sums wait for memory, zeros fill
-it. Up to FEW tokens take one launch, in which every program looks at all of them.
-
-H200, bf16, us (embedding-trial-h200.json): 1 token of a table of 32000 x 4096 58.6 (zeros alone at the rate of a copy 62.5,
-torch's fill 78), 512 tokens 76; 16384 tokens of 128256 x 4096 322, where a copy of the bytes takes 283.
+Sums are fp32, rounded once, in the order of i whatever the timing. One kernel sums chunks of the sorted i, a second
+joins the sums of rows that span chunks. A row that occurs once and one that fills the batch cost alike, and there are
+no atomics. Later programs of the first kernel write zeros to the rows that no index names: sums wait for memory, and
+zeros fill the wait. Up to MOST_UNSORTED indices take one launch without a sort, in which every program compares with
+all.
 """
 
 from __future__ import annotations
@@ -17,14 +15,15 @@ from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.operator import cdiv, launch
 from ...runtime.triton_import import tl, triton
 
-FEW = 64
+MOST_UNSORTED = 64
+"""Tokens up to which every program looks at all of them, and nothing is sorted."""
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _zero_rows(DW_ptr, rows, wanted, n_cols, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Zeros to those of ROWS rows of dW that are wanted."""
+    """Write zeros to those of ROWS rows of dW that are wanted."""
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         out = DW_ptr + rows[:, None] * n_cols + cols[None, :]
@@ -33,7 +32,7 @@ def _zero_rows(DW_ptr, rows, wanted, n_cols, ROWS: tl.constexpr, BLOCK_SIZE: tl.
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
-def _embedding_few_kernel(
+def _embedding_unsorted_kernel(
     DY_ptr,
     Index_ptr,
     DW_ptr,
@@ -46,8 +45,11 @@ def _embedding_few_kernel(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """At most MOST tokens, unsorted. First programs of BLOCK_SIZE columns of a token, which sum its row if no earlier
-    token has it; then programs of ROWS rows, which write zeros to those that no token has."""
+    """At most MOST tokens in any order.
+
+    The first programs take BLOCK_SIZE columns of a token each, and sum its row if no earlier token has the same row.
+    The others take ROWS rows of dW each, and write zeros to those that no token names.
+    """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     program = tl.program_id(0)
     at = tl.arange(0, MOST)
@@ -73,7 +75,7 @@ def _embedding_few_kernel(
 
 
 @triton.jit
-def _zero_unnamed(
+def _zero_other_rows(
     Sorted_ptr,
     DW_ptr,
     first,
@@ -85,12 +87,12 @@ def _zero_unnamed(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Zeros to those of ROWS rows of dW that no token names, found by bisecting the sorted tokens.
+    """Write zeros to those of ROWS rows of dW that no token names, found by bisecting the sorted tokens.
 
     top: the largest power of two that is at most n_tokens
     """
     rows = first.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    below = tl.zeros([ROWS], dtype=tl.int32)  # how many tokens are of smaller rows
+    below = tl.zeros([ROWS], dtype=tl.int32)  # tokens of smaller rows
     step = top
     while step > 0:
         probe = tl.load(Sorted_ptr + below + (step - 1), mask=below + step <= n_tokens, other=0).to(tl.int64)
@@ -121,11 +123,11 @@ def _sum_chunk(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """BLOCK_SIZE columns of one chunk of the sorted tokens, GROUP of them read at a time.
+    """BLOCK_SIZE columns of one chunk of the sorted tokens, GROUP tokens read at a time.
 
-    Rows that lie wholly in it go to dW, or with ACCUMULATE are added to it. A row that began in an earlier chunk leaves
-    its sum in Earlier[chunk], one that goes on in a later chunk in Later[chunk] (both [n_chunks, n_cols] fp32); one that
-    does both counts as the former.
+    Rows that lie wholly in the chunk are stored in dW, or with ACCUMULATE added to it. The sum of a row that began in
+    an earlier chunk goes to Earlier[chunk], of one that goes on in a later chunk to Later[chunk], both [n_chunks,
+    n_cols] fp32; a row that does both counts as the former.
     """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     chunk = (part // blocks).to(tl.int64)
@@ -163,7 +165,8 @@ def _sum_chunk(
                 tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
             else:
                 tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-            if wanted & (ends | last) & ((ends & began_here) == 0):  # rare: it spares the others a change of layout
+            # rare; the branch spares the others a change of layout
+            if wanted & (ends | last) & ((ends & began_here) == 0):
                 tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                 tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
             total = tl.where(ends, 0.0, total)
@@ -193,7 +196,7 @@ def _embedding_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The first n_sums programs sum, the others write zeros: the longest waits begin first."""
+    """The first n_sums programs sum, the others write zeros: what waits longest begins first."""
     program = tl.program_id(0)
     if program < n_sums:
         _sum_chunk(
@@ -217,7 +220,7 @@ def _embedding_bwd_kernel(
         )
     else:
         first = program - n_sums
-        _zero_unnamed(Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS, BLOCK_SIZE)
+        _zero_other_rows(Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -235,7 +238,8 @@ def _embedding_join_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The row that begins in a chunk and goes on after it: its Later and the Earlier of the chunks that follow."""
+    """Join the sums of the row that begins in a chunk and goes on after it: its Later, and the Earlier of later
+    chunks."""
     chunk = tl.program_id(0).to(tl.int64)
     end = (chunk + 1) * CHUNK
     row = tl.load(Sorted_ptr + end - 1, mask=end < n_tokens, other=-1).to(tl.int64)
@@ -269,12 +273,12 @@ _DIMS = ("n_tokens", "vocab", "n_cols")
 
 
 def _key(n_tokens: int, vocab: int, n_cols: int, itemsize: int) -> Key:
-    """As a row kernel over the tokens; how long the table is does not matter."""
+    """As for a row kernel over the tokens; the length of the table does not matter."""
     return row_key(n_tokens, n_cols, itemsize)
 
 
-def tunable(variant: str, kernels: tuple, blocks: dict[str, int], heuristic, space) -> Tunable:
-    """`blocks` are those of the safe configuration."""
+def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, space) -> Tunable:
+    """`embedding.<variant>`; `blocks` are those of the safe configuration."""
 
     def safe(target: Target, key: Key) -> LaunchConfig:
         return LaunchConfig(blocks, 1, 1)
@@ -288,7 +292,7 @@ def tunable(variant: str, kernels: tuple, blocks: dict[str, int], heuristic, spa
     return Tunable(
         "embedding",
         variant,
-        kernels=kernels,
+        kernels=(kernel,),
         key=_key,
         dims=_DIMS,
         heuristic=heuristic,
@@ -298,13 +302,13 @@ def tunable(variant: str, kernels: tuple, blocks: dict[str, int], heuristic, spa
     )
 
 
-def _few_heuristic(target: Target, key: Key) -> LaunchConfig:
+def _unsorted_heuristic(target: Target, key: Key) -> LaunchConfig:
     """2048 elements a program, or one row: many short programs write zeros faster than few long ones."""
     block = min(key[0], 512)
     return LaunchConfig({"ROWS": max(1, 2048 // key[0]), "BLOCK_SIZE": block}, target.warps(block, 8, 8))
 
 
-def _few_space(target: Target, key: Key) -> list[LaunchConfig]:
+def _unsorted_space(target: Target, key: Key) -> list[LaunchConfig]:
     return [
         LaunchConfig({"ROWS": max(1, size // key[0]), "BLOCK_SIZE": block}, warps)
         for size in (2048, 4096, 16384)
@@ -315,10 +319,10 @@ def _few_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Chunks of 16 tokens, 8 elements a thread: short enough to fill the device at 4096 tokens. Of more than 8192 chunks
-    of 64, with a quarter of the sums of a frequent row to join.
+    """Chunks of 16 tokens, 8 elements a thread: short enough to fill the device with a small batch. Of more than 8192
+    tokens chunks of 64, which leave a quarter of the sums of a frequent row to join.
 
-    16384 elements of zeros a program, of at most 8 rows where they are long: each row takes registers of its own.
+    16384 elements of zeros a program, in at most 8 rows where rows are long: each row takes registers of its own.
     """
     chunk, group, block = (64, 8, 512) if key[1] >= 14 else (16, 4, 1024)
     rows = max(1, min(16384 // key[0], max(8, 4096 // key[0]), 64))
@@ -355,17 +359,13 @@ def _join_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-FEW_BWD = tunable(
-    "few", (_embedding_few_kernel, _zero_rows), {"ROWS": 1, "BLOCK_SIZE": 128}, _few_heuristic, _few_space
+UNSORTED = embedding_tunable(
+    "few", _embedding_unsorted_kernel, {"ROWS": 1, "BLOCK_SIZE": 128}, _unsorted_heuristic, _unsorted_space
 )
-BWD = tunable(
-    "bwd",
-    (_embedding_bwd_kernel, _sum_chunk, _zero_unnamed, _zero_rows),
-    {"CHUNK": 8, "GROUP": 1, "ROWS": 1, "BLOCK_SIZE": 128},
-    _bwd_heuristic,
-    _bwd_space,
-)
-JOIN = tunable("join", (_embedding_join_kernel,), {"BLOCK_M": 4, "BLOCK_SIZE": 128}, _join_heuristic, _join_space)
+_BWD_SAFE = {"CHUNK": 8, "GROUP": 1, "ROWS": 1, "BLOCK_SIZE": 128}
+BWD = embedding_tunable("bwd", _embedding_bwd_kernel, _BWD_SAFE, _bwd_heuristic, _bwd_space)
+_JOIN_SAFE = {"BLOCK_M": 4, "BLOCK_SIZE": 128}
+JOIN = embedding_tunable("join", _embedding_join_kernel, _JOIN_SAFE, _join_heuristic, _join_space)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ JOIN = tunable("join", (_embedding_join_kernel,), {"BLOCK_M": 4, "BLOCK_SIZE": 1
 def sum_rows(
     dw: torch.Tensor,
     dy: torch.Tensor,
-    places: torch.Tensor,
+    rows: torch.Tensor,
     order: torch.Tensor,
     *,
     padding_idx: int = -1,
@@ -381,14 +381,14 @@ def sum_rows(
     accumulate: bool = False,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """dw[places[i]] = the sum of dy[order[i]] over the i that have one value of places, the other rows 0; or with
-    accumulate, dw[places[i]] is raised by it and the other rows stay as they are.
+    """dw[rows[i]] = the sum of dy[order[i]] over the i with equal rows[i], and 0 in all other rows of dw.
 
-    places, order: from `sort_indices`; dw [n_rows, n_cols] contiguous
-    scale: fp32, one factor for each row of dy; a row whose factor is 0 is not read
-    scratch: fp32 memory that may be overwritten, used where it is large enough
+    rows, order: from `sort_indices`; dw: [n_rows, n_cols], contiguous
+    accumulate: add the sums to dw instead, and leave its other rows as they are
+    scale: fp32, a factor for each row of dy; a row whose factor is 0 is not read
+    scratch: fp32 memory that may be overwritten, used if it is large enough
     """
-    (n_rows, n_cols), n_tokens = dw.shape, places.shape[0]
+    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     key = row_key(n_tokens, n_cols, dy.itemsize)
     plan, join = BWD.plan(dy.device, key), JOIN.plan(dy.device, key)
@@ -402,20 +402,20 @@ def sum_rows(
     n_sums = n_chunks * cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
     n_programs = n_sums + (0 if accumulate else cdiv(n_rows, plan.config.blocks["ROWS"]))
     numbers = dy.stride(0), n_tokens, top, n_sums, n_rows, n_cols, padding_idx
-    args = (dy, places, order, scale, dw, earlier, later, *numbers)
+    args = (dy, rows, order, scale, dw, earlier, later, *numbers)
     launch(plan, _embedding_bwd_kernel, (n_programs,), args, (accumulate,))
     if n_chunks > 1:
-        args = (places, dw, earlier, later, n_tokens, n_rows, n_cols, padding_idx)
+        args = (rows, dw, earlier, later, n_tokens, n_rows, n_cols, padding_idx)
         grid = n_chunks - 1, cdiv(n_cols, join.config.blocks["BLOCK_SIZE"])
         launch(join, _embedding_join_kernel, grid, args, (accumulate, chunk))
 
 
-def sum_few(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:
-    """As `sum_rows`, of at most FEW tokens as they come; indices contiguous."""
+def sum_unsorted(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:
+    """As `sum_rows`, of at most MOST_UNSORTED unsorted tokens; indices must be contiguous."""
     (n_rows, n_cols), n_tokens = dw.shape, dy.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    plan = FEW_BWD.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
+    plan = UNSORTED.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
     blocks = plan.config.blocks
     programs = n_tokens * cdiv(n_cols, blocks["BLOCK_SIZE"]) + cdiv(n_rows, blocks["ROWS"])
     args = (dy, indices, dw, dy.stride(0), n_tokens, n_rows, n_cols, padding_idx)
-    launch(plan, _embedding_few_kernel, (programs,), args, (FEW,))
+    launch(plan, _embedding_unsorted_kernel, (programs,), args, (MOST_UNSORTED,))

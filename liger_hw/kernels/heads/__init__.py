@@ -1,1 +1,1 @@
-"""Losses of hidden states and a head's weight, without all logits at once: the fused_linear ops. Core: `linear_head.py`."""
+"""Losses of hidden states and a head's weight that never hold all logits; `linear_head.py` is their core."""

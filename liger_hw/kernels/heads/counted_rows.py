@@ -1,11 +1,12 @@
-"""How many rows of a loss count, known on the host without waiting for the device to finish.
+"""Ignored rows left out of a linear head's GEMMs: `CountedRows`, the count of the others, known without waiting.
 
 A fused linear loss can leave ignored rows (prompts, padding) out of its matrix products, but a product's size must be
-known on the host. Labels are there long before the logits: `CountedRows(labels)` at the start of a forward counts them on
-the device and starts the copy of one number; by the time the loss asks, the forward's own work is queued behind it and
-the device has not been drained. The patched models do so by themselves; a training loop of your own says
+known on the host. Labels are there long before the logits. `CountedRows(labels)` at the start of a forward counts them
+on the device and starts the copy of one number; by the time the loss asks, the forward's own work is queued behind that
+copy, and the host does not wait for the device to drain. The patched models do so by themselves; a training loop of
+your own says
 
-    counted = CountedRows(labels)                                    # first thing in the step
+    counted = liger_hw.CountedRows(labels)                                    # first thing in the step
     hidden = model(...)
     loss = liger_fused_linear_cross_entropy(hidden, weight, labels, compact=counted)
 
@@ -16,7 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...registry import is_quiet
+from ...runtime.operator import check
+
+MAX_SHARE = 31 / 32
+"""Share of rows that count above which none is left out: gathering rows and scattering their gradient has its price."""
 
 
 class CountedRows:
@@ -27,8 +34,6 @@ class CountedRows:
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
-        import torch
-
         self.ignore_index = ignore_index
         self._count = self._arrived = None
         if is_quiet() or type(labels) is not torch.Tensor:  # a fake tensor has no number to read
@@ -50,3 +55,27 @@ class CountedRows:
             self._arrived.synchronize()
             self._arrived = None
         return int(self._count)
+
+
+def remaining_rows(
+    op: str, target: torch.Tensor, ignore_index: int, compact: bool | CountedRows
+) -> torch.Tensor | None:
+    """Indices of the rows that count, in their order, or None for all rows.
+
+    compact: True counts now, which waits for the device; a `CountedRows` made early does not. The answer is None where
+    too few rows are ignored, while a graph is captured, inside torch.compile, and for a count of another ignore_index.
+    """
+    if not isinstance(compact, (bool, CountedRows)):
+        check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
+    if compact is False or is_quiet():
+        return None
+    counted = CountedRows(target, ignore_index) if compact is True else compact
+    most = counted.most() if counted.ignore_index == ignore_index else None
+    if most is None or most > MAX_SHARE * target.shape[0]:
+        return None
+    ignored = target == ignore_index
+    order = torch.argsort(ignored.to(torch.uint8), stable=True)  # the rows that count first, each part in order
+    if compact is not True:
+        fits = (target.shape[0] - ignored.sum()) <= most
+        torch._assert_async(fits, f"{op}: more rows count than the CountedRows given as compact has")
+    return order[:most]

@@ -1,28 +1,31 @@
 """Cross entropy of a linear head, loss(input @ weight^T + bias, target), without the logits of all rows at once.
 
-Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
--> loss [] or [n_rows]. The loss of a row is that of cross_entropy.py, whose row kernel runs here on chunks of rows;
+The loss of a row is that of cross_entropy.py, whose row kernel runs here on chunks of rows (`linear_head.py`).
 use_token_scaling multiplies a row's loss by exp(s[y] - lse), its probability of the target, taken as a constant.
+
+Shapes: input [n_rows, hidden], weight [vocab, hidden], target [n_rows] int64 or int32, bias [vocab], ce_weight [vocab]
+-> loss [] or [n_rows].
+
 Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded
 to it as a linear layer's are, before the bias, which is added in fp32. Losses, statistics and the result are fp32.
 
-The forward computes the gradients of input, weight and bias that will be needed, chunk by chunk, in place on the
-chunk's logits: they are what is saved. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
+Saved for backward: the gradients of input, weight and bias that will be needed, which the forward computes chunk by
+chunk, in place on the chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With
 reduction="none" each row's incoming gradient is needed first: the forward saves its inputs, and backward computes the
-logits again. See _linear_head.py for the chunks' size and the precision of the weight's gradient.
+logits again. See chunk_plan.py for the chunks' size and the precision of the weight's gradient.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Op, Sample, next_power_of_2
-from ...runtime.operator import Function, autocast_dtype, check, check_tensors, define, first_order
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, define, first_order
 from ..losses.cross_entropy import check_arguments, check_settings, sample_targets
 from ..losses.cross_entropy_reference import (
     REDUCTIONS,
@@ -45,11 +48,12 @@ from ..losses.cross_entropy_rows import (
     row_buffers,
     rows_tunable,
 )
-from ..losses.cross_entropy_scale import scale_gradients
-from .compaction import remaining_rows, spread
-from .counted_rows import CountedRows
+from ..losses.log_prob_rows import DIMS, vocab_key
+from .chunk_plan import plan_chunks
+from .counted_rows import CountedRows, remaining_rows
+from .head_inputs import checked_head, random_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, head_gradients, plan_chunks, sweep
+from .linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -89,129 +93,161 @@ def _logits(input, weight, bias):
     return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-_DIMS = ("n_rows", "hidden", "vocab")
-
-
-def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
-    """Columns rounded up to a power of two, bytes an element: a chunk always has enough rows to fill the device."""
-    return next_power_of_2(vocab), itemsize
-
-
-FWD = rows_tunable("fused_linear_cross_entropy", _key, _DIMS)
-
 # -- launchers -------------------------------------------------------------------------------------------------------
 
+FWD = rows_tunable("fused_linear_cross_entropy", vocab_key, DIMS)
 _NAME = "liger_fused_linear_cross_entropy"
 
 
+class _Call(NamedTuple):
+    """The operators' arguments after the tensors, in the order of their schema.
+
+    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    reduction: int
+    token_scaling: bool
+    wide: bool
+    chunk_mem_const: int
+    z_loss: bool
+    token_accuracy: bool
+    predicted_tokens: bool
+    dinput: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def options(self) -> Options:
+        return Options(**{name: getattr(self, name) for name in Options._fields})
+
+    @property
+    def extra(self) -> tuple[bool, bool, bool]:
+        return self.z_loss, self.token_accuracy, self.predicted_tokens
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dinput, self.dweight, self.dbias
+
+    def divides_late(self, dtype: torch.dtype) -> bool:
+        """Whether backward divides the gradients by the mean's denominator."""
+        return any(self.wanted) and divides_late(dtype, self.options)
+
+
 @torch.no_grad()
-def _chunked(x, weight, target, bias, ce_weight, order, options, wide, scale, extra, wanted, row_grads=None):
+def _sweep(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None):
     """(rows' results, stats, gradients of x, weight and bias): forward's work, and backward's for reduction="none"."""
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
-    n_rows, (vocab, hidden), size, gradients = target.shape[0], weight.shape, x.dtype.itemsize, any(wanted)
-    chunks = plan_chunks(n_rows, hidden, vocab, size, gradients=gradients, wide=wide, apart=True, scale=scale)
+    n_rows, (vocab, hidden), itemsize, options = target.shape[0], weight.shape, x.dtype.itemsize, call.options
+    chunks = plan_chunks(
+        *(n_rows, hidden, vocab, itemsize),
+        gradients=any(call.wanted),
+        wide=call.wide,
+        with_targets=True,
+        scale=call.chunk_mem_const,
+        device=x.device,
+    )
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
-    rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, extra)
-    grads = HeadGradients(x, weight, wanted, chunks, target) if gradients else None
-    plan = FWD.plan(x.device, _key(n_rows, hidden, vocab, size))
+    rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, call.extra)
+    grads = HeadGradients(x, weight, call.wanted, chunks, target)
+    plan = FWD.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
-            *(plan, logits, target, ce_weight, stats, options, rows, logits if gradients else None),
+            *(plan, logits, target, ce_weight, stats, options, rows, logits if any(call.wanted) else None),
             bias=bias,
             row_grads=row_grads,
             row_start=start,
             owned=True,
         )
-    return rows, stats, head_gradients(grads, x, bias)
+    return rows, stats, grads.results(bias)
 
 
-def _fwd(x, weight, target, bias, ce_weight, order, *call):
-    options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
-    extra, wanted = tuple(wanted[:3]), tuple(wanted[3:])
-    rows, stats, grads = _chunked(x, weight, target, bias, ce_weight, order, options, wide, const, extra, wanted)
-    rows = spread(rows, order, x.shape[0])
-    late = any(wanted) and divides_late(x.dtype, options)
-    return *launch_sum(rows, stats, options, torch.float32), *grads, stats if late else absent(stats)
+def _fwd(x, weight, target, bias, ce_weight, order, *arguments):
+    call = _Call(*arguments)
+    rows, stats, grads = _sweep(x, weight, target, bias, ce_weight, order, call)
+    rows = _put_back(rows, order, x.shape[0])
+    outputs = launch_sum(rows, stats, call.options, torch.float32)
+    return *outputs, *grads, stats if call.divides_late(x.dtype) else absent(stats)
 
 
-def _bwd(grad_output, x, weight, target, bias, ce_weight, order, *call):
-    options, (wide, const, *wanted) = Options(*call[:6]), call[6:]
-    inputs = x, weight, target, bias, ce_weight, order
-    return _chunked(*inputs, options, wide, const, (False, False, False), tuple(wanted), grad_output)[2]
+def _bwd(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
+    return _sweep(x, weight, target, bias, ce_weight, order, _Call(*arguments), grad_output)[2]
+
+
+def _put_back(rows: RowResults, order: torch.Tensor | None, n_rows: int) -> RowResults:
+    """Results of the rows `order` among n_rows; rows that were left out get what an ignored row gets."""
+    if order is None:
+        return rows
+
+    def among_all(t: torch.Tensor | None, empty: int) -> torch.Tensor | None:
+        return None if t is None else t.new_full((n_rows,), empty).index_copy_(0, order, t)
+
+    return RowResults(
+        among_all(rows.loss, 0), among_all(rows.z_loss, 0), among_all(rows.hits, 0), among_all(rows.top, -1)
+    )
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _no_grads(x):
-    return absent(x), absent(x), absent(x)
-
-
-def _reference_grads(x, weight, target, bias, ce_weight, options, wanted, row_grads=None):
-    """What autograd gives through `_logits`: the gradient of the logits is rounded to their dtype before it is summed."""
-    wide = reference_gradient(_logits(x, weight, bias), target, ce_weight, options, row_grads)
+def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=None):
+    """What autograd gives through `_logits`: the logits' gradient is rounded to their dtype before it is summed."""
+    if not any(call.wanted):
+        return absent(x), absent(x), absent(x)
+    wide = reference_gradient(_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
     dlogits = wide.to(x.dtype)
     return (
-        dlogits @ weight if wanted[0] else absent(x),
-        dlogits.t() @ x if wanted[1] else absent(x),
-        dlogits.sum(0, dtype=wide.dtype).to(bias.dtype) if wanted[2] else absent(x),
+        dlogits @ weight if call.dinput else absent(x),
+        dlogits.t() @ x if call.dweight else absent(x),
+        dlogits.sum(0, dtype=wide.dtype).to(bias.dtype) if call.dbias else absent(x),
     )
 
 
 @torch.no_grad()
-def _fwd_reference(x, weight, target, bias, ce_weight, order, *call):
-    options, (_, _, *wanted) = Options(*call[:6]), call[6:]
-    extra, wanted = wanted[:3], wanted[3:]
-    check_targets(_NAME, target, weight.shape[0], options.ignore_index)
-    outputs = reference_losses(_logits(x, weight, bias), target, ce_weight, options)
-    grads = _reference_grads(x, weight, target, bias, ce_weight, options, wanted) if any(wanted) else _no_grads(x)
-    stats = torch.ones(5) if any(wanted) and divides_late(x.dtype, options) else torch.empty(0)
-    return *reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), extra), *grads, stats
+def _fwd_reference(x, weight, target, bias, ce_weight, order, *arguments):
+    call = _Call(*arguments)
+    check_targets(_NAME, target, weight.shape[0], call.ignore_index)
+    outputs = reference_losses(_logits(x, weight, bias), target, ce_weight, call.options)
+    outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.extra)
+    grads = _reference_grads(x, weight, target, bias, ce_weight, call)
+    return *outputs, *grads, torch.ones(5 if call.divides_late(x.dtype) else 0)
 
 
 @torch.no_grad()
-def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, *call):
-    return _reference_grads(x, weight, target, bias, ce_weight, Options(*call[:6]), call[8:], grad_output)
+def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
+    return _reference_grads(x, weight, target, bias, ce_weight, _Call(*arguments), grad_output)
 
 
-def _fake_grads(x, weight, bias, wanted):
-    shapes = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight if bias is None else bias))
-    return tuple(like.new_empty(shape) if w else absent(x) for (shape, like), w in zip(shapes, wanted))
+def _fwd_fake(x, weight, target, bias, ce_weight, order, *arguments):
+    call = _Call(*arguments)
+    outputs = fake_outputs(x, x.shape[0], call.reduction, torch.promote_types(x.dtype, torch.float32), call.extra)
+    stats = x.new_empty(5 if call.divides_late(x.dtype) else 0, dtype=torch.float32)
+    return *outputs, *fake_gradients(x, weight, bias, call.wanted), stats
 
 
-def _fwd_fake(x, weight, target, bias, ce_weight, order, *call):
-    options, (_, _, *wanted) = Options(*call[:6]), call[6:]
-    extra, wanted = wanted[:3], wanted[3:]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    outputs = fake_outputs(x, x.shape[0], options.reduction, wide, extra)
-    late = any(wanted) and divides_late(x.dtype, options)
-    stats = x.new_empty(5 if late else 0, dtype=torch.float32)
-    return *outputs, *_fake_grads(x, weight, bias, wanted), stats
+def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
+    return fake_gradients(x, weight, bias, _Call(*arguments).wanted)
 
 
-def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, *call):
-    return _fake_grads(x, weight, bias, call[8:])
-
-
-_CALL = (
+_ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order, int ignore_index, "
     "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool token_scaling, bool wide, "
-    "int chunk_mem_const, "
+    "int chunk_mem_const, bool z_loss, bool token_accuracy, bool predicted_tokens, "
+    "bool dinput, bool dweight, bool dbias"
 )
-_WANTED = "bool dinput, bool dweight, bool dbias"
 fused_linear_cross_entropy_fwd = define(
-    f"fused_linear_cross_entropy_fwd({_CALL} bool z_loss, bool token_accuracy, bool predicted_tokens, {_WANTED}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"fused_linear_cross_entropy_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
 )
 fused_linear_cross_entropy_bwd = define(
-    f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_CALL} {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -243,45 +279,41 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         order=None,
     ):
         tensors = _input, weight, target, bias, ce_weight, order
-        options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
-        call = _call(*options, accum_dtype, chunk_mem_const)
-        wanted = *ctx.needs_input_grad[:2], ctx.needs_input_grad[3]
-        ctx.call, ctx.wanted, ctx.per_row = call, wanted, reduction == "none"
-        now = (False, False, False) if ctx.per_row else wanted
-        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
-        *results, stats = fused_linear_cross_entropy_fwd(*tensors, *call, *extra, *now)
-        outputs, grads = results[:4], results[4:]
-        ctx.save_for_backward(*(tensors if ctx.per_row else (*grads, stats)))
-        ctx.mark_non_differentiable(*outputs[1:])
+        call = _Call(
+            ignore_index=ignore_index,
+            label_smoothing=float(label_smoothing),
+            lse_square_scale=float(lse_square_scale),
+            softcap=float(softcap or 0.0),
+            reduction=REDUCTIONS[reduction],
+            token_scaling=use_token_scaling,
+            wide=sums_in_fp32(_NAME, accum_dtype, weight),
+            chunk_mem_const=chunk_mem_const,
+            z_loss=return_z_loss,
+            token_accuracy=return_token_accuracy,
+            predicted_tokens=return_predicted_tokens,
+        )
+        dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
+        with_gradients = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
+        ctx.wanted, ctx.later = with_gradients.wanted, with_gradients if reduction == "none" else None
+        outputs = fused_linear_cross_entropy_fwd(*tensors, *(call if ctx.later else with_gradients))
+        loss, z_loss, hits, top, *saved = outputs
+        ctx.save_for_backward(*(tensors if ctx.later else saved))
+        ctx.mark_non_differentiable(z_loss, hits, top)
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return loss, z_loss, hits, top
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
             return (None,) * 17
-        if ctx.per_row:
-            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, *ctx.call, *ctx.wanted)
+        if ctx.later:
+            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, *ctx.later)
+            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
             *grads, stats = ctx.saved_tensors
-            grads = scale_wanted(grads, ctx.wanted, grad_output, stats)
-        dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
+            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, stats)
         return dx, dweight, None, dbias, *(None,) * 13
-
-
-def scale_wanted(grads, wanted, grad_output, stats):
-    """`scale_gradients` of those that are wanted; the others are empty."""
-    scaled = iter(scale_gradients([g for g, w in zip(grads, wanted) if w], grad_output, stats))
-    return tuple(next(scaled) if w else g for g, w in zip(grads, wanted))
-
-
-def _call(weight, ignore_index, smoothing, lse_scale, softcap, reduction, scaling, accum_dtype, const) -> tuple:
-    """The operators' arguments from ignore_index to chunk_mem_const."""
-    options = Options(
-        ignore_index, float(smoothing), float(lse_scale), float(softcap or 0.0), REDUCTIONS[reduction], scaling
-    )
-    return *options, accum_dtype is torch.float32 and weight.dtype.itemsize < 4, const
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -312,41 +344,23 @@ def liger_fused_linear_cross_entropy(
     or any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32
     sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
     use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient.
-    compact leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True
-    to count now, which waits for the device. The results are the same, unless ignored rows hold nan or inf.
+    compact leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or
+    True to count now, which waits for the device. The results are the same, unless ignored rows hold nan or inf.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """
-    check_tensors(_NAME, optional=("bias",), input=input, weight=weight, bias=bias)
-    dtype = autocast_dtype(input.device.type)
-    if dtype is not None and torch.float64 not in (input.dtype, weight.dtype):
-        input, weight, bias = input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-    if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1] or not weight.numel():
-        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
-        check(False, _NAME, f"input must be [n_rows, hidden] and weight [vocab, hidden], got {shapes}")
-    if input.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        kinds = ", ".join(str(t.dtype) for t in (input, weight, bias) if t is not None)
-        check(False, _NAME, f"input, weight and bias must share one dtype, got {kinds}; cast them or use autocast")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        check(False, _NAME, f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if accum_dtype not in (None, torch.float32, weight.dtype):
-        check(False, _NAME, f"accum_dtype must be None, torch.float32 or the weight's dtype, got {accum_dtype}")
+    input, weight, bias = checked_head(_NAME, input, weight, bias)
+    sums_in_fp32(_NAME, accum_dtype, weight)
     if type(chunk_mem_const) is not int or chunk_mem_const < 1:
         check(False, _NAME, f"chunk_mem_const must be a positive int, got {chunk_mem_const!r}")
     settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     check_arguments(_NAME, input, target, weight.shape[0], ce_weight, *settings, *extra, use_token_scaling)
     order = remaining_rows(_NAME, target, ignore_index, compact)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
-        options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
-        more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const, order
-        outputs = LigerFusedLinearCrossEntropyFunction.apply(input, weight, target, bias, ce_weight, *options, *more)
-    else:
-        options = weight, ignore_index, label_smoothing, lse_square_scale, softcap, reduction, use_token_scaling
-        call = _call(*options, accum_dtype, chunk_mem_const)
-        wanted = *extra, False, False, False
-        outputs = fused_linear_cross_entropy_fwd(input, weight, target, bias, ce_weight, order, *call, *wanted)[:4]
-    return pack(*outputs, extra)
+    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
+    more = use_token_scaling, return_token_accuracy, return_predicted_tokens, chunk_mem_const
+    tensors = input, weight, target, bias, ce_weight
+    return pack(*LigerFusedLinearCrossEntropyFunction.apply(*tensors, *options, *more, order), extra)
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
@@ -354,6 +368,19 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
     forward(lin_weight [vocab, hidden], _input [n_rows, hidden], target [n_rows], bias [vocab] or None)
     """
+
+    option_names = (
+        *(
+            "ignore_index",
+            "lse_square_scale",
+            "label_smoothing",
+            "reduction",
+            "softcap",
+            "return_z_loss",
+            "accum_dtype",
+        ),
+        *("use_token_scaling", "return_token_accuracy", "return_predicted_tokens", "chunk_mem_const"),
+    )
 
     def __init__(
         self,
@@ -387,24 +414,8 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor | CrossEntropyOutput:
-        return liger_fused_linear_cross_entropy(
-            _input,
-            lin_weight,
-            target,
-            bias,
-            self.ce_weight,
-            ignore_index=self.ignore_index,
-            lse_square_scale=self.lse_square_scale,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            accum_dtype=self.accum_dtype,
-            use_token_scaling=self.use_token_scaling,
-            return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-            chunk_mem_const=self.chunk_mem_const,
-        )
+        options = {name: getattr(self, name) for name in self.option_names}
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, self.ce_weight, **options)
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
@@ -426,12 +437,11 @@ def _sample(
 ) -> Sample:
     n_rows, hidden, vocab = sizes
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return (values * scale).to(dtype)
-
-    x, weight = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
-    bias = random(vocab).requires_grad_() if biased else None
+    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
+    x.requires_grad_()
+    bias = None
+    if biased:
+        bias = torch.randn(vocab, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
     target = sample_targets(n_rows, vocab, device, generator, ignored)
     if options.get("use_token_scaling"):  # of a model that has learnt: else p, and with it every gradient, underflows

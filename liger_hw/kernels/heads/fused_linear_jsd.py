@@ -1,12 +1,16 @@
 """Generalised Jensen-Shannon divergence of a student's linear head from a teacher's, without the logits of all rows.
 
     x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
+
 Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], teacher_input [n_rows, teacher's hidden],
-teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the mean over rows that count (zero for none).
-Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast); logits are
+teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the mean over rows that count (zero for
+none).
+
+Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are
 rounded to it as a linear layer's are, everything after is fp32, and so is the loss.
+
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
-has none. See _linear_head.py for the chunks, _distill_rows.py for the rows.
+has none. See chunk_plan.py for the chunks, distill_rows.py for the rows.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
 """
@@ -21,6 +25,7 @@ from ... import registry
 from ...registry import Op, Sample
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.jsd import jsd_options
+from .head_inputs import random_head
 from .linear_distillation import (
     linear_distillation,
     linear_distillation_operator,
@@ -66,10 +71,10 @@ def liger_fused_linear_jsd(
 ) -> torch.Tensor:
     """Generalised JSD of two linear heads; see the top of this file.
 
-    Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32, fp16
-    or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
-    count. jsd_beta: 0 is KL(teacher || student), 1 its reverse. accum_dtype=torch.float32 sums the weight's gradient in
-    an fp32 buffer. Returns the loss [] in fp32.
+    Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
+    fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index
+    do not count. jsd_beta: 0 is KL(teacher || student), 1 its reverse. accum_dtype=torch.float32 sums the weight's
+    gradient in an fp32 buffer. Returns the loss [] in fp32.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad.
     """
     options = _options("liger_fused_linear_jsd", jsd_beta, ignore_index, temperature)
@@ -129,18 +134,14 @@ WORKLOADS = {
 def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **options: Any) -> Sample:
     n_rows, hidden, vocab = sizes
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return (values * scale).to(dtype)
-
     labels = None
     if labelled:
         labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
         labels = labels.masked_fill(labels == -1, -100)
-    student = random(n_rows, hidden).requires_grad_(), random(vocab, hidden, scale=hidden**-0.5)
-    student[1].requires_grad_(not frozen)
+    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
+    teacher = random_head(n_rows, hidden, vocab, dtype, device, generator)
     return Sample(
-        args=(*student, random(n_rows, hidden), random(vocab, hidden, scale=hidden**-0.5), labels),
+        args=(x.requires_grad_(), weight.requires_grad_(not frozen), *teacher, labels),
         kwargs=options,
         reduction=n_rows * vocab,
         grad_reduction=max(n_rows, hidden, vocab),

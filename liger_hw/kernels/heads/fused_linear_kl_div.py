@@ -2,12 +2,15 @@
 
     x = log_softmax(student_input @ student_weight^T / temperature), t = target: sum of t (log max(t, eps) - x)
     sum  over all rows that count     batchmean  divided by their number     mean  divided by that times vocab
+
 Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], target [n_rows, vocab] probabilities,
 shift_labels [n_rows] -> loss [], zero where no row counts.
-Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype under autocast), target any of them; logits
+
+Dtypes: input and weight share one of fp32, fp16 or bf16 (the autocast dtype under autocast), target any of them. Logits
 are rounded to the input's as a linear layer's are, everything after is fp32, and so is the loss.
+
 Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target has none. See
-_linear_head.py for the chunks, _distill_rows.py for the rows.
+chunk_plan.py for the chunks, distill_rows.py for the rows.
 
 Source: Kullback and Leibler, "On information and sufficiency", 1951
 """
@@ -23,6 +26,7 @@ from ...registry import Op, Sample
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
+from .head_inputs import random_head
 from .linear_distillation import (
     linear_distillation,
     linear_distillation_operator,
@@ -68,8 +72,8 @@ def liger_fused_linear_kl_div(
 ) -> torch.Tensor:
     """KL(target || student) of a linear head against target probabilities; see the top of this file.
 
-    student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16 or
-    bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
+    student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16
+    or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
     count. reduction: batchmean, mean or sum. accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer.
     Returns the loss [] in fp32.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
@@ -140,15 +144,13 @@ WORKLOADS = {
 def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
     n_rows, hidden, vocab = sizes
 
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
-
     labels = None
     if labelled:
         labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
         labels = labels.masked_fill(labels == -1, -100)
-    x, weight = random(n_rows, hidden).to(dtype), random(vocab, hidden, scale=hidden**-0.5).to(dtype)
-    target = torch.softmax(random(n_rows, vocab), -1).to(dtype)
+    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
+    scores = torch.randn(n_rows, vocab, generator=generator, dtype=torch.float32, device=device)
+    target = torch.softmax(scores, -1).to(dtype)
     return Sample(
         args=(x.requires_grad_(), weight.requires_grad_(), target, labels),
         kwargs=options,

@@ -1,7 +1,8 @@
 """fused_linear_scaled_cross_entropy over a vocabulary split between the ranks of a process group.
 
-Each rank holds the hidden states of all rows and its part of the head's weight, rank r the rows r * vocab .. (r + 1) * vocab
-of the whole. The forward exchanges two numbers a row (three with entropy); backward sums the hidden states' gradient.
+Each rank holds the hidden states of all rows and its part of the head's weight, rank r the rows r * vocab .. (r + 1) *
+vocab of the whole. The forward exchanges two numbers a row (three with entropy); backward sums the hidden states'
+gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from ...runtime.operator import Function, check_flags, first_order
 from ..losses.vocab_parallel_cross_entropy import check_group, combine_log_sum_exp, group_rank
 from .fused_linear_scaled_cross_entropy import (
-    _checked,
-    _pack,
+    checked_arguments,
+    pack_results,
     scaled_cross_entropy_bwd,
     scaled_cross_entropy_fwd,
 )
@@ -31,20 +32,20 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
         (world, rank), y, vocab = group_rank(tp_group), target.long(), weight.shape[0]
         start, ignored = rank * vocab, y == ignore_index
         here = (y >= start) & (y < start + vocab) & ~ignored
-        mine = torch.where(here, y - start, 0).masked_fill(ignored, _IGNORED)
-        nll, entropy, selected, own = scaled_cross_entropy_fwd(
-            x, weight, mine, None, temperature, _IGNORED, return_entropy
+        own_target = torch.where(here, y - start, 0).masked_fill(ignored, _IGNORED)
+        nll, entropy, selected, own_lse = scaled_cross_entropy_fwd(
+            x, weight, own_target, None, temperature, _IGNORED, return_entropy
         )
-        lse, (s_y,) = combine_log_sum_exp(own, [torch.where(here, own - nll, 0.0)], tp_group, world)
+        lse, (s_y,) = combine_log_sum_exp(own_lse, [torch.where(here, own_lse - nll, 0.0)], tp_group, world)
         nll = torch.where((y >= 0) & (y < vocab * world), lse - s_y, float("nan")).masked_fill(ignored, 0.0)
         if return_entropy and world > 1:
-            share = torch.exp(own - lse)  # of all probability; own - entropy is the mean score over this rank's part
-            mean = torch.where(share == 0, 0.0, share * (own - entropy))
+            share = torch.exp(own_lse - lse)  # of the probability; own_lse - entropy is this rank's mean score
+            mean = torch.where(share == 0, 0.0, share * (own_lse - entropy))
             dist.all_reduce(mean, group=tp_group)
             entropy = (lse - mean).masked_fill(ignored, 0.0)
-        ctx.save_for_backward(x, weight, mine, None, lse, entropy, selected)
+        ctx.save_for_backward(x, weight, own_target, None, lse, entropy, selected)
         ctx.here, ctx.group, ctx.world, ctx.has_entropy = here, tp_group, world, return_entropy
-        ctx.call = temperature, _IGNORED, False, *ctx.needs_input_grad[:2]
+        ctx.options = temperature, _IGNORED, False, *ctx.needs_input_grad[:2]
         ctx.set_materialize_grads(False)
         if not return_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -56,7 +57,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
         if dnll is None and dentropy is None:
             return (None,) * 7
         grads = dnll, dentropy if ctx.has_entropy else None, None, ctx.here
-        dx, dweight = scaled_cross_entropy_bwd(*ctx.saved_tensors, *grads, *ctx.call)
+        dx, dweight = scaled_cross_entropy_bwd(*ctx.saved_tensors, *grads, *ctx.options)
         if ctx.needs_input_grad[0] and ctx.world > 1:
             dist.all_reduce(dx, group=ctx.group)
         return *(g if w else None for g, w in zip((dx, dweight), ctx.needs_input_grad)), *(None,) * 5
@@ -76,14 +77,15 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
     input: [n_rows, hidden], the same on every rank; weight: [vocab, hidden], this rank's part, all parts equally wide;
     target: [n_rows], indices of the whole vocabulary; tp_group: a ProcessGroup, or None for a whole vocabulary.
-    tiles_per_reduce: accepted for compatibility. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every rank.
-    The gradient of the input is that of the whole vocabulary, summed over the ranks; every rank must run backward.
+    tiles_per_reduce: accepted for compatibility. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every
+    rank. The gradient of the input is that of the whole vocabulary, summed over the ranks; every rank must run
+    backward.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; a target out of range gives nan.
     """
     op = "liger_fused_linear_scaled_cross_entropy_tp"
-    input, weight = _checked(op, input, weight, target, temperature, ignore_index)
+    input, weight = checked_arguments(op, input, weight, target, temperature, ignore_index)
     check_flags(op, return_entropy=return_entropy)
     check_group(op, tp_group)
-    call = input, weight, target, tp_group, float(temperature), ignore_index, return_entropy
-    nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(*call)
-    return _pack(nll, entropy if return_entropy else None, None)
+    options = tp_group, float(temperature), ignore_index, return_entropy
+    nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *options)
+    return pack_results(nll, entropy if return_entropy else None, None)

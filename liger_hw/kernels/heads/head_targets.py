@@ -1,21 +1,24 @@
-"""What one column of a row has of a head's weight gradient, kept out of the roundings of its running sum.
+"""The targets' entries of a head's weight gradient, accumulated separately from its 16-bit running sum.
 
-A weight gradient in 16 bits that is summed over chunks (_linear_head.py) is rounded once a chunk. That costs most where
+A 16-bit weight gradient that is summed over chunks (`linear_head.py`) is rounded once a chunk. That costs most where
 one row of logits has one large entry, as cross entropies and log-probability losses have at the target: p - 1 is nearly
-exact, so the one GEMM of all rows rounds once, and every chunk more is an error of its own. So, of every chunk:
+exact, so one GEMM over all rows rounds once, and every further chunk adds an error of its own. Of every chunk therefore
 
-- a rare target's entry is taken out of dlogits, [n_rows] fp32 in all, and after the last chunk entry * x is added to the
-  target's row of the gradient: summed in fp32 in the order of the rows, one rounding (embedding.py's kernels);
-- the row of a frequent target (FREQUENT times among the targets) is summed in fp32, a product of its own, and put in its
-  place at the end. Its entries must not be taken out: in a trained head the sum of p * x of all rows nearly cancels that
-  of the target's entries, and either alone, rounded, has an error as large as itself over their difference.
+- a rare target's entry is moved out of dlogits into an fp32 vector [n_rows]. After the last chunk entry * x is added to
+  the target's row of the gradient, summed in fp32 in the order of the rows and rounded once (the embedding's kernels);
+- the row of a frequent target (FREQUENT times or more among the targets) is accumulated in fp32 by a product of its
+  own, and replaces the running sum at the end. Its entries must stay in dlogits: in a trained head the sum of p * x
+  over all rows nearly cancels that of the target's entries, and either alone, rounded, has an error as large as itself
+  over their difference.
 
-Ratios of the error to one GEMM's: benchmarks/rounding.py. Nothing waits for the device; no order depends on timing. The
-sums of frequent targets, `most_frequent` of them, take so many x hidden fp32, 8 MiB at 8192 x 4096, and their columns of a
-chunk as much of its memory as so many words more: `plan_chunks` counts both.
+Nothing waits for the device, and no order of summation depends on timing. The sums of frequent targets take
+`most_frequent` x hidden fp32, and their columns of a chunk take memory like so many more vocabulary entries;
+`plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
 """
 
 from __future__ import annotations
+
+from typing import Callable
 
 import torch
 
@@ -39,19 +42,19 @@ def _head_target_kernel(
     n_cols,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Moves D[row, Y[row_start + row]] to Taken[row_start + row], and a zero into its place; Y outside: nothing there."""
+    """Moves D[row, Y[row_start + row]] to Taken[row_start + row] and leaves a zero. A Y outside has no entry."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    there = rows < n_rows
-    y = tl.load(Y_ptr + row_start + rows, mask=there, other=-1).to(tl.int64)
-    inside = there & (y >= 0) & (y < n_cols)
-    place = D_ptr + rows * D_row_stride + y
-    entry = tl.load(place, mask=inside, other=0.0)
-    tl.store(Taken_ptr + row_start + rows, entry.to(tl.float32), mask=there)
-    tl.store(place, tl.zeros_like(entry), mask=inside)
+    mask = rows < n_rows
+    y = tl.load(Y_ptr + row_start + rows, mask=mask, other=-1).to(tl.int64)
+    inside = mask & (y >= 0) & (y < n_cols)
+    entry_ptr = D_ptr + rows * D_row_stride + y
+    entry = tl.load(entry_ptr, mask=inside, other=0.0)
+    tl.store(Taken_ptr + row_start + rows, entry.to(tl.float32), mask=mask)
+    tl.store(entry_ptr, tl.zeros_like(entry), mask=inside)
 
 
 def _key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> Key:
-    """Every head alike: a column of single entries."""
+    """Bytes of an element: every head has the same work, one entry a row."""
     return (itemsize,)
 
 
@@ -81,84 +84,89 @@ TAKE = Tunable(
 
 
 def most_frequent(n_rows: int, vocab: int) -> int:
-    """How many words can be FREQUENT times among the targets."""
+    """How many columns can be FREQUENT times among the targets."""
     return min(n_rows // FREQUENT, vocab)
 
 
 class TargetEntries:
-    """The targets' share of a weight gradient [vocab, hidden] that `add_product` sums: take every chunk, then restore.
+    """The targets' share of a weight gradient [vocab, hidden]: `extract` from every chunk, then `restore`.
 
-    targets: [n_rows], in the order of the sweep; those outside the vocabulary have no entry. plain: torch, not kernels.
+    targets: [n_rows], in the order of the sweep; those outside the vocabulary have no entry
+    plain: in torch, without kernels
     """
 
     def __init__(self, targets: torch.Tensor, vocab: int, hidden: int, plain: bool) -> None:
         n_rows, device = targets.shape[0], targets.device
         self.plain = plain
-        self.places, self.order = sort_indices(targets, vocab, plain)
-        self.taken = torch.empty(n_rows, dtype=torch.float32, device=device)
+        self.sorted, self.rows = sort_indices(targets, vocab, plain)
+        self.entries = torch.empty(n_rows, dtype=torch.float32, device=device)
         slots = most_frequent(n_rows, vocab)
         self.frequent = self.sums = None
         self.rare = targets.contiguous()
         if slots:
-            self.frequent, self.slot = _frequent(self.places, vocab, slots)
+            self.frequent, self.slot = _frequent(self.sorted, vocab, slots)
             self.sums = torch.empty((slots, hidden), dtype=torch.float32, device=device)
-            known = torch.zeros(vocab, dtype=torch.bool, device=device).index_fill_(0, self.frequent, True)
-            self.rare = self.rare.masked_fill(known[targets.clamp(0, vocab - 1).long()], -1)
+            is_frequent = torch.zeros(vocab, dtype=torch.bool, device=device).index_fill_(0, self.frequent, True)
+            self.rare = self.rare.masked_fill(is_frequent[targets.clamp(0, vocab - 1).long()], -1)
 
-    def take(self, dlogits: torch.Tensor, x: torch.Tensor, start: int, add_product) -> None:
-        """Take in the gradient of the logits of x, the rows `start`.. of the sweep; add_product sums dlogits afterwards."""
+    def extract(self, dlogits: torch.Tensor, x: torch.Tensor, start: int, add_product: Callable[..., None]) -> None:
+        """Take the entries out of the gradient of the logits of x, the rows `start`.. of the sweep.
+
+        add_product(out, a, b, first): accumulates a @ b, as the caller does with what is left in dlogits
+        """
         n_rows, vocab = dlogits.shape
         if self.plain:
             rows = slice(start, start + n_rows)
             y = self.rare[rows].long()
-            inside, at = (y >= 0) & (y < vocab), y.clamp(0, vocab - 1)[:, None]
-            entry = dlogits.gather(1, at)[:, 0]
-            self.taken[rows] = torch.where(inside, entry, 0.0)
-            dlogits.scatter_(1, at, entry.masked_fill(inside, 0.0)[:, None])
+            inside, column = (y >= 0) & (y < vocab), y.clamp(0, vocab - 1)[:, None]
+            entry = dlogits.gather(1, column)[:, 0]
+            self.entries[rows] = torch.where(inside, entry, 0.0)
+            dlogits.scatter_(1, column, entry.masked_fill(inside, 0.0)[:, None])
         else:
             plan = TAKE.plan(dlogits.device, _key(0, 0, 0, dlogits.itemsize))
-            numbers = dlogits.stride(0), start, n_rows, vocab
             grid = (cdiv(n_rows, plan.config.blocks["BLOCK_SIZE"]),)
-            launch(plan, _head_target_kernel, grid, (dlogits, self.rare, self.taken, *numbers))
+            args = (dlogits, self.rare, self.entries, dlogits.stride(0), start, n_rows, vocab)
+            launch(plan, _head_target_kernel, grid, args)
         if self.frequent is not None:
             add_product(self.sums, dlogits.index_select(1, self.frequent).t(), x, start == 0)
 
     def restore(
         self, dweight: torch.Tensor, x: torch.Tensor, order: torch.Tensor | None, scratch: torch.Tensor | None
     ) -> None:
-        """Complete the gradient; x [n, hidden], of which the sweep took the rows `order` (None: all)."""
+        """Complete the gradient. x [n, hidden] are all rows, of which the sweep took `order` (None: all); scratch: fp32
+        memory that may be overwritten."""
         if self.frequent is not None:
             n = self.sums.numel()
             fits = scratch is not None and scratch.numel() >= n
             halves = (scratch if fits else torch.empty_like(self.sums).view(-1))[:n].view(dweight.dtype)
-            rounded, placed = halves.view(2, *self.sums.shape)
-            torch.index_select(rounded.copy_(self.sums), 0, self.slot, out=placed)
-            dweight.index_copy_(0, self.frequent, placed)
-        taken, rows = self.taken, self.order
+            rounded, of_column = halves.view(2, *self.sums.shape)
+            torch.index_select(rounded.copy_(self.sums), 0, self.slot, out=of_column)
+            dweight.index_copy_(0, self.frequent, of_column)
+        entries, rows = self.entries, self.rows
         if order is not None:
-            taken, rows = taken.new_zeros(x.shape[0]).index_copy_(0, order, taken), order[rows]
+            entries, rows = entries.new_zeros(x.shape[0]).index_copy_(0, order, entries), order[rows]
         if self.plain:
             vocab = dweight.shape[0]
-            inside = (self.places >= 0) & (self.places < vocab)
-            named, index = self.places[inside].long().unique_consecutive(return_inverse=True)
-            share = taken[rows[inside], None] * x[rows[inside]].float()
-            total = torch.zeros((len(named), x.shape[1])).index_add_(0, index, share)
-            dweight.index_copy_(0, named, (dweight[named].float() + total).to(dweight.dtype))
+            inside = (self.sorted >= 0) & (self.sorted < vocab)
+            columns, index = self.sorted[inside].long().unique_consecutive(return_inverse=True)
+            share = entries[rows[inside], None] * x[rows[inside]].float()
+            total = torch.zeros((len(columns), x.shape[1])).index_add_(0, index, share)
+            dweight.index_copy_(0, columns, (dweight[columns].float() + total).to(dweight.dtype))
         else:
-            sum_rows(dweight, x, self.places, rows, scale=taken, accumulate=True, scratch=scratch)
+            sum_rows(dweight, x, self.sorted, rows, scale=entries, accumulate=True, scratch=scratch)
 
 
-def _frequent(places: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([slots] the tokens that occur FREQUENT times in the sorted `places`, [slots] which slot's sum is whose).
+def _frequent(ordered: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([slots] columns that occur FREQUENT times in the sorted targets, [slots] which slot's sum is whose).
 
-    Slots to spare repeat the first one's token (0 where there is none), and its sum.
+    Slots to spare repeat the first one's column (0 where there is none), and its sum.
     """
-    n = places.shape[0] - FREQUENT + 1
-    first = places[:n]
-    begins = (first == places[FREQUENT - 1 :]) & (first >= 0) & (first < vocab)
+    n = ordered.shape[0] - FREQUENT + 1
+    first = ordered[:n]
+    begins = (first == ordered[FREQUENT - 1 :]) & (first >= 0) & (first < vocab)
     begins[1:] &= first[1:] != first[:-1]
     at = torch.where(begins, begins.cumsum(0) - 1, slots)
-    tokens = first.new_zeros(slots + 1).scatter_(0, at, first)[:slots].long()
-    slot = torch.arange(slots, device=places.device)
+    columns = first.new_zeros(slots + 1).scatter_(0, at, first)[:slots].long()
+    slot = torch.arange(slots, device=ordered.device)
     used = slot < begins.sum()
-    return torch.where(used, tokens, torch.where(used[0], tokens[0], 0)), torch.where(used, slot, 0)
+    return torch.where(used, columns, torch.where(used[0], columns[0], 0)), torch.where(used, slot, 0)

@@ -1,26 +1,26 @@
-"""Logits of a linear head that are kept from a forward to its backward, most of them where the weight's gradient will be.
+"""Logits of a linear head that are kept from a forward to its backward, most of them in the weight gradient's memory.
 
-For losses whose gradient of a row is known only in backward (fused_linear_scaled_cross_entropy): a row's logits are kept,
-or computed again, a fourth product beside the head's three. What is kept, in two places:
+For losses whose gradient of a row is known only in backward (fused_linear_scaled_cross_entropy). A row's logits are
+either kept or computed again, which is a fourth GEMM beside the head's three. They are kept in two places:
 
-- The slab. The weight's gradient [vocab, hidden] does not exist before backward, and logits of `hidden` rows are of its
-  size. They wait in its memory, cut into slices of the vocabulary, each [slab, width] in one piece, slice i where the
-  gradient of slice i + 1 will be, and the last one in a buffer of its own, the tail. Backward turns every slice into its
-  gradient, adds up dx, and then writes dweight of slice 0 over nothing, of slice 1 over slice 0, which is done, and so on.
-- The late rows, those after the slab: as many of the first as memory allows, whole rows, in a buffer of their own.
+- The slab, the first `hidden` rows. The weight's gradient [vocab, hidden] does not exist before backward, and the
+  logits of `hidden` rows are of its size. They wait in its memory, cut into slices of the vocabulary. Each slice [slab,
+  width] is contiguous; slice i lies where the gradient of slice i + 1 will be, and the last one in a buffer of its own,
+  the tail. Backward turns every slice into its gradient and sums dx. Then it writes dweight of slice 0, whose place
+  holds nothing; of slice 1 over the logits of slice 0, which are done with; and so on.
+- Of the rest, the rows after the slab, as many as memory allows, in a buffer of their own.
 
-Late rows are one group or two (`late_groups`). A group that is kept whole is one chunk. Of another, backward goes
-through the vocabulary by slices, too, in the tail's memory: logits that are not kept are computed again, of all the
-group's rows. So the gradient of a weight is rounded twice, three times from more than 3 x hidden rows on, whatever the
-memory, without anything apart: sqrt(1.5) of one GEMM's error with one group, and by the same reckoning sqrt(1.5 + 1.5 slab /
-n_rows) with two, which no GPU has checked.
+The rest is one group of rows or two (`rest_groups`). A group that is kept whole is one chunk. For another, backward
+goes through slices of the vocabulary in the tail's memory, where the logits that were not kept are computed again. So
+whatever the memory, the weight's gradient is rounded twice, or three times with more than 3 x hidden rows.
 
-Up to half as many rows as the hidden size have no slab: their logits, in a buffer of their own, are less to hold.
+With up to half as many rows as the hidden size there is no slab: all logits are in a buffer of their own, which is
+smaller.
 
 dx over slices is summed in fp32: where the gradient of slice 0 will be while the slab is under way, if it fits there.
 
-How many late rows are kept: as many as fit LIGER_HW_LOSS_MEMORY_MIB beside everything else; unset, SPARE of the weight's
-gradient beside that gradient, tail and fp32 sum included: together 1.25 times what Liger 0.8.5 takes for 8192 rows.
+Memory. With LIGER_HW_LOSS_MEMORY_MIB set, as many rows of the rest are kept as fit beside everything else. Unset, kept
+rows, tail and fp32 sums take at most SPARE of the weight gradient's memory.
 """
 
 from __future__ import annotations
@@ -31,73 +31,84 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import _with_fallback, cdiv
+from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
-from .linear_head import STEP, divide, dweight_of, dx_of, logits_buffer, logits_of
+from .chunk_plan import STEP, divide, padded
+from .linear_head import dweight_of, dx_of, logits_buffer, logits_of
 
-SLICES = 8  # of a whole slab, fewer of less
-GRAIN = 128  # words that a slice's width is a multiple of
-NARROWEST = 2048  # words of a slab's slice at least
+MAX_SLICES = 8
+"""Of a slab of `hidden` rows; a shorter slab has fewer."""
+SLICE_STEP = 128
+"""Columns. The width of a slice is a multiple of it."""
+MIN_SLICE_WIDTH = 2048
 SPARE = 4 / 7
-MOST_SLABS = 5  # with more rows than so many slabs, too few logits are kept: chunks instead
-_CHUNK = 4096  # rows at a time, at most, in the forward of those that are not kept
+MAX_SLABS = 5
+"""With more rows than so many slabs too few logits would be kept: chunks instead."""
+_FORWARD_ROWS = 4096
+"""At most so many rows at a time in the forward of those that are not kept."""
 _IGNORED, _OUTSIDE = -1, -2
 
 
-class Kept(NamedTuple):
-    """slab: rows that wait in the weight gradient's memory; width: words of a slice (the last may have more); tail: its
-    elements; late: rows after the slab that are kept. Without a slab all rows are late, and kept."""
+class KeepPlan(NamedTuple):
+    """What of a head's logits is kept. Without a slab all rows are the rest, and kept.
+
+    slab: rows that wait in the weight gradient's memory
+    width: columns of a slice (the last may have more)
+    tail: elements of the tail
+    rest: rows after the slab whose logits are kept
+    """
 
     slab: int
     width: int
     tail: int
-    late: int
+    rest: int
 
-    def memory(self, x: torch.Tensor, weight: torch.Tensor) -> Memory:
-        """What it is kept in, not yet written."""
+    def allocate(self, x: torch.Tensor, weight: torch.Tensor) -> KeptLogits:
+        """Uninitialised memory for it."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        late = x.new_empty((self.late, cdiv(weight.shape[0], 16) * 16))
-        return Memory(waiting, x.new_empty(self.tail), late, self.slab, self.width)
+        rest = x.new_empty((self.rest, padded(weight.shape[0])))
+        return KeptLogits(waiting, x.new_empty(self.tail), rest, self.slab, self.width)
 
 
-class Memory(NamedTuple):
-    """waiting [vocab, hidden], or nothing without a slab; tail; late [late rows, vocab and up to 15 elements more]."""
+class KeptLogits(NamedTuple):
+    """waiting [vocab, hidden] the slab's slices but the last, or nothing without a slab; tail [elements] the last
+    slice; rest [kept rows, padded vocab]; slab and width as in `KeepPlan`."""
 
     waiting: torch.Tensor
     tail: torch.Tensor
-    late: torch.Tensor
+    rest: torch.Tensor
     slab: int
     width: int
 
 
-def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> Kept | None:
+def plan_kept(n_rows: int, hidden: int, vocab: int, itemsize: int) -> KeepPlan | None:
     """What is kept of a head's logits; None where chunks are better (`plan_chunks`)."""
-    row, weight = cdiv(vocab, 16) * 16 * itemsize, vocab * hidden * itemsize
+    row, weight = padded(vocab) * itemsize, vocab * hidden * itemsize
     budget = env.get("LIGER_HW_LOSS_MEMORY_MIB")
     room = int(SPARE * weight) if budget is None else (budget << 20) - weight - n_rows * hidden * itemsize
     if not n_rows or budget is not None and room < 0:
         return None
     if 2 * n_rows <= hidden or vocab <= hidden:
-        return Kept(0, 0, 0, n_rows) if budget is None or n_rows * row <= room else None
+        return KeepPlan(0, 0, 0, n_rows) if budget is None or n_rows * row <= room else None
     slab = min(n_rows, hidden)
-    count = min(cdiv(SLICES * slab, hidden), vocab // NARROWEST)
-    width = vocab // max(2, count) // GRAIN * GRAIN
-    if not width or n_rows > MOST_SLABS * slab:
+    count = min(cdiv(MAX_SLICES * slab, hidden), vocab // MIN_SLICE_WIDTH)
+    width = vocab // max(2, count) // SLICE_STEP * SLICE_STEP
+    if not width or n_rows > MAX_SLABS * slab:
         return None
-    most = max((b - a for a, b in late_groups(n_rows, slab)), default=0)
-    tail = _tail_size(most, vocab, slab, width)
+    largest = max((stop - start for start, stop in rest_groups(n_rows, slab)), default=0)
+    tail = _tail_size(largest, vocab, slab, width)
     room -= tail * itemsize
-    sums = slab * hidden * 4 if itemsize == 2 and width < 2 * slab else 0
-    if (n_rows - slab) * row <= room - sums:
-        return Kept(slab, width, tail, n_rows - slab)
-    room -= max(sums, most * hidden * 4 if itemsize == 2 else 0)
+    slab_sums = slab * hidden * 4 if itemsize == 2 and width < 2 * slab else 0
+    if (n_rows - slab) * row <= room - slab_sums:
+        return KeepPlan(slab, width, tail, n_rows - slab)
+    room -= max(slab_sums, largest * hidden * 4 if itemsize == 2 else 0)
     if room < 0 and budget is not None:
         return None
-    return Kept(slab, width, tail, max(0, room // row) // STEP * STEP)
+    return KeepPlan(slab, width, tail, max(0, room // row) // STEP * STEP)
 
 
-def late_groups(n_rows: int, slab: int) -> list[tuple[int, int]]:
+def rest_groups(n_rows: int, slab: int) -> list[tuple[int, int]]:
     """(start, stop) of the groups of rows after the slab."""
     rest = n_rows - slab
     if rest <= 2 * slab or not slab:
@@ -107,45 +118,47 @@ def late_groups(n_rows: int, slab: int) -> list[tuple[int, int]]:
 
 
 Slices = list[tuple[int, int]]
-"""(first word, last word + 1); all but the last are of one width."""
+"""(first column, last column + 1); all but the last are equally wide."""
 
 
 def _slab_slices(vocab: int, width: int) -> Slices:
-    """Slices of `width` words, the last of up to twice as many: none is smaller than what is written over it."""
+    """Slices of `width` columns, the last of up to twice as many: none is smaller than what is written over it."""
     starts = range(0, vocab // width * width, width)
     return [(start, start + width) for start in starts[:-1]] + [(starts[-1], vocab)]
 
 
-def _late_slices(vocab: int, most: int) -> Slices:
-    """Slices of at most `most` words, about equally many."""
-    width = min(most, cdiv(cdiv(vocab, cdiv(vocab, most)), GRAIN) * GRAIN)
+def _rest_slices(vocab: int, most: int) -> Slices:
+    """Slices of at most `most` columns, about equally many."""
+    width = min(most, cdiv(cdiv(vocab, cdiv(vocab, most)), SLICE_STEP) * SLICE_STEP)
     return [(start, min(start + width, vocab)) for start in range(0, vocab, width)]
 
 
-def _tail_size(most: int, vocab: int, slab: int, width: int) -> int:
-    """Elements of the tail: the slab's last slice, and at least a narrow slice of the largest late group."""
+def _tail_size(largest: int, vocab: int, slab: int, width: int) -> int:
+    """Elements of the tail: the slab's last slice, and at least a narrow slice of the largest group of the rest."""
     first, last = _slab_slices(vocab, width)[-1]
-    return max(slab * cdiv(last - first, 16) * 16, most * GRAIN)
+    return max(slab * padded(last - first), largest * SLICE_STEP)
 
 
-def _view(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns] at the beginning of memory, each row beginning at a multiple of 16 elements."""
-    stride = cdiv(columns, 16) * 16
+def _logits_at(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] with padded rows at the beginning of memory."""
+    stride = padded(columns)
     return memory.view(-1)[: rows * stride].view(rows, stride)[:, :columns]
 
 
-def _slab(memory: Memory) -> tuple[Slices, list[torch.Tensor]]:
-    """The slab's slices, and where the logits [slab, words] of each are."""
-    vocab, hidden = memory.waiting.shape
-    *whole, last = slices = _slab_slices(vocab, memory.width)
-    room = memory.waiting.view(-1)
-    places = [_view(room[stop * hidden :], memory.slab, stop - start) for start, stop in whole]
-    return slices, [*places, _view(memory.tail, memory.slab, last[1] - last[0])]
+def _slab_logits(kept: KeptLogits) -> tuple[Slices, list[torch.Tensor]]:
+    """The slab's slices, and the logits [slab, width] of each."""
+    vocab, hidden = kept.waiting.shape
+    *whole, last = slices = _slab_slices(vocab, kept.width)
+    memory = kept.waiting.view(-1)
+    logits = [_logits_at(memory[stop * hidden :], kept.slab, stop - start) for start, stop in whole]
+    return slices, [*logits, _logits_at(kept.tail, kept.slab, last[1] - last[0])]
 
 
-def _placed(target: torch.Tensor, ignore_index: int, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
-    """([slices, n_rows] the targets as words of each slice, whether they are in it); for rows whose target is in another
-    slice a word that counts for nothing, for others _IGNORED or _OUTSIDE."""
+def _targets_by_slice(target: torch.Tensor, ignore_index: int, slices: Slices) -> tuple[torch.Tensor, torch.Tensor]:
+    """([slices, n_rows] the targets as columns of each slice, [slices, n_rows] whether they are in it).
+
+    A row whose target is in another slice has column 0, which then counts for nothing; other rows _IGNORED or _OUTSIDE.
+    """
     y, width, vocab = target.long(), slices[0][1], slices[-1][1]
     number = torch.arange(len(slices), device=y.device)[:, None]
     ignored = y == ignore_index
@@ -165,56 +178,64 @@ def keeping_forward(
     temperature: float,
     ignore_index: int,
     entropy: bool,
-    memory: Memory,
+    kept: KeptLogits,
 ) -> LogProbs:
-    """The results of all rows; fills the memory."""
+    """The results of all rows; fills `kept`."""
     n_rows, vocab = x.shape[0], weight.shape[0]
-    x, weight = x.detach(), weight.detach()
+    x, weight, slab = x.detach(), weight.detach(), kept.slab
     out = log_prob_buffers(n_rows, x.device, entropy=entropy)
     options = {"ignore_index": ignore_index, "temperature": temperature}
-    waiting, _, late, slab, _ = memory
 
-    def rows_of(logits: torch.Tensor, start: int) -> None:
+    def fill(logits: torch.Tensor, start: int) -> None:
         logits_of(x[start : start + logits.shape[0]], weight, logits)
         row_log_probs(logits, target, out, row_start=start, **options)
 
     if slab:
-        first = slab + late.shape[0]
-        fits = waiting.numel() // (cdiv(vocab, 16) * 16)
-        bounds = divide(n_rows - first, min(fits, _CHUNK)) if fits else ()
-        for start, stop in bounds:  # of rows that are not kept: through the slab's memory
-            rows_of(_view(waiting, stop - start, vocab), first + start)
+        first = (
+            slab + kept.rest.shape[0]
+        )  # of the rows that are not kept: through the slab's memory, before it is filled
+        fits = kept.waiting.numel() // padded(vocab)
+        bounds = divide(n_rows - first, min(fits, _FORWARD_ROWS), x.device) if fits else ()
+        for start, stop in bounds:
+            fill(_logits_at(kept.waiting, stop - start, vocab), first + start)
         if not fits and first < n_rows:
-            rows_of(logits_buffer(n_rows - first, vocab, x), first)
-    if late.shape[0]:
-        rows_of(late[:, :vocab], slab)
+            fill(logits_buffer(n_rows - first, vocab, x), first)
+    if kept.rest.shape[0]:
+        fill(kept.rest[:, :vocab], slab)
     if slab:
-        _slab_forward(x[:slab], weight, target[:slab], out, options, memory)
+        _slab_forward(x[:slab], weight, target[:slab], out, ignore_index, temperature, kept)
     return out
 
 
-def _slab_forward(x, weight, target, out, options, memory):
-    """The slab's logits into their places, and the results of its rows from those of every slice."""
-    slices, places = _slab(memory)
-    mine, here = _placed(target, options["ignore_index"], slices)
-    shape = mine.shape
-    parts = LogProbs(*(torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2)))
+def _slab_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    out: LogProbs,
+    ignore_index: int,
+    temperature: float,
+    kept: KeptLogits,
+) -> None:
+    """Fills the slab's slices, and its rows' results from those of every slice."""
+    slices, slab_logits = _slab_logits(kept)
+    targets, here = _targets_by_slice(target, ignore_index, slices)
+    parts = LogProbs(*(torch.empty(targets.shape, dtype=torch.float32, device=x.device) for _ in range(2)))
     if out.entropy is not None:
         parts = parts._replace(entropy=torch.empty_like(parts.lse))
     at_target = torch.empty_like(parts.lse)
-    for i, (words, logits) in enumerate(zip(slices, places)):
-        logits_of(x, weight[slice(*words)], logits)
-        row_log_probs(logits, mine[i], _part(parts, i), ignore_index=_IGNORED, temperature=options["temperature"])
-        at_target[i] = logits.gather(1, mine[i].clamp_min(0)[:, None])[:, 0]
-    ignored = mine[0] == _IGNORED
+    for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
+        logits_of(x, weight[slice(*columns)], logits)
+        row_log_probs(logits, targets[i], _select(parts, i), ignore_index=_IGNORED, temperature=temperature)
+        at_target[i] = logits.gather(1, targets[i].clamp_min(0)[:, None])[:, 0]
+    ignored = targets[0] == _IGNORED
     lse = torch.logsumexp(parts.lse, 0)
-    s_y = torch.where(here, at_target * (1.0 / options["temperature"]), 0.0).sum(0)
+    s_y = torch.where(here, at_target * (1.0 / temperature), 0.0).sum(0)
     logp = torch.where(here.any(0), s_y - lse, float("nan"))
-    rows = slice(0, shape[1])
+    rows = slice(0, targets.shape[1])
     out.lse[rows] = lse.masked_fill(ignored, 0.0)
     out.logp[rows] = logp.masked_fill(ignored, 0.0)
     if out.entropy is not None:
-        share = torch.exp(parts.lse - lse)  # a slice's, of all probability
+        share = torch.exp(parts.lse - lse)  # the probability of a slice
         within = torch.where(share == 0.0, 0.0, share * (parts.entropy + (lse - parts.lse)))
         out.entropy[rows] = within.sum(0).masked_fill(ignored, 0.0)
 
@@ -227,59 +248,62 @@ def keeping_backward(
     weight: torch.Tensor,
     target: torch.Tensor,
     saved: LogProbs,
-    push: torch.Tensor,
-    bend: torch.Tensor | None,
+    dlogp: torch.Tensor,
+    dentropy: torch.Tensor | None,
     temperature: float,
     ignore_index: int,
-    memory: Memory,
+    kept: KeptLogits,
     dinput: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(dx or None, dweight) of slopes push and bend of every row's log-probability and entropy. memory is what the
-    forward left, which this overwrites; dweight is its first where there is a slab."""
-    (n_rows, hidden), vocab = x.shape, weight.shape[0]
-    x, weight, (waiting, tail, late, slab, _) = x.detach(), weight.detach(), memory
+    """(dx or None, dweight) from the incoming gradients of every row's log-probability and entropy.
+
+    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`.
+    """
+    (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
+    x, weight = x.detach(), weight.detach()
     dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if dinput else None
-    dweight = waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
+    dweight = kept.waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-    pull = push.masked_fill(outside, float("nan"))  # beside the push, which only the target's own slice has
+    softmax_coef = dlogp.masked_fill(outside, float("nan"))  # every slice's, while dlogp is the target's own slice's
     rows = slice(0, slab)
     if slab:
-        slices, places = _slab(memory)
-        mine, here = _placed(target[rows], ignore_index, slices)
-        pushed = torch.where(here, push[rows], 0.0)
-        options = {"entropy_coef": bend, "pull": pull, "temperature": temperature, "ignore_index": _IGNORED}
-        total = _summed(dx, rows, waiting.view(-1)[: slices[0][1] * hidden])  # where slice 0's gradient will be
-        for i, (words, logits) in enumerate(zip(slices, places)):
-            _gradients(logits, mine[i], saved, pushed[i], **options)
+        slices, slab_logits = _slab_logits(kept)
+        targets, here = _targets_by_slice(target[rows], ignore_index, slices)
+        dlogp_here = torch.where(here, dlogp[rows], 0.0)
+        options = {"entropy_coef": dentropy, "pull": softmax_coef}
+        options |= {"temperature": temperature, "ignore_index": _IGNORED}
+        total = _dx_sum(dx, rows, kept.waiting.view(-1)[: slices[0][1] * hidden])  # where slice 0's gradient will be
+        for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
+            _gradients(logits, targets[i], saved, dlogp_here[i], **options)
             if total is not None:
-                dx_of(logits, weight[slice(*words)], total, i == 0)
+                dx_of(logits, weight[slice(*columns)], total, i == 0)
         _round_into(dx, rows, total)
         del total
-        for words, dlogits in zip(slices, places):
-            dweight_of(dlogits, x[rows], dweight[slice(*words)], True)
-    for start, stop in late_groups(n_rows, slab):
-        rows, known = slice(start, stop), min(max(slab + late.shape[0] - start, 0), stop - start)
-        logits = late[start - slab :][:known, :vocab]
-        if known == stop - start:
+        for columns, dlogits in zip(slices, slab_logits):
+            dweight_of(dlogits, x[rows], dweight[slice(*columns)], True)
+    for start, stop in rest_groups(n_rows, slab):
+        rows, n_kept = slice(start, stop), min(max(slab + kept.rest.shape[0] - start, 0), stop - start)
+        logits = kept.rest[start - slab :][:n_kept, :vocab]
+        if n_kept == stop - start:
             options = {"row_start": start, "temperature": temperature, "ignore_index": ignore_index}
-            _gradients(logits, target, saved, push, entropy_coef=bend, **options)
+            _gradients(logits, target, saved, dlogp, entropy_coef=dentropy, **options)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
             dweight_of(logits, x[rows], dweight, not slab)
             continue
-        slices = _late_slices(vocab, tail.numel() // (stop - start) // 16 * 16)
-        mine, here = _placed(target[rows], ignore_index, slices)
-        pushed = torch.where(here, push[rows], 0.0)
-        part = _part(saved, rows)
-        options = {"entropy_coef": None if bend is None else bend[rows], "pull": pull[rows]}
+        slices = _rest_slices(vocab, kept.tail.numel() // (stop - start) // 16 * 16)
+        targets, here = _targets_by_slice(target[rows], ignore_index, slices)
+        dlogp_here = torch.where(here, dlogp[rows], 0.0)
+        part = _select(saved, rows)
+        options = {"entropy_coef": None if dentropy is None else dentropy[rows], "pull": softmax_coef[rows]}
         options |= {"temperature": temperature, "ignore_index": _IGNORED}
-        total = _summed(dx, rows)
+        total = _dx_sum(dx, rows)
         for i, (first, last) in enumerate(slices):
-            dlogits = _view(tail, stop - start, last - first)
-            new = dlogits[known:]
-            logits_of(x[start + known : stop], weight[first:last], new)
-            _gradients(new, mine[i], part, pushed[i], row_start=known, **options)
-            _gradients(logits[:, first:last], mine[i], part, pushed[i], dlogits=dlogits[:known], **options)
+            dlogits = _logits_at(kept.tail, stop - start, last - first)
+            new = dlogits[n_kept:]
+            logits_of(x[start + n_kept : stop], weight[first:last], new)
+            _gradients(new, targets[i], part, dlogp_here[i], row_start=n_kept, **options)
+            _gradients(logits[:, first:last], targets[i], part, dlogp_here[i], dlogits=dlogits[:n_kept], **options)
             if total is not None:
                 dx_of(dlogits, weight[first:last], total, i == 0)
             dweight_of(dlogits, x[rows], dweight[first:last], False)
@@ -288,7 +312,7 @@ def keeping_backward(
     return dx, dweight
 
 
-def _summed(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = None) -> torch.Tensor | None:
+def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = None) -> torch.Tensor | None:
     """Where dx of some rows is summed over slices: in place, or, of 16 bits, in fp32, in `free` memory if it fits."""
     into = dx if dx is None else dx[rows]
     if into is None or into.dtype.itemsize > 2:
@@ -299,16 +323,19 @@ def _summed(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = No
 
 
 def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None) -> None:
-    """The sum of `_summed` into dx, where it was not made in place."""
+    """The sum of `_dx_sum` into dx, where it was not made in place."""
     if total is not None and total.dtype != dx.dtype:
         dx[rows] = total
 
 
-def _part(results: LogProbs, which: int | slice) -> LogProbs:
+def _select(results: LogProbs, which: int | slice) -> LogProbs:
+    """Some rows, or one slice, of every result."""
     return LogProbs(*(None if t is None else t[which] for t in results))
 
 
 def _gradients(*args: torch.Tensor, **options: Any) -> None:
-    """`row_log_prob_gradients`, which writes over logits. A configuration that fails has written nothing: what is
-    repeated with the next one is this launch, not the whole backward, to which those logits would be gradients."""
-    _with_fallback(partial(row_log_prob_gradients, *args, **options))()
+    """`row_log_prob_gradients`, which writes over logits, repeated alone where its configuration fails.
+
+    Repeating the whole backward would take logits that are gradients already for logits.
+    """
+    with_fallback(partial(row_log_prob_gradients, *args, **options))()

@@ -2,11 +2,12 @@
 
     c[m, n] = sum over k of a[m, k] * w[k, n]        a int8 [M, K], w in {-1, 0, 1, 2}, c int32 [M, N]
 
-Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P + p], w[2 P + p] and w[3 P + p], each plus
-one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack to -1).
+Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P + p], w[2 P + p] and w[3 P + p], each
+plus one, from its low bits to its high ones. A K that is no multiple of four is filled up with zero bits (which unpack
+to -1).
 
-The weights are unpacked to int8 and multiplied by the vendor's integer GEMM (torch._int_mm where there is one), not by a
-kernel of ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights
+The weights are unpacked to int8 and multiplied by the vendor's integer GEMM (torch._int_mm where there is one), not by
+a kernel of ours: at training sizes the product is what costs, while for a handful of rows the 8-bit copy of the weights
 does (4 bytes written and read for each packed one). No gradient, no tuning: so this is no op of the registry.
 
 Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is that of transformers' BitNet integration
@@ -26,7 +27,8 @@ _EXACT = 1 << 15
 
 
 def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
-    """[K, ...] integers in {-1, 0, 1, 2} -> [ceil(K / 4), ...] uint8. Raises `ValueError` for other widths than 2 bits."""
+    """[K, ...] integers in {-1, 0, 1, 2} -> [ceil(K / 4), ...] uint8. Raises `ValueError` for other widths than 2
+    bits."""
     check(bits == 2, "pack_weights", f"bits must be 2, got {bits}")
     check(intweights.dim() > 0, "pack_weights", "intweights must have at least one dimension")
     rows = cdiv(intweights.shape[0], _PER_BYTE)

@@ -93,29 +93,17 @@ def cross_entropy_reference(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _key(n_rows: int, n_cols: int, itemsize: int, alone: bool = False) -> Key:
-    """`row_key`; a last 0 where rows do not all begin at 16 bytes, and are read an element at a time, a last 1 where the
-    loss is wanted alone, and a row is read once.
-
-    Measured on an H200 (2026-11-21), 6000 x 50257 in bf16: 859 us with the entry of 8192 x 64000, 585 with small blocks.
-    """
+def _key(n_rows: int, n_cols: int, itemsize: int, loss_only: bool = False) -> Key:
+    """`row_key`; a last 1 where only the loss is wanted, and a row is read once."""
     key = row_key(n_rows, n_cols, itemsize)
-    return (*key, 0) if n_cols * itemsize % 16 else (*key, 1) if alone else key
+    return (*key, 1) if loss_only else key
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Small blocks where a thread loads single elements, so that several loads of a row are on their way, and where a row
-    is read once.
-
-    The best measured of the first had 2 warps; with 32 elements a thread RDNA's compiler spills registers, with 16 nothing
-    does. Of the second, H200, `forward-only-h200.json`: 8192 x 131072 0.551 ms, 92% of one read; 0.661 by the gradient's.
-    """
+    """Small tiles where a wide row is read once: nothing is worth keeping, and several loads of a row are on their way."""
     if len(key) == 3 or key[0] <= 8192:
         return rows_heuristic(target, key)
-    warps = target.warps(2048, 16, 16)
-    if key[3]:
-        return LaunchConfig({"BLOCK_SIZE": 2048}, warps)
-    return LaunchConfig({"BLOCK_SIZE": 2048}, warps, 3, hint="keep")
+    return LaunchConfig({"BLOCK_SIZE": 2048}, target.warps(2048, 16, 16))
 
 
 FWD = rows_tunable("cross_entropy", _key, heuristic=_heuristic)
@@ -174,7 +162,7 @@ cross_entropy_fwd = define(
 class LigerCrossEntropyFunction(Function):
     """Autograd for cross entropy: saves the gradient, which the forward has already computed.
 
-    Gives (loss, z_loss, token_accuracy, predicted_tokens), or with `alone` the loss: each output costs torch 2 us.
+    Gives (loss, z_loss, token_accuracy, predicted_tokens), or the loss alone with `loss_only`, which costs torch less.
     """
 
     @staticmethod
@@ -191,14 +179,14 @@ class LigerCrossEntropyFunction(Function):
         return_z_loss=False,
         return_token_accuracy=False,
         return_predicted_tokens=False,
-        alone=False,
+        loss_only=False,
     ):
         loss, *extra, grad, stats = _run(
             *(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
             *(return_z_loss, return_token_accuracy, return_predicted_tokens, ctx.needs_input_grad[0]),
         )
         ctx.save_for_backward(grad, stats)
-        if alone:
+        if loss_only:
             return loss
         ctx.mark_non_differentiable(*extra)
         ctx.set_materialize_grads(False)
@@ -262,9 +250,9 @@ def liger_cross_entropy(
     check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
     options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     if torch.is_grad_enabled() and input.requires_grad:
-        alone = not any(extra)
-        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, alone)
-        return outputs if alone else pack(*outputs, extra)
+        loss_only = not any(extra)
+        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, loss_only)
+        return outputs if loss_only else pack(*outputs, extra)
     return pack(*_run(input, target, weight, *options, *extra, False)[:4], extra)
 
 

@@ -130,25 +130,17 @@ def _bwd_in_place_reference(grad, grad_output, stats):
     grad.copy_(_bwd_reference(grad, grad_output, stats))
 
 
-def _bwd_fake(grad, grad_output, stats):
-    return torch.empty_like(grad)
-
-
-def _bwd_in_place_fake(grad, grad_output, stats):
-    return None
-
-
 cross_entropy_bwd = define(
     "cross_entropy_bwd(Tensor grad, Tensor grad_output, Tensor stats) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
+    fake=("grad",),
 )
 cross_entropy_bwd_ = define(
     "cross_entropy_bwd_(Tensor(a!) grad, Tensor grad_output, Tensor stats) -> ()",
     launcher=_bwd_in_place,
     reference=_bwd_in_place_reference,
-    fake=_bwd_in_place_fake,
+    fake=(),
 )
 
 

@@ -34,6 +34,7 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
+from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import vocab_key
 from .softmax_rows import has_block_size
@@ -115,11 +116,15 @@ def distill_slopes(
 
 
 @triton.jit
-def _logits_tile(PTR, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr):
+def _logits_tile(PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32. MASKED: the row ends in it, beyond which it is `outside`; masked where it may be loaded, so
-    that an odd width loads as wide."""
+    that an odd width loads as wide. Its edges stand behind position n_stored then (`tail_columns`)."""
     if MASKED:
-        x = tl.load(PTR + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
+        x = tl.load(PTR + positions, mask=positions < n_stored, other=0.0)
+        if VECTOR > 1:
+            edges = tl.load(PTR + cols, mask=(positions >= n_stored) & (cols < n_cols), other=0.0)
+            x = tl.where(positions < n_stored, x, edges)
+        x = x.to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         x = tl.where(cols < n_cols, x, outside)
@@ -189,6 +194,7 @@ def _distill_kernel(
     HARD: tl.constexpr,
     LATE: tl.constexpr,
     FROM_SAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -210,13 +216,24 @@ def _distill_kernel(
     LANES: tl.constexpr = BLOCK_SIZE // FEW
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
-    S_ptr += chunk_row * S_row_stride
-    T_ptr += chunk_row * T_row_stride
+    head = row_head(chunk_row * S_row_stride, VECTOR)
+    S_ptr += body_start(chunk_row * S_row_stride, head, VECTOR)
+    T_ptr += body_start(chunk_row * T_row_stride, head, VECTOR)
     if DS_ptr is not None:
-        DS_ptr += chunk_row * DS_row_stride
+        DS_ptr += body_start(chunk_row * DS_row_stride, head, VECTOR)
     block = tl.arange(0, BLOCK_SIZE)
-    tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-    n_full = n_cols // BLOCK_SIZE
+    n_body = body_width(n_cols, head, VECTOR)
+    n_right = n_cols - head  # columns are counted from the body's first, and end here
+    tiles = tl.cdiv(n_body, BLOCK_SIZE)
+    if VECTOR > 1:
+        tiles = tl.cdiv(n_body + 2 * VECTOR, BLOCK_SIZE)
+        s_stored = n_body
+        t_stored = n_body
+        if S_BIAS_ptr is not None:
+            S_BIAS_ptr += head
+        if T_BIAS_ptr is not None:
+            T_BIAS_ptr += head
+    n_full = n_body // BLOCK_SIZE
     label = -1
     if LABEL_ptr is not None:
         label = tl.load(LABEL_ptr + row)
@@ -233,6 +250,10 @@ def _distill_kernel(
                     cols = i * BLOCK_SIZE + block
                     nothing = tl.zeros([BLOCK_SIZE], dtype=DS_ptr.dtype.element_ty)
                     tl.store(DS_ptr + cols, nothing, mask=cols < s_stored)
+                if VECTOR > 1:
+                    edge = edge_columns(head, n_body, n_cols, VECTOR)
+                    nothing = tl.zeros([2 * VECTOR], dtype=DS_ptr.dtype.element_ty)
+                    tl.store(DS_ptr + edge, nothing, mask=edge < n_right)
             return
     share = tl.load(SHARE_ptr)
     scale = LOG2E if COSINE else inv_temperature * LOG2E
@@ -250,10 +271,10 @@ def _distill_kernel(
         s_label = 0.0
         if HARD:  # read before the first sweep: its reductions are the barrier between this and the gradient there
             inside = (label >= 0) & (label < n_cols)
-            at = tl.where(inside, label, 0)
-            s_label = tl.load(S_ptr + at).to(tl.float32)
+            label_at = tl.where(inside, label, 0) - head
+            s_label = tl.load(S_ptr + label_at).to(tl.float32)
             if S_BIAS_ptr is not None:
-                s_label += tl.load(S_BIAS_ptr + at).to(tl.float32)
+                s_label += tl.load(S_BIAS_ptr + label_at).to(tl.float32)
             s_label = tl.where(inside, s_label, float("nan"))
         # A maximum and sums of its own a lane: no thread waits for another until the row is read. The maximum begins at a
         # finite number, below which there are no logits, so that a lane of -inf (masked classes) has terms of 0, not nan.
@@ -268,16 +289,19 @@ def _distill_kernel(
         three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
             for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
-                cols = tile * BLOCK_SIZE + block
-                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == 1)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 1)
+                at = tile * BLOCK_SIZE + block
+                cols = at
+                if PART == 1:
+                    cols = tail_columns(at, head, n_body, n_cols, VECTOR)
+                s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == 1, VECTOR)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == 1, VECTOR)
                 if COSINE:
                     one += s * s
                     two += t * t
                     three += s * t
                 if LANES_S:
                     if COSINE:
-                        s = tl.where(cols < n_cols, s, float("-inf"))
+                        s = tl.where(cols < n_right, s, float("-inf"))
                     top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, FEW]), top_s)
                     again_s = tl.exp2(-rise_s * scale)
                     e_s = tl.exp2(low_s * scale)
@@ -337,9 +361,12 @@ def _distill_kernel(
             for PART in tl.static_range(2):  # the other way: what was read last is in cache
                 for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
                     tile = (n_full if PART else tiles) - 1 - done
-                    cols = tile * BLOCK_SIZE + block
-                    s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == 0)
-                    t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == 0)
+                    at = tile * BLOCK_SIZE + block
+                    cols = at
+                    if PART == 0:
+                        cols = tail_columns(at, head, n_body, n_cols, VECTOR)
+                    s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == 0, VECTOR)
+                    t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == 0, VECTOR)
                     x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
                     if KIND == 3:
                         y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
@@ -390,16 +417,19 @@ def _distill_kernel(
             soft_slope *= LN2 * (1.0 - beta)
         if KIND == 4:
             soft_slope *= 0.5
-        label_col = label.to(tl.int32) if LABEL_ptr is not None else -1
+        label_col = (label.to(tl.int32) if LABEL_ptr is not None else -1) - head
         for PART in tl.static_range(2):  # the opposite way of the sweep before
             for done in tl.range(0, tiles - n_full if PART == LAST else n_full, num_stages=STAGES):
                 if MIDDLE:
                     tile = done + (n_full if PART == LAST else 0)
                 else:
                     tile = (tiles if PART == LAST else n_full) - 1 - done
-                cols = tile * BLOCK_SIZE + block
-                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, n_cols, s_stored, outside, PART == LAST)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, n_cols, t_stored, t_outside, PART == LAST)
+                at = tile * BLOCK_SIZE + block
+                cols = at
+                if PART == LAST:
+                    cols = tail_columns(at, head, n_body, n_cols, VECTOR)
+                s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == LAST, VECTOR)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == LAST, VECTOR)
                 x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
                 if COSINE:
                     ds = soft_slope * (dot * s * l_s - t * l_t)
@@ -421,11 +451,15 @@ def _distill_kernel(
                 if HARD == 2:
                     ds += hard_slope * tl.exp2((s - m_s) * LOG2E - l_hard)
                 if HARD:
-                    ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
-                tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
+                    if VECTOR > 1:
+                        ds = tl.where(cols == label_col, ds - hard_slope, ds)
+                    else:
+                        ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
+                tl.store(DS_ptr + at, ds.to(DS_ptr.dtype.element_ty), mask=at < s_stored)
+                if VECTOR > 1 and PART == LAST:
+                    edges = (at >= s_stored) & (cols < n_right)
+                    tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=edges)
 
-
-KERNELS = (_distill_kernel, _logits_tile, _raised, _moved, _row_sum, _log2_pair, jsd_of, log2_of)
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
@@ -454,7 +488,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element)."""
     return Tunable(
-        op, "fwd", kernels=KERNELS, key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space,
+        op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space,
         valid=has_block_size,
     )  # fmt: skip
 
@@ -514,4 +548,5 @@ def distill_rows(
         *(row_start, n_cols, s_stored, t_stored, options.ignore_index, 1.0 / options.temperature),
         *(options.beta, options.eps, options.soft_weight, options.hard_weight),
     )
-    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, late, from_saved))
+    vector = 1 if owned else edge_vector(student, teacher, dlogits)
+    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, late, from_saved, vector))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable, row_key
+from ...registry import LaunchConfig, Sample, Target, Tunable, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -35,6 +35,7 @@ from ...runtime.operator import (
     row_major,
 )
 from ...runtime.triton_import import libdevice, tl, triton
+from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from .cross_entropy_rows import STATS, RowResults, _stats_key, launch_sum
 from .cross_entropy_scale import scale_gradients
@@ -165,6 +166,46 @@ def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
     return f, g
 
 
+@triton.jit
+def _divergence_tile(
+    X_ptr,
+    Y_ptr,
+    GO_ptr,
+    TERM_ptr,
+    DX_ptr,
+    at,
+    cols,
+    n_cols,
+    total,
+    slope,
+    beta,
+    eps,
+    KIND: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
+):
+    """`total` plus the terms of the columns below n_cols; writes what has a pointer, at `at`: the terms, or the gradient."""
+    mask = cols < n_cols
+    x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
+    total += tl.where(mask, f, 0.0)
+    if TERM_ptr is not None:
+        tl.store(TERM_ptr + at + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
+    if DX_ptr is not None:
+        if GO_ptr is not None:
+            g *= tl.load(GO_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(DX_ptr + at + cols, (g * slope).to(DX_ptr.dtype.element_ty), mask=mask)
+    return total
+
+
+@triton.jit
+def _store_zeros(PTR, at, cols, n_cols):
+    if PTR is not None:
+        tl.store(PTR + at + cols, tl.zeros(cols.shape, dtype=PTR.dtype.element_ty), mask=cols < n_cols)
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def _divergence_kernel(
     X_ptr,
@@ -184,6 +225,7 @@ def _divergence_kernel(
     eps,
     KIND: tl.constexpr,
     LATE: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -193,46 +235,55 @@ def _divergence_kernel(
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
     SHARE: what the reduction multiplies by (LATE: not the gradient, which waits for backward). GO: the incoming
-    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted.
+    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's edges, where
+    VECTOR > 1, belong to part 0.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    X_ptr += row * X_row_stride
-    Y_ptr += row * Y_row_stride
-    at = row * n_cols
-    stop = n_cols
+    head = row_head(row * X_row_stride, VECTOR)
+    X_ptr += body_start(row * X_row_stride, head, VECTOR)
+    Y_ptr += body_start(row * Y_row_stride, head, VECTOR)
+    at = body_start(row * n_cols, head, VECTOR)
+    if GO_ptr is not None:
+        GO_ptr += body_start(row * GO_row_stride, head, VECTOR)
+    n_body = body_width(n_cols, head, VECTOR)
+    stop = n_body
     counts = True
     if LABEL_ptr is not None:
         counts = tl.load(LABEL_ptr + row) != ignore_index
-        stop = tl.where(counts, n_cols, 0)
+        stop = tl.where(counts, n_body, 0)
     share = tl.load(SHARE_ptr)
     slope = 1.0 if LATE else share
     total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     step = tl.num_programs(1) * BLOCK_SIZE
     for start in tl.range(part * BLOCK_SIZE, stop, step, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_SIZE)
-        mask = cols < n_cols
-        x = tl.load(X_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        y = tl.load(Y_ptr + cols, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
-        total += tl.where(mask, f, 0.0)
-        if TERM_ptr is not None:
-            tl.store(TERM_ptr + at + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
-        if DX_ptr is not None:
-            if GO_ptr is not None:
-                g *= tl.load(GO_ptr + row * GO_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(DX_ptr + at + cols, (g * slope).to(DX_ptr.dtype.element_ty), mask=mask)
+        total = _divergence_tile(
+            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, cols, n_body, total, slope, beta, eps,
+            KIND, LOAD_CACHE, LOAD_EVICT, FAST_LOG2,
+        )  # fmt: skip
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        n_right = tl.where((part == 0) & counts, n_cols - head, -VECTOR)  # no column lies below -VECTOR
+        edge_total = _divergence_tile(
+            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, edge, n_right, tl.zeros([2 * VECTOR], dtype=tl.float32),
+            slope, beta, eps, KIND, "", "", FAST_LOG2,
+        )  # fmt: skip
     if SUM_ptr is not None:
-        tl.store(SUM_ptr + row * tl.num_programs(1) + part, tl.sum(total) * share)
+        place = SUM_ptr + row * tl.num_programs(1) + part
+        row_sum = tl.sum(total)
+        if VECTOR > 1:
+            row_sum += tl.sum(edge_total)
+        tl.store(place, row_sum * share)
     if LABEL_ptr is not None:
-        for start in tl.range(tl.where(counts, n_cols, part * BLOCK_SIZE), n_cols, step):
+        for start in tl.range(tl.where(counts, n_body, part * BLOCK_SIZE), n_body, step):
             cols = start + tl.arange(0, BLOCK_SIZE)
-            if TERM_ptr is not None:
-                nothing = tl.zeros([BLOCK_SIZE], dtype=TERM_ptr.dtype.element_ty)
-                tl.store(TERM_ptr + at + cols, nothing, mask=cols < n_cols)
-            if DX_ptr is not None:
-                none = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
-                tl.store(DX_ptr + at + cols, none, mask=cols < n_cols)
+            _store_zeros(TERM_ptr, at, cols, n_body)
+            _store_zeros(DX_ptr, at, cols, n_body)
+        if VECTOR > 1:
+            n_right = tl.where((part == 0) & (counts == 0), n_cols - head, -VECTOR)
+            _store_zeros(TERM_ptr, at, edge, n_right)
+            _store_zeros(DX_ptr, at, edge, n_right)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -281,7 +332,7 @@ def divergence_tunable(op: str) -> Tunable:
     return Tunable(
         op,
         "fwd",
-        kernels=(_divergence_kernel, divergence_of, jsd_of, log2_of),
+        kernels=(_divergence_kernel,),
         key=row_key,
         dims=DIMS,
         heuristic=_heuristic,
@@ -323,7 +374,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
     numbers = n_cols, options.ignore_index, options.beta, options.eps
-    flags = options.kind, _late(x.dtype, options)
+    flags = options.kind, _late(x.dtype, options), edge_vector(x, y, terms, dx, go)
     launch(plan, _divergence_kernel, (n_rows, parts), (*args, *numbers), flags)
     return partial
 
@@ -386,9 +437,6 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         stats = x.new_empty(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
         return loss, x.new_empty(x.shape) if grad else x.new_empty(0), stats
 
-    def bwd_fake(go, x, y, labels, *options):
-        return x.new_empty(x.shape)
-
     call = (
         "Tensor input, Tensor target, Tensor? labels, int kind, int reduction, float beta, float eps, int ignore_index"
     )
@@ -399,7 +447,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         fake=fwd_fake,
     )
     backward = define(
-        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=bwd_fake
+        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=("input",)
     )
     return forward, backward
 
@@ -466,3 +514,34 @@ def check_reduction(op: str, reduction: str, names=tuple(REDUCTIONS)) -> int:
     if reduction not in names:
         check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
     return REDUCTIONS[reduction]
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (4096, 128256),
+    "mistral_7b": (8192, 32768),
+    "qwen3_8b": (4096, 151936),
+}
+"""Problem sizes (n_rows, n_cols) of real models."""
+
+
+def sample_divergence(sizes, dtype, device, generator, take, labelled: bool, options: dict[str, Any]) -> Sample:
+    """A `Sample` of input and target `take(random logits)`, and, with labelled, labels of which some are -100."""
+    n_rows, n_cols = sizes
+
+    def rows() -> torch.Tensor:
+        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
+        return take(values, -1).to(dtype)
+
+    labels = None
+    if labelled:
+        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = labels.masked_fill(labels == -1, -100)
+    return Sample(
+        args=(rows().requires_grad_(), rows(), labels),
+        kwargs=options,
+        reduction=n_rows * n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )

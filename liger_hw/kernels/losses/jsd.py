@@ -28,11 +28,13 @@ from .divergence_rows import (
     JSD,
     KL_LOG,
     RKL,
+    WORKLOADS,
     Divergence,
     divergence,
     divergence_operators,
     divergence_reference,
     divergence_tunable,
+    sample_divergence,
 )
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -101,32 +103,9 @@ class LigerJSD(torch.nn.Module):
 
 # -- workloads -------------------------------------------------------------------------------------------------------
 
-WORKLOADS = {
-    "llama3_8b": (4096, 128256),
-    "mistral_7b": (8192, 32768),
-    "qwen3_8b": (4096, 151936),
-}
-"""Problem sizes (n_rows, n_cols) of real models."""
-
 
 def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
-    n_rows, n_cols = sizes
-
-    def log_probs() -> torch.Tensor:
-        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
-        return torch.log_softmax(values, -1).to(dtype)
-
-    labels = None
-    if labelled:
-        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
-        labels = labels.masked_fill(labels == -1, -100)
-    return Sample(
-        args=(log_probs().requires_grad_(), log_probs(), labels),
-        kwargs=options,
-        reduction=n_rows * n_cols,
-        grad_reduction=n_cols,
-        moved=3 * n_rows * n_cols * dtype.itemsize,
-    )
+    return sample_divergence(sizes, dtype, device, generator, torch.log_softmax, labelled, options)
 
 
 OP = registry.register(

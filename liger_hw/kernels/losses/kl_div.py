@@ -24,6 +24,7 @@ from .divergence_rows import (
     KL,
     KL_LOG,
     REDUCTIONS,
+    WORKLOADS,
     Divergence,
     check_reduction,
     divergence,
@@ -106,13 +107,6 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "llama3_8b": (4096, 128256),
-    "mistral_7b": (8192, 32768),
-    "qwen3_8b": (4096, 151936),
-}
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def _sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:

@@ -80,13 +80,13 @@ selected_log_probs_bwd = define(
     "selected_log_probs_bwd(Tensor grad, Tensor logits, Tensor target, Tensor lse, float temperature) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=lambda grad, logits, target, lse, temperature: torch.empty_like(logits),
+    fake=("logits",),
 )
 selected_log_probs_bwd_ = define(
     "selected_log_probs_bwd_(Tensor grad, Tensor(a!) logits, Tensor target, Tensor lse, float temperature) -> ()",
     launcher=_bwd_in_place,
     reference=_bwd_in_place_reference,
-    fake=lambda grad, logits, target, lse, temperature: None,
+    fake=(),
 )
 
 
@@ -107,7 +107,6 @@ class SelectedLogProbsFunction(Function):
         if not ctx.inplace or graph_is_kept():
             return selected_log_probs_bwd(grad, logits, target, lse, ctx.temperature), None, None, None
         selected_log_probs_bwd_(grad, logits, target, lse, ctx.temperature)
-        torch.autograd.graph.increment_version(
-            logits
-        )  # who saved them too is told; without the dispatcher nobody else does it
+        # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the way
+        torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None

@@ -21,12 +21,14 @@ from ... import registry
 from ...registry import Op, Sample
 from .divergence_rows import (
     TVD,
+    WORKLOADS,
     Divergence,
     check_reduction,
     divergence,
     divergence_operators,
     divergence_reference,
     divergence_tunable,
+    sample_divergence,
 )
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -88,32 +90,9 @@ class LigerTVDLoss(torch.nn.Module):
 
 # -- workloads -------------------------------------------------------------------------------------------------------
 
-WORKLOADS = {
-    "llama3_8b": (4096, 128256),
-    "mistral_7b": (8192, 32768),
-    "qwen3_8b": (4096, 151936),
-}
-"""Problem sizes (n_rows, n_cols) of real models."""
-
 
 def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
-    n_rows, n_cols = sizes
-
-    def probs() -> torch.Tensor:
-        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
-        return torch.softmax(values, -1).to(dtype)
-
-    labels = None
-    if labelled:
-        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
-        labels = labels.masked_fill(labels == -1, -100)
-    return Sample(
-        args=(probs().requires_grad_(), probs(), labels),
-        kwargs=options,
-        reduction=n_rows * n_cols,
-        grad_reduction=n_cols,
-        moved=3 * n_rows * n_cols * dtype.itemsize,
-    )
+    return sample_divergence(sizes, dtype, device, generator, torch.softmax, labelled, options)
 
 
 OP = registry.register(

@@ -30,7 +30,6 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
-    columns_of,
     count_programs,
     count_tiles,
     load_tile,
@@ -58,9 +57,10 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 
 @triton.jit
 def _tanh_and_slope(x, FULL: tl.constexpr):
-    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone: to a few units of fp32's last place with FULL, else to 2e-6,
-    far below half precision's rounding. Arithmetic, not memory, would bound the kernel otherwise: u is in [1, 2], so that
-    1 / u is a square of rsqrt, half the instructions of a division; the sign is or-ed in.
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from exp alone, as arithmetic would bound the kernel otherwise.
+
+    FULL: to a few units in fp32's last place. Else to 2e-6, far below half precision's rounding: there u is in [1, 2],
+    so that 1 / u is the square of rsqrt(u), half the instructions of a division. The sign is or-ed in.
     """
     decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
     u = 1.0 + decay
@@ -75,7 +75,7 @@ def _tanh_and_slope(x, FULL: tl.constexpr):
         series = s * (-0.3333333333 + s * 0.1333333333)
         close = s < 0.01
     far = ((1.0 - decay) * share).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
-    t = tl.where(close, x + x * series, far.to(tl.float32, bitcast=True))  # close to 0, 1 - decay would cancel
+    t = tl.where(close, x + x * series, far.to(tl.float32, bitcast=True))  # near 0, 1 - decay would cancel
     return t, decay * share * share
 
 
@@ -103,7 +103,7 @@ def _dyt_fwd_kernel(
     row_mask = rows < n_rows
     skew = tile_skew(tile, n_cols, VECTOR)
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = columns_of(lanes, skew, VECTOR)
+    cols = lanes - skew
     mask = row_mask[:, None] & col_mask[None, :]
     x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols).to(
         tl.float32
@@ -143,15 +143,16 @@ def _dyt_bwd_kernel(
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
     Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
-    None when nobody wants them. ONCE: every program has one tile, and no loop stands between its loads.
+    are None when no gradient of the parameters is wanted. ONCE: every program has one tile, and no loop delays its
+    loads.
     """
     begin(AHEAD)
     pid = tl.program_id(0)
     skew = tile_skew(pid, n_cols, VECTOR)
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
-    cols = columns_of(lanes, skew, VECTOR)
+    cols = lanes - skew
     alpha = tl.load(Alpha_ptr).to(tl.float32)
-    gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # 4: d is a quarter of its slope
+    gamma = 4.0 * tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # d is a quarter of the slope
     if Partial_ptr is not None:
         dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed once at the end, not once a tile
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
@@ -196,10 +197,8 @@ def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
-    """(columns, rows, by how much less a thread takes): fewer rows than `most` elements allow where programs would be few.
-
-    Column tiles make programs too: 512 x 8192 takes 7.2 us forward on the H200 with 8 rows, 11.5 with 2 (2026-11-22).
-    """
+    """(columns, rows, divisor of a thread's elements) of a tile: fewer rows than `most` elements allow where programs
+    would be too few for the device. Column tiles make programs too."""
     block = min(key[0], 128)
     elements, enough = key[0] << key[1], 16 * target.multiprocessors
     if elements >= enough * 4096:
@@ -210,11 +209,10 @@ def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 rows of 128 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and few columns are masked.
+    """32 rows of 128 columns, 32 elements a thread: each thread's gamma and beta serve 4 rows, and padding is little.
 
-    Where programs would be few, tiles shrink until each multiprocessor has eight and more. H200, 2026-11-22: 128 x 14336
-    takes 3.84 us by 1024 columns of one row, 4.28 by 128 of 8 and 10.1 by 128 of one; 128 x 4096 2.52 by 512, 3.90 by 128 of
-    one; 512 x 2048 3.59 by 128 of 4, 4.15 by 128 of 2; but 7 x 4097 1.59 by 128 and 1.85 by 512.
+    Smaller inputs take smaller tiles, so that each multiprocessor has at least eight programs. With no more rows than
+    multiprocessors a tile is one row.
     """
     fair = next_power_of_2((key[0] << key[1]) // (8 * target.multiprocessors))
     if 1 << key[1] <= target.multiprocessors:
@@ -228,11 +226,12 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """Half the forward's tile with two more in flight, four programs a multiprocessor.
 
-    H200, 2026-11-22: 1 x 512 takes 1.18 us by 8 warps, 1.21 by 4, 1.39 by 2; 128 x 14336 11.8 by 32 columns, 12.6 by 16, which
-    are half of what memory moves at once, and 15.4 by 32 columns and 16 warps. Fewer columns keep two programs a multiprocessor.
+    With no more rows than multiprocessors every program has one tile, of all rows: dgamma and dbeta then need no
+    further launch. Such a tile is 32 columns wide at least where there are enough columns for two programs a
+    multiprocessor.
     """
-    if 1 << key[1] <= target.multiprocessors:  # too few rows to keep anything in flight: one tile a program, at once
-        rows = 1 << key[1]  # all of them, so that dgamma and dbeta need no further launch; a single row as a whole
+    if 1 << key[1] <= target.multiprocessors:
+        rows = 1 << key[1]
         narrowest = 32 if key[0] >= 64 * target.multiprocessors else 16
         block = min(key[0], max(narrowest, 1024 // rows) if key[1] else 4096)
         warps = target.warps(block * rows, 8, 8) if key[1] else target.warps(block, 2, 16)
@@ -357,27 +356,17 @@ def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
     return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
 
 
-def _fwd_fake(x, alpha, gamma, beta):
-    return x.new_empty(x.shape)
-
-
-def _bwd_fake(dy, x, alpha, gamma, beta, needs_params):
-    size = param_parts(needs_params, gamma, beta) * x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, gamma, beta)), torch.empty_like(alpha)
-
-
 dyt_fwd = define(
     "dyt_fwd(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
+    fake=("x",),
 )
 dyt_bwd = define(
     "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool needs_params)"
     " -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 

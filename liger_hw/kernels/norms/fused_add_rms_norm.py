@@ -18,51 +18,12 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
-from ...runtime.dependent_launch import begin
-from ...runtime.operator import (
-    Function,
-    check,
-    check_numbers,
-    check_tensors,
-    define,
-    dense,
-    empty_like,
-    first_order,
-    launch,
-    row_major,
-    rows_of,
-)
-from ...runtime.triton_import import tl, triton
-from ..rows.blocks import (
-    aligned_key,
-    are_columns,
-    as_column,
-    columns_of,
-    count_tiles,
-    keep_narrow,
-    lay_out,
-    load_at,
-    load_columns,
-    main_lanes,
-    row_sums,
-    squared,
-    store_at,
-    tail_lanes,
-    tile_mask,
-    tile_ptrs,
-    tile_rows,
-    tile_skew,
-    vector_width,
-)
+from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
+from ..rows.blocks import aligned_key
 from ..rows.tuning import forward_tunable
 from . import rms_norm
-from .rms_backward import backward_tunables, rms_backward
-from .rms_norm import (
-    CASTING_MODES,
-    LigerRMSNorm,
-    _normalise_and_store,
-    rms_norm_reference,
-)
+from .core import _norm_fwd_kernel, backward_tunables, norm_forward
+from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -81,171 +42,18 @@ def fused_add_rms_norm_reference(
     return rms_norm_reference(S, W, eps, offset, casting_mode), S
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
+# -- tunables and launchers ------------------------------------------------------------------------------------------
 
-
-@triton.jit
-def _sum_part(
-    X_ptr,
-    R_ptr,
-    rows,
-    X_row_stride,
-    R_row_stride,
-    lanes,
-    mask,
-    row_mask,
-    skew,
-    n_cols,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """x + r of one piece, rounded to x's dtype; None for a piece that is None."""
-    s = None
-    if lanes is not None:
-        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
-        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
-        r_ptrs = tile_ptrs(R_ptr, rows, R_row_stride, lanes, VECTOR)
-        r = load_at(r_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
-        s = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
-    return s
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _fused_add_rms_norm_fwd_kernel(
-    X_ptr,
-    R_ptr,
-    W_ptr,
-    Y_ptr,
-    S_ptr,
-    RSTD_ptr,
-    X_row_stride,
-    R_row_stride,
-    n_rows,
-    n_cols,
-    eps,
-    offset,
-    CASTING: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,
-    TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read and added twice, the second
-    time from cache."""
-    begin(AHEAD)
-    tile = tl.program_id(0).to(tl.int64)
-    rows = tile_rows(tile, ROWS, VECTOR)
-    row_mask = rows < n_rows
-    skew = tile_skew(tile, n_cols, VECTOR)
-    if WHOLE_ROW:
-        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
-        cols = columns_of(lanes, skew, VECTOR)
-        tail = tail_lanes(BLOCK_SIZE, TAIL)
-        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
-        tail_cols = columns_of(tail, skew, VECTOR)
-        mask = tile_mask(row_mask, exist)
-        tail_mask = tile_mask(row_mask, tail_exist)
-        s = _sum_part(
-            X_ptr,
-            R_ptr,
-            rows,
-            X_row_stride,
-            R_row_stride,
-            lanes,
-            mask,
-            row_mask,
-            skew,
-            n_cols,
-            LOAD_CACHE,
-            LOAD_EVICT,
-            VECTOR,
-        )
-        if BLOCK_SIZE <= 4096:
-            w = load_columns(W_ptr, cols, exist)  # on its way while the row is summed
-        s_tail = _sum_part(
-            X_ptr,
-            R_ptr,
-            rows,
-            X_row_stride,
-            R_row_stride,
-            tail,
-            tail_mask,
-            row_mask,
-            skew,
-            n_cols,
-            LOAD_CACHE,
-            LOAD_EVICT,
-            VECTOR,
-        )
-        w_tail = load_columns(W_ptr, tail_cols, tail_exist)
-        store_at(tile_ptrs(S_ptr, rows, n_cols, lanes, VECTOR), s, lanes, mask, row_mask, skew, n_cols, VECTOR)
-        if TAIL:
-            s_ptrs = tile_ptrs(S_ptr, rows, n_cols, tail, VECTOR)
-            store_at(s_ptrs, s_tail, tail, tail_mask, row_mask, skew, n_cols, VECTOR)
-        rstd = tl.rsqrt(row_sums(squared(s), squared(s_tail)) / n_cols + eps)
-        if BLOCK_SIZE > 4096:
-            w = load_columns(W_ptr, cols, exist)
-        if BLOCK_SIZE > 16384:
-            s = keep_narrow(s, as_column(rstd))
-        y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
-        _normalise_and_store(s, rstd, w, y_ptrs, lanes, mask, row_mask, skew, n_cols, offset, CASTING, VECTOR)
-        if TAIL:
-            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, VECTOR)
-            _normalise_and_store(
-                s_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, skew, n_cols, offset, CASTING, VECTOR
-            )
-    else:
-        lanes = tl.arange(0, BLOCK_SIZE)
-        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_cols, BLOCK_SIZE):
-            cols = start + lanes
-            mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
-            tl.store(tile_ptrs(S_ptr, rows, n_cols, cols, 1), s, mask=mask)
-            squares += squared(s)
-        rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
-            mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            s = _sum_part(X_ptr, R_ptr, rows, X_row_stride, R_row_stride, cols, mask, row_mask, 0, n_cols, "", "", 1)
-            w = load_columns(W_ptr, cols, cols < n_cols)
-            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, cols, 1)
-            _normalise_and_store(s, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
-    tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
-
-
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-FWD = forward_tunable("fused_add_rms_norm", _fused_add_rms_norm_fwd_kernel, widest=65536, key=aligned_key)
+FWD = forward_tunable("fused_add_rms_norm", _norm_fwd_kernel, widest=65536, key=aligned_key)
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
-
-# -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _fwd(x, r, w, eps, offset, casting):
-    x, r, w = row_major(x), row_major(r), dense(w)
-    n_rows, n_cols, x_stride = rows_of(x)
-    y, s = empty_like(x, rms_norm._out_dtype(x, w, casting)), empty_like(x, x.dtype)
-    rstd = x.new_empty(n_rows, dtype=torch.float32)
-    if n_rows:
-        group = vector_width(n_rows, n_cols, x, r)
-        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-        blocks = plan.config.blocks
-        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
-        args = (x, r, w, y, s, rstd, x_stride, rows_of(r)[2], n_rows, n_cols, eps, offset)
-        grid = (count_tiles(n_rows, blocks["ROWS"], pieces[2]),)
-        launch(plan, _fused_add_rms_norm_fwd_kernel, grid, args, (casting, *pieces))
-    return y, s, rstd
+    return norm_forward(FWD, x, r, w, None, rms_norm.out_dtype(x, w, casting), eps, offset, casting, False)
 
 
 def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    return rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, ds, needs_dw)
+    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, ds, offset, casting, needs_dw)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -253,22 +61,13 @@ def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
 
 def _fwd_reference(x, r, w, eps, offset, casting):
     s = (x + r).contiguous()
-    y, rstd = rms_norm._fwd_reference(s, w, eps, offset, casting)
+    y, rstd = rms_norm.fwd_reference(s, w, eps, offset, casting)
     return y, s, rstd
 
 
 def _bwd_reference(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    dx, dw = rms_norm._bwd_reference(dy, s, w, rstd, offset, casting, needs_dw)
+    dx, dw = rms_norm.bwd_reference(dy, s, w, rstd, offset, casting, needs_dw)
     return dx if ds is None else (dx + ds).contiguous(), dw
-
-
-def _fwd_fake(x, r, w, eps, offset, casting):
-    y, rstd = rms_norm._fwd_fake(x, w, eps, offset, casting)
-    return y, x.new_empty(x.shape), rstd
-
-
-def _bwd_fake(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    return rms_norm._bwd_fake(dy, s, w, rstd, offset, casting, needs_dw)
 
 
 fused_add_rms_norm_fwd = define(
@@ -276,14 +75,12 @@ fused_add_rms_norm_fwd = define(
     " -> (Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 fused_add_rms_norm_bwd = define(
     "fused_add_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor w, Tensor rstd, float offset, int casting,"
     " bool needs_dw) -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 

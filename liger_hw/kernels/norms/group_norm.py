@@ -2,18 +2,18 @@
 
 Shapes: x [batch, num_channels, ...] with any shape behind, w and b [num_channels] or None -> y like x. A group is
 num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial` values.
-Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's dtype.
-Saved for backward: x, w, b (for its dtype), and mean and rstd = 1 / sqrt(var + eps), two fp32 a group.
-Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and of
-dy * h over each channel of each example give both means and, summed over examples, db and dw.
+Dtypes: x, w, b in fp32, fp16 or bf16, each its own. Statistics, products and sums are fp32; y is rounded once to x's
+dtype. Saved for backward: x, w, b (for its dtype), and mean and rstd = 1 / sqrt(var + eps), two fp32 a group.
+Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and
+of dy * h over each channel of each example give both means and, summed over examples, db and dw.
 
-A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so that
-the second sweep is served by L2. Where there are fewer groups than programs, several share a group: one launch leaves their
-sums, another reads all of a group's and applies them. Where a launch can be cooperative, a team of programs holds a group,
-one tile each, and everything is read once (`group_norm_teams.py`).
+A group is read in tiles of CHANNELS x BLOCK_SIZE values: once when one tile holds it, else twice by one program, so
+that the second sweep is served by L2. Where there are fewer groups than programs, each group is split over several:
+one launch leaves partial sums, another reads them and applies them. On devices with cooperative grids, the programs of
+a group hold one tile each and exchange their partial sums, and everything is read once.
 
-Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub and
-LeVeque, "Algorithms for Computing the Sample Variance" (1983)
+Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are those of Chan, Golub
+and LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 """
 
 from __future__ import annotations
@@ -40,20 +40,11 @@ from ...runtime.operator import (
 )
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
 from .group_norm_kernels import (
-    _channel_sums,
-    _dx,
     _group_norm_bwd_kernel,
+    _group_norm_cooperative_bwd_kernel,
+    _group_norm_cooperative_fwd_kernel,
     _group_norm_fwd_kernel,
-    _lanes,
-    _line_of_partial,
-    _mean_and_m2_of_splits,
-    _share_of,
-    _shift_and_store,
-    _sums_of_splits,
-    _tile_of_group,
-    _total,
 )
-from .group_norm_teams import _group_norm_team_bwd_kernel, _group_norm_team_fwd_kernel, _values_of_tile
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -86,8 +77,8 @@ _TILE = 4096
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
-    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize, and 1
-    where every channel begins as a power of two would, 0 where threads read single values."""
+    """Values of a channel and channels of a group rounded up to powers of two, log2 bucket of the groups, itemsize,
+    and 1 where every channel begins as a power of two would, 0 where threads read single values."""
     sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
     return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
 
@@ -99,14 +90,16 @@ def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """What one program or a team holds is read once, all else twice. Measured on the H200 in bf16, 2026-11-21 and 22."""
-    return _whole(target, key, tensors) or _team(target, key, tensors) or _twice(target, key, tensors)
+    """Groups that one program or a cooperative grid can hold are read once, all others twice."""
+    whole = _whole_group(target, key, tensors)
+    return whole or _cooperative(target, key, tensors) or _two_sweeps(target, key, tensors)
 
 
-def _whole(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Groups of 2048 to 4096 values by programs enough that one loads while others sum, none with tiles in flight: 14.6 us
-    instead of 17.2 in the backward of 64 x 32 x 64 x 1280. Where threads read single values that takes twice the warps
-    (forward of 1 x 32 x 49 x 1280: 3.9 us instead of 5.2), and pays only while each has a multiprocessor."""
+def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Groups of 2048 to 4096 values, a program each, on programs enough that one loads while others sum.
+
+    Where channels are not aligned, a thread reads single values: twice the warps, and only while each group has a
+    multiprocessor of its own."""
     blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
     if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
         return None
@@ -114,11 +107,10 @@ def _whole(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
     return LaunchConfig(blocks, target.warps(group, per_thread, 16), 1, ctas)
 
 
-def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Tiles of four warps, up to 64 in a group: forward + backward of 32 x 32 x 4096 x 512 take 207 us instead of 254, of
-    8 x 32 x 16384 x 320 155 instead of 174, of 3 x 32 x 197 x 1280 20 instead of 40. With 256 tiles in a group (2 x 32 x
-    262144 x 128) reading twice is faster. As many programs as registers hold: with four instead of six forward, the first
-    takes 100 us, not 82. `maxnreg` keeps them to what they have room for, whatever the compiler and the dtypes."""
+def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
+    """Up to 64 tiles of four warps in a group, on as many programs as the registers hold; `maxnreg` keeps them to that.
+
+    Of larger groups the exchange would cost more than a second sweep."""
     tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
     if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
         return None
@@ -127,13 +119,14 @@ def _team(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
     return LaunchConfig(blocks, 4, 3 - tensors if key[4] else 1, ctas, vendor=resident_options(target, 4, ctas))
 
 
-def _twice(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """On as many programs as keep the groups they work on inside L2: tiles of 4096 values with two more in flight, 8192 in
-    a forward with one program a multiprocessor. The backward sums each channel, so it takes four at a time, on two
-    programs at least: while one waits for a sum, the other loads (255 us instead of 295, fwd + bwd). Of more than four,
-    each of four tiles and more, it takes one at a time: no tile is partly empty then, and sums are seldom (backward of
-    8 x 32 x 16384 x 320: 104 us instead of 130). Of short channels whose values threads read one by one, 1024 at a time:
-    77 us instead of 86 for 64 x 32 x 49 x 1280, 102 instead of 214 for 32 x 32 x 197 x 1280."""
+def _two_sweeps(target: Target, key: Key, tensors: int) -> LaunchConfig:
+    """On as many programs as keep the groups they work on inside L2: tiles of 4096 values with two more in flight, 8192
+    in a forward with one program a multiprocessor.
+
+    The backward sums each channel. It takes four channels at a time, on two programs at least, so that one loads while
+    the other sums; of more than four channels of four tiles and more it takes one at a time, as no tile is partly empty
+    then and sums are seldom. Short unaligned channels, which threads read value by value, go 1024 values at a time.
+    """
     if not key[4] and key[0] < _TILE:
         blocks = _blocks(key, _TILE // 4)
         return LaunchConfig(blocks, target.warps(blocks["BLOCK_SIZE"] * blocks["CHANNELS"], 8), 1, 8)
@@ -191,15 +184,11 @@ def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
     )
 
 
-_FWD_KERNELS = _group_norm_fwd_kernel, _group_norm_team_fwd_kernel
-_BWD_KERNELS = _group_norm_bwd_kernel, _group_norm_team_bwd_kernel
-_SHARED = (_tile_of_group, _lanes, _share_of)
-FWD = _tunable("fwd", (*_FWD_KERNELS, *_SHARED, _total, _shift_and_store, _mean_and_m2_of_splits, _values_of_tile), 1)
-BWD = _tunable("bwd", (*_BWD_KERNELS, *_SHARED, _channel_sums, _dx, _line_of_partial, _sums_of_splits), 2)
+FWD = _tunable("fwd", (_group_norm_fwd_kernel, _group_norm_cooperative_fwd_kernel), tensors=1)
+BWD = _tunable("bwd", (_group_norm_bwd_kernel, _group_norm_cooperative_bwd_kernel), tensors=2)
 DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1])  # dw and db
 
 # -- launchers -------------------------------------------------------------------------------------------------------
-
 
 _LONGEST = 2**31 - 2**16
 """Values of a channel: the kernels count those of a channel, up to the end of a tile, in 32 bits (all others in 64)."""
@@ -210,53 +199,53 @@ def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
     return x.shape[0], num_groups, math.prod(x.shape[2:]), x.shape[1]
 
 
-class _Shares(NamedTuple):
-    """How groups are spread over programs; see `_share_of` in the kernels."""
+class _Grid(NamedTuple):
+    """How groups are spread over programs. `share` and `parts` are explained at `_tiles_of_split` in the kernels."""
 
-    programs: int  # over groups; all of a launch of teams
+    programs: int  # that take different groups; all programs of a cooperative grid
     splits: int  # of a group
     share: int  # tiles of a split
     parts: int  # splits of a run of channels
-    flags: tuple[bool, bool]  # EVEN, WHOLE_GROUP
-    teams: bool = False  # a program a tile, which wait for one another
+    even: bool  # EVEN: tiles fill a group exactly
+    whole_group: bool  # WHOLE_GROUP: one tile holds a group
+    cooperative: bool = False  # one program a tile, which exchange partial sums
 
 
 @lru_cache(maxsize=1024)
-def _shares(plan, n_rows: int, channels: int, spatial: int) -> _Shares:
+def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
     blocks = plan.config.blocks
     c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
     n_tiles = c_tiles * s_tiles
     flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
     if COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
-        return _Shares(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, flags, True)
+        return _Grid(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, *flags, cooperative=True)
     splits = min(plan.programs // n_rows, n_tiles)
     if splits < 2:
-        return _Shares(min(n_rows, plan.programs), 1, n_tiles, 1, flags)
+        return _Grid(min(n_rows, plan.programs), 1, n_tiles, 1, *flags)
     share = cdiv(n_tiles, splits)
     if share >= s_tiles:
         runs = cdiv(share, s_tiles)
-        return _Shares(n_rows, cdiv(c_tiles, runs), runs * s_tiles, 1, flags)
+        return _Grid(n_rows, cdiv(c_tiles, runs), runs * s_tiles, 1, *flags)
     parts = cdiv(s_tiles, share)
-    return _Shares(n_rows, c_tiles * parts, share, parts, flags)
+    return _Grid(n_rows, c_tiles * parts, share, parts, *flags)
 
 
-def _launch_shares(plan, kernels, tensors: tuple, numbers: tuple, shares: _Shares, flags: tuple, values: int, *last):
-    """One launch that sums and applies, or with several splits one of each, with `values` numbers a split between them.
-
-    kernels: of programs that wait for nobody, of teams
-    """
-    programs, splits, share, parts, (even, whole), teams = shares
-    kernel, team_kernel = kernels
-    if teams:
-        launch_cooperative(plan, team_kernel, programs, splits, numbers[0], tensors, numbers, (*flags, even), *last)
+def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, statistics: int, *last) -> None:
+    """One launch, or with several splits one that sums and one that applies, with `statistics` numbers a split between
+    them. sizes: n_rows, n_groups, channels, spatial; last: numbers behind them."""
+    kernel, cooperative_kernel = plan.tunable.kernels
+    if grid.cooperative:
+        programs, splits = grid.programs, grid.splits
+        launch_cooperative(plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, (*flags, grid.even), *last)
         return
-    args = (*numbers, splits, share, parts, *last)
-    if splits == 1:
-        launch(plan, kernel, (programs, 1), (*tensors, None, *args), (*flags, even, whole, True, True))
+    numbers = (*sizes, grid.splits, grid.share, grid.parts, *last)
+    flags = (*flags, grid.even, grid.whole_group)
+    if grid.splits == 1:
+        launch(plan, kernel, (grid.programs, 1), (*tensors, None, *numbers), (*flags, True, True))
         return
-    shared = torch.empty((programs, splits, values), dtype=torch.float32, device=tensors[0].device)
-    for phase in ((True, False), (False, True)):
-        launch(plan, kernel, (programs, splits), (*tensors, shared, *args), (*flags, even, whole, *phase))
+    shared = torch.empty((grid.programs, grid.splits, statistics), dtype=torch.float32, device=tensors[0].device)
+    for sum_and_apply in ((True, False), (False, True)):
+        launch(plan, kernel, (grid.programs, grid.splits), (*tensors, shared, *numbers), (*flags, *sum_and_apply))
 
 
 def _fwd(x, w, b, num_groups, eps):
@@ -269,9 +258,8 @@ def _fwd(x, w, b, num_groups, eps):
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if x.numel():
         plan = FWD.plan(x.device, _key(*sizes, x.itemsize))
-        shares = _shares(plan, n_rows, channels, spatial)
-        numbers = n_rows, num_groups, channels, spatial
-        _launch_shares(plan, _FWD_KERNELS, (x, w, b, y, stats), numbers, shares, (), 3, eps)
+        grid = _grid_of(plan, n_rows, channels, spatial)
+        _launch(plan, grid, (x, w, b, y, stats), (n_rows, num_groups, channels, spatial), (), 3, eps)
     return y, stats
 
 
@@ -284,10 +272,10 @@ def _bwd(dy, x, w, b, stats, num_groups, needs_params):
         return dx, x.new_zeros(parts * num_channels, dtype=dtype)
     n_rows, channels = batch * num_groups, num_channels // num_groups
     plan = BWD.plan(x.device, _key(*sizes, x.itemsize))
-    shares = _shares(plan, n_rows, channels, spatial)
-    partial = partial_sums(x, batch * shares.parts, parts * num_channels, dtype) if parts else None
-    numbers = n_rows, num_groups, channels, spatial
-    _launch_shares(plan, _BWD_KERNELS, (dy, x, w, stats, dx, partial), numbers, shares, (parts == 2,), 2)
+    grid = _grid_of(plan, n_rows, channels, spatial)
+    partial = partial_sums(x, batch * grid.parts, parts * num_channels, dtype) if parts else None
+    tensors = dy, x, w, stats, dx, partial
+    _launch(plan, grid, tensors, (n_rows, num_groups, channels, spatial), (parts == 2,), 2)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
 
 
@@ -319,28 +307,16 @@ def _bwd_reference(dy, x, w, b, stats, num_groups, needs_params):
     return dx.reshape(x.shape).to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
-def _fwd_fake(x, w, b, num_groups, eps):
-    stats = x.new_empty((2, x.shape[0] * num_groups), dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), stats
-
-
-def _bwd_fake(dy, x, w, b, stats, num_groups, needs_params):
-    size = param_parts(needs_params, w, b) * x.shape[1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, w, b))
-
-
 group_norm_fwd = define(
     "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int num_groups, float eps) -> (Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 group_norm_bwd = define(
     "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, int num_groups, bool needs_params)"
     " -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 
@@ -401,8 +377,8 @@ def liger_group_norm(
 class LigerGroupNorm(torch.nn.Module):
     """GroupNorm layer over [batch, num_channels, ...].
 
-    num_groups must divide num_channels; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight (the bias
-    starts at zero).
+    num_groups must divide num_channels; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight (the
+    bias starts at zero).
     """
 
     def __init__(

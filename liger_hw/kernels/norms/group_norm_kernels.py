@@ -1,38 +1,43 @@
 """The kernels of group_norm; group_norm.py says what they compute.
 
-A group larger than a tile is read twice, and the second time should come from cache. Results are therefore stored with
-`evict_first`: they would only push the groups at work out.
+Each direction has two. In `_group_norm_*_kernel` programs are independent: a group that is larger than a tile is read
+twice, the second time from cache if possible. In `_group_norm_cooperative_*_kernel` each program of a cooperative grid
+holds one tile of a group, so that everything is read once; the programs of a group exchange partial sums (see
+`runtime.cooperative`). They are separate because they share helpers but no control flow.
 """
 
 from __future__ import annotations
 
+from ...runtime.cooperative import collect, publish
 from ...runtime.triton_import import tl, triton
+from ..rows.blocks import keep_narrow
 
 
 @triton.jit
-def _lanes(spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Where the values of a tile lie behind its first, [CHANNELS, BLOCK_SIZE]; 64 bit, as a channel may be long."""
+def _offsets(spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Offsets of a tile's values from its first, [CHANNELS, BLOCK_SIZE]; in 64 bits, as a channel may be long."""
     return tl.arange(0, CHANNELS).to(tl.int64)[:, None] * spatial + tl.arange(0, BLOCK_SIZE)[None, :]
 
 
 @triton.jit
 def _tile_of_group(tile, channels, spatial, EVEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(offset of the tile inside its group, its channels, their mask, mask): tiles follow one another in memory."""
+    """(offset of a tile in its group, its channels in the group, their mask, mask of its values)."""
     tiles = tl.cdiv(spatial, BLOCK_SIZE)
     run, part = tile // tiles, tile % tiles
     offset = (run * CHANNELS).to(tl.int64) * spatial + part * BLOCK_SIZE
-    own = run * CHANNELS + tl.arange(0, CHANNELS)
-    if EVEN:  # every tile lies inside its group: constants, which the compiler drops
-        own_mask, mask = tl.full([CHANNELS], 1, tl.int1), tl.full([CHANNELS, BLOCK_SIZE], 1, tl.int1)
+    in_group = run * CHANNELS + tl.arange(0, CHANNELS)
+    if EVEN:  # tiles fill the group exactly: constant masks, which the compiler drops
+        channel_mask, mask = tl.full([CHANNELS], 1, tl.int1), tl.full([CHANNELS, BLOCK_SIZE], 1, tl.int1)
     else:
-        own_mask = own < channels
-        mask = own_mask[:, None] & (part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) < spatial)[None, :]
-    return offset, own, own_mask, mask
+        channel_mask = in_group < channels
+        mask = channel_mask[:, None] & (part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) < spatial)[None, :]
+    return offset, in_group, channel_mask, mask
 
 
 @triton.jit
-def _share_of(split, share, parts, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(first tile, number of tiles) of a split: whole runs of channels, or one of `parts` parts of a run."""
+def _tiles_of_split(split, share, parts, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """(first tile, number of tiles) of a split of a group: whole runs of CHANNELS channels, or one of `parts` parts of
+    a run."""
     s_tiles = tl.cdiv(spatial, BLOCK_SIZE)
     span = tl.where(parts == 1, share, s_tiles)
     first = (split // parts) * span + (split % parts) * share
@@ -41,52 +46,54 @@ def _share_of(split, share, parts, channels, spatial, BLOCK_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def _total(x):
+def _sum(x):
     return tl.sum(tl.sum(x, axis=1), axis=0)
 
 
 @triton.jit
-def _mean_and_m2_of_splits(Stats_ptr, row, splits):
-    """Mean and summed squared deviation of a group from (count, mean, m2) of the programs that shared it."""
-    lanes = tl.arange(0, 64)
+def _combined_mean_and_m2(Stats_ptr, row, splits):
+    """(mean, summed squared deviation) of a group from the (count, mean, m2) of its splits."""
+    offsets = tl.arange(0, 64)
     count = tl.zeros([64], dtype=tl.float32)
     total = tl.zeros([64], dtype=tl.float32)
     for start in range(0, splits, 64):
-        stats = Stats_ptr + (row * splits + start + lanes) * 3
-        n = tl.load(stats, mask=start + lanes < splits, other=0.0)
+        stats = Stats_ptr + (row * splits + start + offsets) * 3
+        n = tl.load(stats, mask=start + offsets < splits, other=0.0)
         count += n
-        total += n * tl.load(stats + 1, mask=start + lanes < splits, other=0.0)
+        total += n * tl.load(stats + 1, mask=start + offsets < splits, other=0.0)
     mean = tl.sum(total, axis=0) / tl.sum(count, axis=0)
     m2 = tl.zeros([64], dtype=tl.float32)
     for start in range(0, splits, 64):
-        stats = Stats_ptr + (row * splits + start + lanes) * 3
-        n = tl.load(stats, mask=start + lanes < splits, other=0.0)
-        apart = tl.load(stats + 1, mask=start + lanes < splits, other=0.0) - mean
-        m2 += n * apart * apart + tl.load(stats + 2, mask=start + lanes < splits, other=0.0)
+        stats = Stats_ptr + (row * splits + start + offsets) * 3
+        n = tl.load(stats, mask=start + offsets < splits, other=0.0)
+        centred = tl.load(stats + 1, mask=start + offsets < splits, other=0.0) - mean
+        m2 += n * centred * centred + tl.load(stats + 2, mask=start + offsets < splits, other=0.0)
     return mean, tl.sum(m2, axis=0)
 
 
 @triton.jit
-def _sums_of_splits(Sums_ptr, row, splits):
-    """The two sums of a group, added over the programs that shared it."""
-    lanes = tl.arange(0, 64)
+def _combined_sums(Sums_ptr, row, splits):
+    """The two sums of a group, added over its splits."""
+    offsets = tl.arange(0, 64)
     first = tl.zeros([64], dtype=tl.float32)
     second = tl.zeros([64], dtype=tl.float32)
     for start in range(0, splits, 64):
-        sums = Sums_ptr + (row * splits + start + lanes) * 2
-        first += tl.load(sums, mask=start + lanes < splits, other=0.0)
-        second += tl.load(sums + 1, mask=start + lanes < splits, other=0.0)
+        sums = Sums_ptr + (row * splits + start + offsets) * 2
+        first += tl.load(sums, mask=start + offsets < splits, other=0.0)
+        second += tl.load(sums + 1, mask=start + offsets < splits, other=0.0)
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
 @triton.jit
-def _shift_and_store(apart, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
-    """apart: x - mean"""
+def _normalize_and_store(centred, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
+    """y = centred * rstd * w + b, where centred is x - mean.
+
+    Results are stored with `evict_first`: they would push the groups that are read again out of the cache."""
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
-        y = apart * (rstd * w)[:, None]
+        y = centred * (rstd * w)[:, None]
     else:
-        y = apart * rstd
+        y = centred * rstd
     if B_ptr is not None:
         y = y + tl.load(B_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -118,15 +125,15 @@ def _group_norm_fwd_kernel(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """Program (p, s) takes the s-th share of the groups p, p + programs, ...: SUM measures them, APPLY writes y.
+    """Program (p, s) takes split s of the groups p, p + programs, ...: SUM computes statistics, APPLY writes y.
 
-    When a launch does only one of the two, Shared_ptr [n_rows, splits, 3] passes the splits' count, mean and m2 from one
-    to the other, and the second takes the groups last first: those are still in cache.
-    Every lane of a tile sums what lies apart from the first value it met, which keeps cancellation away as long as that
-    value belongs to the group, and costs no reduction before the sums.
+    One launch does both where a group has one split. Otherwise the first launch leaves the splits' count, mean and m2
+    in Shared_ptr [n_rows, splits, 3], and the second takes the groups last first: those are still in cache. Each
+    position of the tile sums differences from the first value it read. That avoids cancellation as long as the value
+    is typical of its group, and needs no reduction before the sums.
     """
-    first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
-    lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)
+    first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
+    offsets = _offsets(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
     values = size.to(tl.float32)
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
@@ -135,70 +142,74 @@ def _group_norm_fwd_kernel(
         start = row * size
         from_channel = (row % n_groups) * channels
         if WHOLE_GROUP or SUM:
-            _, own, own_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            x_ptrs = X_ptr + start + lanes
+            _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            x_ptrs = X_ptr + start + offsets
             x = tl.load(x_ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
             x = x.to(tl.float32)
         if WHOLE_GROUP:
-            mean = _total(x) / values
+            mean = _sum(x) / values
             centred = tl.where(mask, x - mean, 0.0)
-            rstd = tl.rsqrt(_total(centred * centred) / values + eps)
-            _shift_and_store(centred, rstd, W_ptr, B_ptr, Y_ptr + start + lanes, from_channel + own, own_mask, mask)
+            rstd = tl.rsqrt(_sum(centred * centred) / values + eps)
+            _normalize_and_store(
+                centred, rstd, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + in_group, channel_mask, mask
+            )
         else:
             if SUM:
-                lane_sum = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
-                lane_squares = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
-                seen = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                shifted_sum = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                shifted_squares = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                counts = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    offset, own, own_mask, mask = _tile_of_group(
+                    offset, in_group, channel_mask, mask = _tile_of_group(
                         first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
                     )
-                    apart = tl.load(X_ptr + (start + offset) + lanes, mask=mask, other=0.0).to(tl.float32) - x
+                    shifted = tl.load(X_ptr + (start + offset) + offsets, mask=mask, other=0.0).to(tl.float32) - x
                     if not EVEN:
-                        apart = tl.where(mask, apart, 0.0)
-                        seen += mask.to(tl.float32)
-                    lane_sum += apart
-                    lane_squares += apart * apart
+                        shifted = tl.where(mask, shifted, 0.0)
+                        counts += mask.to(tl.float32)
+                    shifted_sum += shifted
+                    shifted_squares += shifted * shifted
                 if EVEN:
-                    seen += count
-                off = lane_sum / tl.maximum(seen, 1.0)
-                n = _total(seen)
-                mean = _total(seen * (x + off)) / n
-                apart = x + off - mean
-                m2 = _total(lane_squares - lane_sum * off + seen * apart * apart)
+                    counts += count
+                off = shifted_sum / tl.maximum(counts, 1.0)
+                n = _sum(counts)
+                mean = _sum(counts * (x + off)) / n
+                centred = x + off - mean
+                m2 = _sum(shifted_squares - shifted_sum * off + counts * centred * centred)
                 if not APPLY:
                     shared = Shared_ptr + (row * splits + tl.program_id(1)) * 3
                     tl.store(shared, n)
                     tl.store(shared + 1, mean)
                     tl.store(shared + 2, m2)
             else:
-                mean, m2 = _mean_and_m2_of_splits(Shared_ptr, row, splits)
+                mean, m2 = _combined_mean_and_m2(Shared_ptr, row, splits)
             if APPLY:
                 rstd = tl.rsqrt(m2 / values + eps)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    offset, own, own_mask, mask = _tile_of_group(
+                    offset, in_group, channel_mask, mask = _tile_of_group(
                         first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
-                    )  # backwards: what was read last is nearest
+                    )  # backwards: what was read last is still in cache
                     at = start + offset
-                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
-                    _shift_and_store(apart, rstd, W_ptr, B_ptr, Y_ptr + at + lanes, from_channel + own, own_mask, mask)
+                    centred = tl.load(X_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32) - mean
+                    _normalize_and_store(
+                        centred, rstd, W_ptr, B_ptr, Y_ptr + at + offsets, from_channel + in_group, channel_mask, mask
+                    )
         if APPLY:
             tl.store(STATS_ptr + row, mean, mask=tl.program_id(1) == 0)
             tl.store(STATS_ptr + n_rows + row, rstd, mask=tl.program_id(1) == 0)
 
 
 @triton.jit
-def _channel_sums(totals, dots, rstd, W_ptr, Line_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
-    """Shares of the sums of m and m * h, one a channel, from those of dy and dy * (x - mean) in each lane.
+def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
+    """Sums of m and m * h of each channel of a tile, from dy and dy * (x - mean) at each of its positions.
 
-    Those of dy * h and dy go to Line_ptr, if any.
+    The sums of dy * h and dy, which are dw's and db's, go to Row_ptr if there is one.
     """
     total = tl.sum(totals, axis=1)
     dot = tl.sum(dots, axis=1) * rstd
-    if Line_ptr is not None:
-        tl.store(Line_ptr + channel, dot, mask=channel_mask)
+    if Row_ptr is not None:
+        tl.store(Row_ptr + channel, dot, mask=channel_mask)
         if HAS_BIAS:
-            tl.store(Line_ptr + width + channel, total, mask=channel_mask)
+            tl.store(Row_ptr + width + channel, total, mask=channel_mask)
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
         total, dot = w * total, w * dot
@@ -206,9 +217,9 @@ def _channel_sums(totals, dots, rstd, W_ptr, Line_ptr, width, channel, channel_m
 
 
 @triton.jit
-def _dx(dy, apart, rstd, total, dot, values, W_ptr, channel, channel_mask):
-    """apart: x - mean; total, dot: sums of m and m * h over the group, of `values` values."""
-    common = apart * (rstd * rstd * dot / values) + rstd * total / values
+def _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask):
+    """dx of a tile. centred: x - mean; total, dot: the sums of m and m * h over the group's `values` values."""
+    common = centred * (rstd * rstd * dot / values) + rstd * total / values
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
         return dy * (rstd * w)[:, None] - common
@@ -217,7 +228,7 @@ def _dx(dy, apart, rstd, total, dot, values, W_ptr, channel, channel_mask):
 
 
 @triton.jit
-def _line_of_partial(Partial_ptr, line, width, HAS_BIAS: tl.constexpr):
+def _partial_row(Partial_ptr, line, width, HAS_BIAS: tl.constexpr):
     lines = None
     if Partial_ptr is not None:
         lines = Partial_ptr + (line + tl.zeros([1], dtype=tl.int64)) * width * (1 + HAS_BIAS)
@@ -249,14 +260,14 @@ def _group_norm_bwd_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs, shares, SUM and APPLY as in the forward; Shared_ptr [n_rows, splits, 2] holds sums of m and m * h.
+    """Programs, splits, SUM and APPLY as in the forward; Shared_ptr [n_rows, splits, 2] holds sums of m and m * h.
 
-    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None when nobody
-    wants them.
+    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None when no
+    gradient of the parameters is wanted.
     """
-    first, count = _share_of(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
+    first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
     run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
-    lanes = _lanes(spatial, BLOCK_SIZE, CHANNELS)
+    offsets = _offsets(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
     values = size.to(tl.float32)
     width = n_groups * channels
@@ -265,57 +276,192 @@ def _group_norm_bwd_kernel(
         row = turn if SUM else n_rows - 1 - turn
         start = row * size
         from_channel = (row % n_groups) * channels
-        line_ptr = _line_of_partial(Partial_ptr, (row // n_groups) * parts + tl.program_id(1) % parts, width, HAS_BIAS)
+        row_ptr = _partial_row(Partial_ptr, (row // n_groups) * parts + tl.program_id(1) % parts, width, HAS_BIAS)
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         if WHOLE_GROUP:
-            _, own, own_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            channel = from_channel + own
-            apart = tl.load(X_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32) - mean
-            dy = tl.load(DY_ptr + start + lanes, mask=mask, other=0.0).to(tl.float32)
-            total, dot = _channel_sums(dy, dy * apart, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS)
+            _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+            channel = from_channel + in_group
+            centred = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32) - mean
+            dy = tl.load(DY_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+            total, dot = _channel_sums(dy, dy * centred, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS)
             total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
-            dx = _dx(dy, apart, rstd, total, dot, values, W_ptr, channel, own_mask)
-            tl.store(DX_ptr + start + lanes, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+            dx = _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask)
+            tl.store(DX_ptr + start + offsets, dx.to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             if SUM:
                 total = tl.zeros([CHANNELS], dtype=tl.float32)
                 dot = tl.zeros([CHANNELS], dtype=tl.float32)
-                lane_total = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
-                lane_dot = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                totals = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                dots = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    offset, own, own_mask, mask = _tile_of_group(
+                    offset, in_group, channel_mask, mask = _tile_of_group(
                         first + tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
                     )
                     at = start + offset
-                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
-                    dy = tl.load(DY_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
-                    lane_total += dy
-                    lane_dot += dy * apart
+                    centred = tl.load(X_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32)
+                    totals += dy
+                    dots += dy * centred
                     if tile % run == run - 1:  # the last tile of these channels
-                        channel = from_channel + own
+                        channel = from_channel + in_group
                         of_m, of_mh = _channel_sums(
-                            lane_total, lane_dot, rstd, W_ptr, line_ptr, width, channel, own_mask, HAS_BIAS
+                            totals, dots, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS
                         )
                         total += of_m
                         dot += of_mh
-                        lane_total = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
-                        lane_dot = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                        totals = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
+                        dots = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
                 if not APPLY:
                     shared = Shared_ptr + (row * splits + tl.program_id(1)) * 2
                     tl.store(shared, total)
                     tl.store(shared + 1, dot)
             else:
-                total, dot = _sums_of_splits(Shared_ptr, row, splits)
+                total, dot = _combined_sums(Shared_ptr, row, splits)
             if APPLY:
                 for tile in tl.range(0, count, num_stages=STAGES):
-                    offset, own, own_mask, mask = _tile_of_group(
+                    offset, in_group, channel_mask, mask = _tile_of_group(
                         first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
-                    )  # backwards: what was read last is nearest
+                    )  # backwards: what was read last is still in cache
                     at = start + offset
-                    apart = tl.load(X_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32) - mean
-                    dy = tl.load(DY_ptr + at + lanes, mask=mask, other=0.0).to(tl.float32)
-                    dx = _dx(dy, apart, rstd, total, dot, values, W_ptr, from_channel + own, own_mask)
+                    centred = tl.load(X_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32) - mean
+                    dy = tl.load(DY_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32)
+                    dx = _dx(dy, centred, rstd, total, dot, values, W_ptr, from_channel + in_group, channel_mask)
                     dx = dx.to(DX_ptr.dtype.element_ty)
-                    tl.store(DX_ptr + at + lanes, dx, mask=mask, eviction_policy="evict_first")
+                    tl.store(DX_ptr + at + offsets, dx, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _count_of_tile(tile, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """How many of a group's values a tile holds; `tile` may be a tensor of tiles."""
+    tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    run = tl.minimum(channels - tile // tiles * CHANNELS, CHANNELS)
+    return (run * tl.minimum(spatial - tile % tiles * BLOCK_SIZE, BLOCK_SIZE)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits"])
+def _group_norm_cooperative_fwd_kernel(
+    X_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    STATS_ptr,
+    Words_ptr,
+    n_rows,
+    n_groups,
+    channels,
+    spatial,
+    splits,
+    eps,
+    EVEN: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program t * splits + s holds tile s of the groups t, t + groups_at_once, ...; with STAGES > 1 it prefetches the
+    next.
+
+    Words_ptr [n_rows, LANES], zeroed: where tiles publish their mean and summed squared deviation from it.
+    """
+    split = tl.program_id(0) % splits
+    groups_at_once = tl.num_programs(0) // splits
+    offset, in_group, channel_mask, mask = _tile_of_group(split, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+    offsets = offset + _offsets(spatial, BLOCK_SIZE, CHANNELS)
+    size = channels.to(tl.int64) * spatial
+    counts = _count_of_tile(tl.arange(0, LANES), channels, spatial, BLOCK_SIZE, CHANNELS)
+    counts = tl.where(tl.arange(0, LANES) < splits, counts, 0.0)
+    count = _count_of_tile(split, channels, spatial, BLOCK_SIZE, CHANNELS)
+    first_row = tl.program_id(0) // splits
+    if STAGES > 1:
+        x = tl.load(X_ptr + first_row * size + offsets, mask=mask, other=0.0)
+    for row in tl.range(first_row, n_rows, groups_at_once):
+        if STAGES == 1:
+            x = tl.load(X_ptr + row * size + offsets, mask=mask, other=0.0)
+        mean = _sum(x.to(tl.float32)) / count
+        x = keep_narrow(x, mean)
+        centred = x.to(tl.float32) - mean
+        if not EVEN:
+            centred = tl.where(mask, centred, 0.0)
+        words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
+        publish(words_ptr + split, mean, _sum(centred * centred))
+        if STAGES > 1:
+            following = X_ptr + (row + groups_at_once) * size + offsets
+            x_next = tl.load(following, mask=mask & (row + groups_at_once < n_rows), other=0.0)
+        means, m2 = collect(words_ptr, splits, LANES)
+        mean = tl.sum(counts * means, axis=0) / size.to(tl.float32)
+        m2 = tl.sum(m2 + counts * (means - mean) * (means - mean), axis=0)
+        rstd = tl.rsqrt(m2 / size.to(tl.float32) + eps)
+        centred = keep_narrow(x, rstd).to(tl.float32) - mean
+        channel = (row % n_groups) * channels + in_group
+        _normalize_and_store(centred, rstd, W_ptr, B_ptr, Y_ptr + row * size + offsets, channel, channel_mask, mask)
+        tl.store(STATS_ptr + row, mean, mask=split == 0)
+        tl.store(STATS_ptr + n_rows + row, rstd, mask=split == 0)
+        if STAGES > 1:
+            x = x_next
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits"])
+def _group_norm_cooperative_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Words_ptr,
+    n_rows,
+    n_groups,
+    channels,
+    spatial,
+    splits,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Programs as in the forward; Words_ptr is where tiles publish their sums of m and m * h.
+
+    Partial_ptr [batch * tiles of a channel, num_channels], twice as wide if HAS_BIAS, as in `_group_norm_bwd_kernel`.
+    """
+    split = tl.program_id(0) % splits
+    groups_at_once = tl.num_programs(0) // splits
+    offset, in_group, channel_mask, mask = _tile_of_group(split, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
+    offsets = offset + _offsets(spatial, BLOCK_SIZE, CHANNELS)
+    size = channels.to(tl.int64) * spatial
+    parts = tl.cdiv(spatial, BLOCK_SIZE)
+    width = n_groups * channels
+    first_row = tl.program_id(0) // splits
+    if STAGES > 1:
+        x = tl.load(X_ptr + first_row * size + offsets, mask=mask, other=0.0)
+        dy = tl.load(DY_ptr + first_row * size + offsets, mask=mask, other=0.0)
+    for row in tl.range(first_row, n_rows, groups_at_once):
+        if STAGES == 1:
+            x = tl.load(X_ptr + row * size + offsets, mask=mask, other=0.0)
+            dy = tl.load(DY_ptr + row * size + offsets, mask=mask, other=0.0)
+        mean = tl.load(STATS_ptr + row)
+        rstd = tl.load(STATS_ptr + n_rows + row)
+        channel = (row % n_groups) * channels + in_group
+        row_ptr = _partial_row(Partial_ptr, (row // n_groups) * parts + split % parts, width, HAS_BIAS)
+        totals = dy.to(tl.float32)
+        dots = totals * (x.to(tl.float32) - mean)
+        total, dot = _channel_sums(totals, dots, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS)
+        words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
+        publish(words_ptr + split, tl.sum(total, axis=0), tl.sum(dot, axis=0))
+        if STAGES > 1:
+            following, more = (row + groups_at_once) * size + offsets, mask & (row + groups_at_once < n_rows)
+            x_next = tl.load(X_ptr + following, mask=more, other=0.0)
+            dy_next = tl.load(DY_ptr + following, mask=more, other=0.0)
+        totals, dots = collect(words_ptr, splits, LANES)
+        total, dot = tl.sum(totals, axis=0), tl.sum(dots, axis=0)
+        centred = keep_narrow(x, dot).to(tl.float32) - mean
+        dy = keep_narrow(dy, dot).to(tl.float32)
+        dx = _dx(dy, centred, rstd, total, dot, size.to(tl.float32), W_ptr, channel, channel_mask)
+        dx_ptrs = DX_ptr + row * size + offsets
+        tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        if STAGES > 1:
+            x = x_next
+            dy = dy_next

@@ -20,47 +20,14 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ...runtime.cooperative import launch_cooperative, resident_options
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable
+from ...runtime.cooperative import resident_options
 from ...runtime.dependent_launch import few_elements
-from ...runtime.operator import (
-    Function,
-    check,
-    check_numbers,
-    check_tensors,
-    define,
-    dense,
-    empty_like,
-    first_order,
-    launch,
-    row_major,
-    rows_of,
-)
-from ..rows.blocks import aligned_key, count_programs, count_tiles, held_columns, is_unaligned, lay_out, vector_width
-from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
-from ..rows.tuning import (
-    DIMS,
-    blocks_misfit,
-    bwd_heuristic,
-    bwd_space,
-    fwd_heuristic,
-    fwd_space,
-    persistent_misfit,
-    safe,
-)
-from .layer_norm_kernels import (
-    _layer_norm_bwd_kernel,
-    _layer_norm_bwd_means_kernel,
-    _layer_norm_fwd_kernel,
-)
-from .rms_backward import at_once, dot_heuristic, dot_safe, dot_space
-from .row_teams import (
-    _layer_norm_team_bwd_kernel,
-    team_heuristic,
-    team_misfit,
-    team_space,
-    teams_of,
-)
+from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
+from ..rows.blocks import aligned_key, held_columns, is_unaligned
+from ..rows.reduce import halves, param_parts, params_dtype
+from ..rows.tuning import DIMS, blocks_misfit, fwd_heuristic, fwd_space, safe
+from .core import GEMMA, _norm_fwd_kernel, backward_tunables, norm_backward, norm_forward
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -78,40 +45,25 @@ def layer_norm_reference(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tenso
     return y.to(X.dtype)
 
 
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-_WIDEST_BWD_TILE = 8192
-"""Columns a backward program holds at most: half of rms_norm's, for there are two gradients to keep in registers."""
-
-
-def narrow_bwd_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
-    """The tiles of rms_norm's backward; wider rows in column tiles of 4096."""
-    block = key[0] if key[0] <= _WIDEST_BWD_TILE else 4096
-    return bwd_heuristic(target, (block, *key[1:]), streams, grads=2)
-
-
-def narrow_bwd_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
-    return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= _WIDEST_BWD_TILE]
+# -- tunables and launchers ------------------------------------------------------------------------------------------
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row: on the H200
-    55 us instead of 63 at 8192 x 6144 (2026-11-21); rows that begin anywhere have more to do a thread.
-
-    Where W and B fit a program's registers beside a row in two pieces, many such rows are taken in a loop, as many
-    programs as registers hold: 44.5 us instead of 49.3 at 8192 x 5120, 23.2 instead of 24.0 at 8192 x 2560. Of rows in one
-    piece that is no faster: 71.1 instead of 71.4 at 16384 x 4096, 40.8 instead of 40.1 at 36928 x 1024 (2026-11-22).
-    """
+    """rms_norm's, but many rows of 4096 columns by half the warps, which wait for one another twice a row; rows of any
+    alignment have more to do a thread. Many rows in two blocks are taken by a persistent kernel, where W and B fit its
+    registers beside a row."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and not is_unaligned(key) and 1 << key[1] > 16 * target.multiprocessors:
         config = replace(config, num_warps=warps)
     many = 1 << key[1] > 32 * target.multiprocessors
-    looped = key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many
-    return looped and _loop(target, key, warps, 3, 12288 // key[0]) or config
+    if key[3:] == (1,) and 2048 <= key[0] <= 4096 and key[2] <= 2 and many:
+        persistent = _persistent(target, key, warps, 3, 12288 // key[0])
+        return config if persistent is None else persistent
+    return config
 
 
-def _loop(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
+def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
     """Programs that stay, each with its share of registers; None where a compiler cannot be held to that, or the rows in
     flight do not fit shared memory."""
     if not target.cooperative or ctas * (stages - 1) * held_columns(key[0]) * key[2] > target.shared_memory:
@@ -121,21 +73,21 @@ def _loop(target: Target, key: Key, warps: int, stages: int, ctas: int) -> Launc
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """rms_norm's, and loops over rows whose W and B a program can keep."""
-    loops = (
-        _loop(target, key, warps, stages, most // warps)
+    """rms_norm's, and persistent kernels over rows whose W and B a program can keep."""
+    persistent = (
+        _persistent(target, key, warps, stages, most // warps)
         for warps in (1, 2, 4, 8)
         for most in (12, 16)
         for stages in (3, 4)
         if 1024 <= key[0] <= 4096 and 16 <= key[0] // (warps * target.warp_size) <= 32
     )
-    return [*fwd_space(target, key), *(config for config in loops if config is not None)]
+    return [*fwd_space(target, key), *(config for config in persistent if config is not None)]
 
 
 FWD = Tunable(
     "layer_norm",
     "fwd",
-    kernels=(_layer_norm_fwd_kernel,),
+    kernels=(_norm_fwd_kernel,),
     key=aligned_key,
     dims=DIMS,
     heuristic=_fwd_heuristic,
@@ -144,87 +96,17 @@ FWD = Tunable(
     valid=blocks_misfit,
     ahead=few_elements,
 )
-BWD = Tunable(
-    "layer_norm",
-    "bwd",
-    kernels=(_layer_norm_bwd_kernel, _layer_norm_team_bwd_kernel),
-    key=aligned_key,
-    dims=DIMS,
-    heuristic=lambda target, key: team_heuristic(target, key, 2) or narrow_bwd_heuristic(target, key),
-    safe=safe,
-    space=lambda target, key: [*narrow_bwd_space(target, key), *team_space(target, key)],
-    valid=lambda config, key: persistent_misfit(config, key) or team_misfit(config, key),
-    ahead=few_elements,
-)
-BWD_MEANS = Tunable(
-    "layer_norm",
-    "bwd_means",
-    kernels=(_layer_norm_bwd_means_kernel,),
-    key=row_key,
-    dims=DIMS,
-    heuristic=dot_heuristic,
-    safe=dot_safe,
-    space=dot_space,
-    ahead=few_elements,
-)
-DW = column_sum_tunable("layer_norm", columns=lambda n_rows, n_cols: 2 * n_cols)  # dw and db
-
-# -- launchers -------------------------------------------------------------------------------------------------------
+BACKWARD = backward_tunables("layer_norm", means="bwd_means", grads=2)
 
 
 def _fwd(x, w, b, eps):
-    x, w, b = row_major(x), dense(w), dense(b)
-    n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, x.dtype)
-    stats = x.new_empty((2, n_rows), dtype=torch.float32)
-    if n_rows:
-        group = vector_width(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-        blocks = plan.config.blocks
-        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
-        n_tiles = count_tiles(n_rows, blocks["ROWS"], pieces[2])
-        loop = pieces[0] and 0 < plan.programs < n_tiles
-        programs = count_programs(plan.programs, n_tiles, pieces[2]) if loop else n_tiles
-        args = (x, w, b, y, stats, stride, n_rows, n_cols, n_tiles, eps)
-        launch(plan, _layer_norm_fwd_kernel, (programs,), args, (*pieces, loop))
+    y, _, stats = norm_forward(FWD, x, None, w, b, x.dtype, eps, None, GEMMA, True)
     return y, stats
 
 
 def _bwd(dy, x, w, b, stats, needs_params):
-    dy, x, w = row_major(dy), row_major(x), dense(w)
-    n_rows, n_cols, x_stride = rows_of(x)
-    dx = empty_like(x, x.dtype)
     parts, dtype = param_parts(needs_params, w, b), params_dtype(x, w, b)
-    if not n_rows:
-        return dx, x.new_zeros(parts * n_cols, dtype=dtype)
-    dy_stride = rows_of(dy)[2]
-    group = vector_width(n_rows, n_cols, x, dy)
-    plan = BWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-    teams, splits = teams_of(plan, n_rows, n_cols)
-    if teams:
-        partial = partial_sums(x, teams, parts * n_cols, dtype) if parts else None
-        tensors, numbers = (dy, x, w, stats, dx, partial), (dy_stride, x_stride, n_rows, n_cols)
-        launch_cooperative(
-            plan, _layer_norm_team_bwd_kernel, teams * splits, splits, n_rows, tensors, numbers, (parts == 2,)
-        )
-        return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
-    blocks = plan.config.blocks
-    whole, tail, group = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
-    n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], group), 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
-    means = None
-    if col_tiles > 1:
-        means = torch.empty_like(stats)
-        args = (dy, x, w, stats, means, dy_stride, x_stride, n_rows, n_cols)
-        plan_of_means = BWD_MEANS.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
-        launch(plan_of_means, _layer_norm_bwd_means_kernel, (n_rows,), args)
-    programs = count_programs(plan.programs // col_tiles, n_tiles, group)
-    few, width = at_once(plan, n_rows, n_cols, n_tiles, programs, parts > 0) if whole else (0, 0)
-    by_columns = -(-n_cols // width) if width else 0
-    partial = partial_sums(x, 1 if by_columns else programs, parts * n_cols, dtype) if parts else None
-    args = (dy, x, w, stats, means, dx, partial, dy_stride, x_stride, n_rows, n_cols, n_tiles)
-    flags = (parts == 2, tail, group, few, width)
-    launch(plan, _layer_norm_bwd_kernel, (programs + by_columns, col_tiles), args, flags)
-    return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+    return norm_backward(BACKWARD, dy, x, w, stats, None, None, GEMMA, True, parts, dtype)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -239,7 +121,7 @@ def _fwd_reference(x, w, b, eps):
     )
 
 
-def _bwd_reference(dy, x, w, b, stats, needs_params):
+def bwd_reference(dy, x, w, b, stats, needs_params):
     wide = stats.dtype
     mean, rstd = stats.view(2, *x.shape[:-1], 1)
     h, g = (x.to(wide) - mean) * rstd, dy.to(wide)
@@ -251,27 +133,15 @@ def _bwd_reference(dy, x, w, b, stats, needs_params):
     return dx.to(x.dtype).contiguous(), params.to(params_dtype(x, w, b))
 
 
-def _fwd_fake(x, w, b, eps):
-    stats = x.new_empty((2, math.prod(x.shape[:-1])), dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), stats
-
-
-def _bwd_fake(dy, x, w, b, stats, needs_params):
-    size = param_parts(needs_params, w, b) * x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(size, dtype=params_dtype(x, w, b))
-
-
 layer_norm_fwd = define(
     "layer_norm_fwd(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 layer_norm_bwd = define(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor stats, bool needs_params) -> (Tensor, Tensor)",
     launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
+    reference=bwd_reference,
 )
 
 
@@ -374,7 +244,7 @@ OP = registry.register(
         name="layer_norm",
         function=liger_layer_norm,
         reference=layer_norm_reference,
-        tunables=(FWD, BWD, BWD_MEANS, DW),
+        tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
         options=(

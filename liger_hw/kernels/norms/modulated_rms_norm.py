@@ -42,15 +42,20 @@ from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, held_columns, row_blocks
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
-from .layer_norm import narrow_bwd_heuristic, narrow_bwd_space
+from .core import (
+    _norm_bwd_means_kernel,
+    means_heuristic,
+    means_safe,
+    means_space,
+    two_gradients_heuristic,
+    two_gradients_space,
+)
 from .modulated_rms_norm_kernels import (
-    _modulated_rms_norm_bwd_dot_kernel,
     _modulated_rms_norm_bwd_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
 from .modulated_rms_norm_sums import ALL_SUMS, SUMS, columns_at_once, sum_chunks
-from .rms_backward import dot_heuristic, dot_safe, dot_space
-from .rms_norm import _MODE_NAMES, CASTING_MODES, _out_dtype
+from .rms_norm import CASTING_MODES, MODE_NAMES, out_dtype
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -78,7 +83,7 @@ def modulated_rms_norm_reference(
     y = y.reshape(scale.shape[0], -1, n_cols) * (1.0 + scale.to(wide))
     if shift is not None:
         y = y + shift.reshape(-1, 1, n_cols).to(wide)
-    return y.reshape(X.shape).to(_out_dtype(X, W, CASTING_MODES[casting_mode]))
+    return y.reshape(X.shape).to(out_dtype(X, W, CASTING_MODES[casting_mode]))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -134,7 +139,7 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     """layer_norm's, but of few rows with 8 elements a thread: on the H200 8 x 16 x 4096 takes 1.96 us by 16 warps and 2.68 by
     4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4; a single row of 12289, in column tiles, 7.57 by 2048 and 8.12 by 4096
     (2026-11-22)."""
-    config = narrow_bwd_heuristic(target, key, _BWD_STREAMS)
+    config = two_gradients_heuristic(target, key, _BWD_STREAMS)
     if 1 << key[1] > target.multiprocessors:
         return config
     if not key[1] and config.blocks["BLOCK_SIZE"] < key[0]:
@@ -163,10 +168,10 @@ BWD = _tunable(
     (_modulated_rms_norm_bwd_kernel,),
     _bwd_heuristic,
     safe,
-    lambda target, key: narrow_bwd_space(target, key, _BWD_STREAMS),
+    lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
     persistent_misfit,
 )
-BWD_DOT = _tunable("bwd_dot", (_modulated_rms_norm_bwd_dot_kernel,), dot_heuristic, dot_safe, dot_space, key=_wide_key)
+BWD_DOT = _tunable("bwd_dot", (_norm_bwd_means_kernel,), means_heuristic, means_safe, means_space, key=_wide_key)
 BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key, ahead=None)
 BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key, ahead=None)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
@@ -177,7 +182,7 @@ DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 def _fwd(x, w, scale, shift, eps, offset, casting):
     x, w = row_major(x), dense(w)
     n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, _out_dtype(x, w, casting))
+    y = empty_like(x, out_dtype(x, w, casting))
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         rows_per_mod = n_rows * n_cols // scale.numel()
@@ -220,8 +225,8 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     dot = None
     if col_tiles > 1:
         dot = torch.empty_like(rstd)
-        args = (dy, x, w, scale, rstd, dot, *strides, n_cols, n_rows // n_mods, offset)
-        launch(BWD_DOT.plan(x.device, key), _modulated_rms_norm_bwd_dot_kernel, (n_rows,), args)
+        args = (dy, x, w, scale, rstd, dot, *strides, None, n_cols, n_rows // n_mods, offset)
+        launch(BWD_DOT.plan(x.device, key), _norm_bwd_means_kernel, (n_rows,), args, (False,))
     per_row = n_mods == n_rows
     groups = 1 if per_row else n_mods
     n_tiles = -(-n_rows // groups // blocks["ROWS"])
@@ -265,7 +270,7 @@ def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def _fwd_reference(x, w, scale, shift, eps, offset, casting):
-    y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, _MODE_NAMES[casting])
+    y = modulated_rms_norm_reference(x, w, scale, shift, eps, offset, MODE_NAMES[casting])
     wide = torch.promote_types(x.dtype, torch.float32)
     return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
@@ -292,7 +297,7 @@ def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
 
 def _fwd_fake(x, w, scale, shift, eps, offset, casting):
     stat = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
+    return x.new_empty(x.shape, dtype=out_dtype(x, w, casting)), x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
 
 
 def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):

@@ -13,13 +13,14 @@ from ..rows.blocks import (
     main_lanes,
     row_sums,
     squared,
+    store_tile,
     tail_lanes,
     tile_mask,
     tile_ptrs,
     to_fp32,
 )
+from .core import load_scale, normalised, store_partial_sums
 from .modulated_rms_norm_sums import _store_if, _sums_of_columns
-from .rms_backward import _h_and_m, _scale_of, _store_dx, _store_sums
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset
     gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
     if gain is not None:
         gain = 1.0 + gain
-        w = _scale_of(W_ptr, cols, exist, offset)
+        w = load_scale(W_ptr, cols, exist, offset)
         if w is not None:
             gain = gain * w[None, :]
     return gain
@@ -152,44 +153,10 @@ def _modulated_rms_norm_fwd_kernel(
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["rows_per_mod"])
-def _modulated_rms_norm_bwd_dot_kernel(
-    DY_ptr,
-    X_ptr,
-    W_ptr,
-    Scale_ptr,
-    RSTD_ptr,
-    DOT_ptr,
-    DY_row_stride,
-    X_row_stride,
-    Scale_row_stride,
-    n_cols,
-    rows_per_mod,
-    offset,
-    BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """mean(m * h) of one row, for rows too wide to hold: the backward kernel then works on column tiles."""
-    begin(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_SIZE)
-    scale_row = Scale_ptr + (row // rows_per_mod) * Scale_row_stride
-    total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    for start in range(0, n_cols, BLOCK_SIZE):
-        mask = start + cols < n_cols
-        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
-        m = m * (1.0 + tl.load(scale_row + start + cols, mask=mask, other=0.0).to(tl.float32))
-        if W_ptr is not None:
-            m = m * (tl.load(W_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) + offset)
-        total += m * x
-    tl.store(DOT_ptr + row, tl.sum(total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
-
-
 @triton.jit
 def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
     """One piece's (offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
-    w = _scale_of(W_ptr, cols, exist, offset)
+    w = load_scale(W_ptr, cols, exist, offset)
     scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
         scale = 1.0 + scale.to(tl.float32)
@@ -314,7 +281,8 @@ def _modulated_rms_norm_bwd_kernel(
         x_tail = load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
         dy_tail = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
         rstd = load_row_values(RSTD_ptr, rows, row_mask)
-        h, seen, m = _h_and_m(x, dy, rstd, w, CASTING)
+        h, seen = normalised(x, None, rstd, CASTING)
+        m = dy if w is None else dy * w[None, :]
         mh_tail = None
         share = dy * seen
         if PER_ROW:
@@ -327,7 +295,8 @@ def _modulated_rms_norm_bwd_kernel(
             if HAS_SHIFT:
                 second += dy
         if TAIL:
-            h_tail, seen, m_tail = _h_and_m(x_tail, dy_tail, rstd, w_tail, CASTING)
+            h_tail, seen = normalised(x_tail, None, rstd, CASTING)
+            m_tail = dy_tail if w_tail is None else dy_tail * w_tail[None, :]
             share = dy_tail * seen
             if PER_ROW:
                 scale = load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
@@ -343,12 +312,11 @@ def _modulated_rms_norm_bwd_kernel(
             dot = as_column(row_sums(m * h, mh_tail) / n_cols)
         else:
             dot = load_row_values(DOT_ptr, rows, row_mask)
-        _store_dx(tile_ptrs(DX_ptr, rows, n_cols, cols, 1), None, rstd, h, m, dot, mask, LOAD_CACHE, LOAD_EVICT)
+        store_tile(DX_ptr, rows, n_cols, cols, rstd * (m - h * dot), mask)
         if TAIL:
-            dx_ptrs = tile_ptrs(DX_ptr, rows, n_cols, tail, 1)
-            _store_dx(dx_ptrs, None, rstd, h_tail, m_tail, dot, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            store_tile(DX_ptr, rows, n_cols, tail, rstd * (m_tail - h_tail * dot), tail_mask)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
-        _store_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
         if TAIL:
-            _store_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
+            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)

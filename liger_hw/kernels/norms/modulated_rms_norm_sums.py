@@ -13,7 +13,7 @@ from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import load_tile, tile_ptrs
-from .rms_backward import _h_and_m, _scale_of, few_at_most
+from .core import load_scale, most_rows_summed, normalised
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def _sums_of_columns(
     rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-    w = _scale_of(W_ptr, cols, exist, offset)
-    _, seen, _ = _h_and_m(x, dy, rstd, None, CASTING)
+    w = load_scale(W_ptr, cols, exist, offset)
+    _, seen = normalised(x, None, rstd, CASTING)
     q, shift = tl.sum(dy * seen, axis=1), tl.sum(dy, axis=1)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
@@ -153,7 +153,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
         shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-    w = _scale_of(W_ptr, cols, exist, offset)
+    w = load_scale(W_ptr, cols, exist, offset)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
@@ -203,12 +203,12 @@ _MOST_AT_ONCE = 512
 
 
 def columns_at_once(target: Target, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int, int]:
-    """(MODS, PER_MOD, WIDTH) of `_sums_of_columns`; zeros for more rows than `few_at_most`, for one, which has no sum, and for
+    """(MODS, PER_MOD, WIDTH) of `_sums_of_columns`; zeros for more rows than `most_rows_summed`, for one, which has no sum, and for
     more than 2048 elements a multiprocessor: on the H200 32 x 128 x 4096 takes 10.8 us backward with them and 6.5 with
     launches that sum what row programs leave (2026-11-22)."""
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
     rows = mods * per_mod
-    if n_rows == 1 or max(n_rows, rows) > few_at_most(target) or rows * n_cols > 2048 * target.multiprocessors:
+    if n_rows == 1 or max(n_rows, rows) > most_rows_summed(target) or rows * n_cols > 2048 * target.multiprocessors:
         return 0, 0, 0
     return mods, per_mod, max(16, 1024 // rows)
 

@@ -1,18 +1,18 @@
-"""PolyNorm: y = w1 * norm(x^3) + w2 * norm(x^2) + w3 * norm(x) + b, with norm(u) = u / sqrt(mean(u^2) + eps) over the last
-dimension.
+"""PolyNorm: y = w1 * norm(x^3) + w2 * norm(x^2) + w3 * norm(x) + b over the last dimension.
+
+Here norm(u) = u / sqrt(mean(u^2) + eps).
 
 Shapes: x [..., n_cols], w [3], b one element of any shape, or None (no shift) -> y like x.
 Dtypes: x, w, b in fp32, fp16 or bf16, each its own; powers, sums and products in fp32, y rounded once to x's dtype.
 Saved for backward: x, w, b (for its dtype), and rstd = 1 / sqrt(mean(u^2) + eps) of the three powers, three fp32 a row.
 Backward, with u_p = x^p, n_p = u_p * rstd_p, w_p the weight of power p and c_p = mean(dy * n_p):
-dx = sum over p of  p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p,  db = sum of dy.
+dx = sum over p of  p * x^(p - 1) * w_p * rstd_p * (dy - n_p * c_p),  dw_p = sum over rows of n_cols * c_p,  db = sum
+of dy.
 
 Source: Zhuo, Wang, Zeng, Li, Zhou and Ma, "Polynomial Composition Activations", https://arxiv.org/abs/2411.03884
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -21,6 +21,7 @@ from ...registry import Op, Sample, Tunable, row_key
 from ...runtime.dependent_launch import begin, few_elements
 from ...runtime.operator import (
     Function,
+    cdiv,
     check,
     check_numbers,
     check_tensors,
@@ -122,7 +123,7 @@ def _poly_norm_fwd_kernel(
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
             mask = row_mask & (start + cols < n_cols)
             x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
             y = x * (a1 + x * (a2 + x * a3)) + shift
@@ -214,16 +215,16 @@ def _poly_norm_bwd_kernel(
             tl.store(dx_ptrs, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is nearest
+                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
                 mask = row_mask & (start + cols < n_cols)
                 x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
                 dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
                 tl.store(dx_ptrs + start, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
-    line = Partial_ptr + tl.program_id(0) * 4
-    tl.store(line, tl.sum(tl.sum(dw3, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
-    tl.store(line + 1, tl.sum(tl.sum(dw2, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
-    tl.store(line + 2, tl.sum(tl.sum(dw1, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
-    tl.store(line + 3, tl.sum(tl.sum(db, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    partial_row = Partial_ptr + tl.program_id(0) * 4
+    tl.store(partial_row, tl.sum(tl.sum(dw3, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(partial_row + 1, tl.sum(tl.sum(dw2, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(partial_row + 2, tl.sum(tl.sum(dw1, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
+    tl.store(partial_row + 3, tl.sum(tl.sum(db, axis=1), axis=0).to(Partial_ptr.dtype.element_ty))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel)
 BWD = Tunable(
     "poly_norm",
     "bwd",
-    kernels=(_poly_norm_bwd_kernel, _row_sum, _dx, begin),
+    kernels=(_poly_norm_bwd_kernel,),
     key=row_key,
     dims=DIMS,
     heuristic=bwd_heuristic,
@@ -256,7 +257,7 @@ def _fwd(x, w, b, eps):
         plan = FWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
         blocks = plan.config.blocks
         args = (x, w, b, y, rstd, stride, n_rows, n_cols, eps)
-        grid = (-(-n_rows // blocks["ROWS"]),)
+        grid = (cdiv(n_rows, blocks["ROWS"]),)
         launch(plan, _poly_norm_fwd_kernel, grid, args, (blocks["BLOCK_SIZE"] >= n_cols,))
     return y, rstd
 
@@ -270,7 +271,7 @@ def _bwd(dy, x, w, b, rstd):
         return dx, x.new_zeros(4, dtype=dtype)
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    n_tiles = -(-n_rows // blocks["ROWS"])
+    n_tiles = cdiv(n_rows, blocks["ROWS"])
     programs = min(plan.programs, n_tiles)
     partial = partial_sums(x, programs, 4, dtype)
     args = (dy, x, w, rstd, dx, partial, rows_of(dy)[2], x_stride, n_rows, n_cols, n_tiles)
@@ -299,26 +300,15 @@ def _bwd_reference(dy, x, w, b, rstd):
     return dx.to(x.dtype).contiguous(), torch.stack([*params, g.sum()]).to(params_dtype(x, w, b))
 
 
-def _fwd_fake(x, w, b, eps):
-    rstd = x.new_empty((3, math.prod(x.shape[:-1])), dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), rstd
-
-
-def _bwd_fake(dy, x, w, b, rstd):
-    return x.new_empty(x.shape), x.new_empty(4, dtype=params_dtype(x, w, b))
-
-
 poly_norm_fwd = define(
     "poly_norm_fwd(Tensor x, Tensor w, Tensor? b, float eps) -> (Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 poly_norm_bwd = define(
     "poly_norm_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor rstd) -> (Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 
@@ -345,12 +335,12 @@ class LigerPolyNormFunction(Function):
 def liger_poly_norm(
     X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
 ) -> torch.Tensor:
-    """W[0] * norm(X^3) + W[1] * norm(X^2) + W[2] * norm(X) + B, norm(u) = u / sqrt(mean(u^2) + eps) over the last dimension.
+    """W[0] * norm(X^3) + W[1] * norm(X^2) + W[2] * norm(X) + B, norm(u) = u / sqrt(mean(u^2) + eps) over the last
+    dimension.
 
-    X: [..., n_cols]; W: [3]; B: one element of any shape ([1], scalar, ...), or None. fp32, fp16 or bf16 (fp64 too on the
-    CPU). Returns [..., n_cols] in X's dtype.
-    in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
-    Raises `ValueError` for shapes, dtypes or devices that do not fit.
+    X: [..., n_cols]; W: [3]; B: one element of any shape ([1], scalar, ...), or None. fp32, fp16 or bf16 (fp64 too on
+    the CPU). Returns [..., n_cols] in X's dtype. in_place: accepted for compatibility; the gradient never overwrites a
+    tensor the caller can see. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_tensors("liger_poly_norm", optional=("B",), X=X, W=W, B=B)
     check_numbers("liger_poly_norm", eps=eps)

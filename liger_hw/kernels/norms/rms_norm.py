@@ -13,55 +13,16 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
-from ...runtime.dependent_launch import begin
-from ...runtime.operator import (
-    Function,
-    check,
-    check_numbers,
-    check_tensors,
-    define,
-    dense,
-    empty_like,
-    first_order,
-    launch,
-    no_weight,
-    row_major,
-    rows_of,
-)
-from ...runtime.triton_import import tl, triton
-from ..rows.blocks import (
-    aligned_key,
-    are_columns,
-    as_column,
-    columns_of,
-    count_tiles,
-    keep_narrow,
-    lay_out,
-    load_at,
-    load_columns,
-    load_tile,
-    main_lanes,
-    row_sums,
-    squared,
-    store_at,
-    tail_lanes,
-    tile_mask,
-    tile_ptrs,
-    tile_rows,
-    tile_skew,
-    vector_width,
-)
+from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, no_weight
+from ..rows.blocks import aligned_key
 from ..rows.tuning import forward_tunable
-from .rms_backward import backward_tunables, rms_backward
+from .core import GEMMA, LLAMA, NONE, _norm_fwd_kernel, backward_tunables, norm_backward, norm_forward
 
-LLAMA, GEMMA, NONE = 0, 1, 2
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -87,150 +48,46 @@ def rms_norm_reference(
     return y.to(X.dtype if W is None or casting_mode == "gemma" else torch.promote_types(X.dtype, W.dtype))
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
+# -- tunables and launchers ------------------------------------------------------------------------------------------
+
+FWD = forward_tunable("rms_norm", _norm_fwd_kernel, widest=65536, key=aligned_key)
+BACKWARD = backward_tunables("rms_norm")
 
 
-@triton.jit
-def _normalise_and_store(
-    x_raw,
-    rstd,
-    w,
-    Y_ptrs,
-    lanes,
-    mask,
-    row_mask,
-    skew,
-    n_cols,
-    offset,
-    CASTING: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    y = x_raw.to(tl.float32) * as_column(rstd)
-    if CASTING == 0:
-        y = y.to(x_raw.dtype).to(tl.float32)
-    if w is not None:
-        y = y * (w.to(tl.float32) + offset)[None, :]
-    store_at(Y_ptrs, y, lanes, mask, row_mask, skew, n_cols, VECTOR)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def _rms_norm_fwd_kernel(
-    X_ptr,
-    W_ptr,
-    Y_ptr,
-    RSTD_ptr,
-    X_row_stride,
-    n_rows,
-    n_cols,
-    eps,
-    offset,
-    CASTING: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,
-    TAIL: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """ROWS rows a program, each in one piece or two (TAIL). Rows wider than that are read twice, the second time from
-    cache."""
-    begin(AHEAD)
-    tile = tl.program_id(0).to(tl.int64)
-    rows = tile_rows(tile, ROWS, VECTOR)
-    row_mask = rows < n_rows
-    skew = tile_skew(tile, n_cols, VECTOR)
-    if WHOLE_ROW:
-        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
-        cols = columns_of(lanes, skew, VECTOR)
-        tail = tail_lanes(BLOCK_SIZE, TAIL)
-        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
-        tail_cols = columns_of(tail, skew, VECTOR)
-        mask = tile_mask(row_mask, exist)
-        tail_mask = tile_mask(row_mask, tail_exist)
-        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, lanes, VECTOR)
-        x = load_at(x_ptrs, lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
-        if BLOCK_SIZE <= 4096:
-            w = load_columns(W_ptr, cols, exist)  # on its way while the row is summed
-        x_ptrs = tile_ptrs(X_ptr, rows, X_row_stride, tail, VECTOR)
-        x_tail = load_at(x_ptrs, tail, tail_mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR)
-        w_tail = load_columns(W_ptr, tail_cols, tail_exist)
-        rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
-        if BLOCK_SIZE > 4096:
-            w = load_columns(W_ptr, cols, exist)
-        if BLOCK_SIZE > 16384:
-            x = keep_narrow(x, as_column(rstd))
-        y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, lanes, VECTOR)
-        _normalise_and_store(x, rstd, w, y_ptrs, lanes, mask, row_mask, skew, n_cols, offset, CASTING, VECTOR)
-        if TAIL:
-            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, VECTOR)
-            _normalise_and_store(
-                x_tail, rstd, w_tail, y_ptrs, tail, tail_mask, row_mask, skew, n_cols, offset, CASTING, VECTOR
-            )
-    else:
-        lanes = tl.arange(0, BLOCK_SIZE)
-        squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for start in range(0, n_cols, BLOCK_SIZE):
-            mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
-            squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
-        rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
-        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-        for tile in range(tiles):  # backwards: what was read last is nearest
-            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
-            mask = row_mask[:, None] & (cols < n_cols)[None, :]
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-            w = load_columns(W_ptr, cols, cols < n_cols)
-            y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, cols, 1)
-            _normalise_and_store(x, rstd, w, y_ptrs, cols, mask, row_mask, 0, n_cols, offset, CASTING, 1)
-    tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
-
-
-# -- tunables --------------------------------------------------------------------------------------------------------
-
-
-FWD = forward_tunable("rms_norm", _rms_norm_fwd_kernel, widest=65536, key=aligned_key)
-BWD, BWD_DOT, DW = backward_tunables("rms_norm")
-
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
-def _out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
+def out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
+    """The dtype of y."""
     return x.dtype if w is None or casting == GEMMA or w.dtype == x.dtype else torch.promote_types(x.dtype, w.dtype)
 
 
 def _fwd(x, w, eps, offset, casting):
-    x, w = row_major(x), dense(w)
-    n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, _out_dtype(x, w, casting))
-    rstd = x.new_empty(n_rows, dtype=torch.float32)
-    if n_rows:
-        group = vector_width(n_rows, n_cols, x)
-        plan = FWD.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
-        blocks = plan.config.blocks
-        pieces = lay_out(n_cols, blocks["BLOCK_SIZE"], group)
-        flags = (casting, *pieces)
-        grid = (count_tiles(n_rows, blocks["ROWS"], pieces[2]),)
-        launch(plan, _rms_norm_fwd_kernel, grid, (x, w, y, rstd, stride, n_rows, n_cols, eps, offset), flags)
+    y, _, rstd = norm_forward(FWD, x, None, w, None, out_dtype(x, w, casting), eps, offset, casting, False)
     return y, rstd
 
 
+def rms_backward(tunables, dy, x, w, rstd, ds, offset, casting, needs_dw):
+    """(dx, dw) of RMSNorm; ds [like x] or None is added to dx."""
+    needed = needs_dw and w is not None
+    dtype = x.dtype if w is None else w.dtype
+    dx, dw = norm_backward(tunables, dy, x, w, rstd, ds, offset, casting, False, int(needed), dtype)
+    return dx, dw if needed else no_weight(x)
+
+
 def _bwd(dy, x, w, rstd, offset, casting, needs_dw):
-    return rms_backward((BWD, BWD_DOT, DW), dy, x, w, rstd, offset, casting, None, needs_dw)
+    return rms_backward(BACKWARD, dy, x, w, rstd, None, offset, casting, needs_dw)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
-_MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
+MODE_NAMES = {code: name for name, code in CASTING_MODES.items()}
 
 
-def _fwd_reference(x, w, eps, offset, casting):
-    y = rms_norm_reference(x, w, eps, offset, _MODE_NAMES[casting])
+def fwd_reference(x, w, eps, offset, casting):
+    y = rms_norm_reference(x, w, eps, offset, MODE_NAMES[casting])
     wide = torch.promote_types(x.dtype, torch.float32)
     return y.contiguous(), torch.rsqrt(x.to(wide).square().mean(-1) + eps).flatten()
 
 
-def _bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
+def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
     wide, rstd = rstd.dtype, rstd.view(*x.shape[:-1], 1)
     h, g = x.to(wide) * rstd, dy.to(wide)
     m = g if w is None else g * (w.to(wide) + offset)
@@ -241,28 +98,16 @@ def _bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
     return dx, (g * seen).flatten(0, -2).sum(0).to(w.dtype)
 
 
-def _fwd_fake(x, w, eps, offset, casting):
-    rows = math.prod(x.shape[:-1])
-    stat = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape, dtype=_out_dtype(x, w, casting)), x.new_empty(rows, dtype=stat)
-
-
-def _bwd_fake(dy, x, w, rstd, offset, casting, needs_dw):
-    return x.new_empty(x.shape), torch.empty_like(w) if needs_dw and w is not None else no_weight(x)
-
-
 rms_norm_fwd = define(
     "rms_norm_fwd(Tensor x, Tensor? w, float eps, float offset, int casting) -> (Tensor, Tensor)",
     launcher=_fwd,
-    reference=_fwd_reference,
-    fake=_fwd_fake,
+    reference=fwd_reference,
 )
 rms_norm_bwd = define(
     "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting, bool needs_dw)"
     " -> (Tensor, Tensor)",
     launcher=_bwd,
-    reference=_bwd_reference,
-    fake=_bwd_fake,
+    reference=bwd_reference,
 )
 
 
@@ -392,7 +237,7 @@ OP = registry.register(
         name="rms_norm",
         function=liger_rms_norm,
         reference=rms_norm_reference,
-        tunables=(FWD, BWD, BWD_DOT, DW),
+        tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
         options=(

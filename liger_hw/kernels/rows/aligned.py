@@ -9,8 +9,8 @@ or before its row instead:
     tile      |<------ pad ------->|<---------- n_cols ----------->|  ... to BLOCK_SIZE
 
 Position p of the tile holds column p - pad. Loads take every 16-byte vector that holds a column of the row, and then
-set what is not of the row to `other`. Such a vector never leaves the allocation; that it may hold elements of a row which
-another program overwrites does no harm. Stores write the vectors that are all the row's own whole, and of the vectors
+set what is not of the row to `other`. Such a vector never leaves the allocation, and it does no harm if it holds
+elements that another program is writing. Stores write the vectors that are all the row's own whole, and of the vectors
 at its two ends only the row's own elements.
 
 VECTOR is the number of elements in a vector, from `row_vector`. It is 1 for rows that are accessed as they come: pad is

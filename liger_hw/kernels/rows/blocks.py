@@ -167,16 +167,6 @@ def are_columns(lanes, skew, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def columns_of(lanes, skew, VECTOR: tl.constexpr):
-    """The column of each lane."""
-    cols = lanes
-    if VECTOR > 1:
-        if lanes is not None:
-            cols = lanes - skew
-    return cols
-
-
-@triton.jit
 def tile_mask(row_mask, exist):
     """[rows, lanes]: which elements of a tile exist."""
     mask = None
@@ -216,24 +206,7 @@ def load_tile(
     n_cols=0,
 ):
     """A tile in the tensor's own dtype, 0 outside `mask`. Of skewed rows, vectors that hold an element are loaded whole."""
-    return load_at(
-        tile_ptrs(Ptr, rows, stride, lanes, VECTOR), lanes, mask, row_mask, skew, n_cols, LOAD_CACHE, LOAD_EVICT, VECTOR
-    )
-
-
-@triton.jit
-def load_at(
-    ptrs,
-    lanes,
-    mask,
-    row_mask,
-    skew,
-    n_cols,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """`load_tile` by pointers."""
+    ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     x = None
     if ptrs is not None:
         if VECTOR == 1:
@@ -248,12 +221,7 @@ def load_at(
 @triton.jit
 def store_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr = 1, row_mask=None, skew=0, n_cols=0):
     """Store a tile in the tensor's dtype. Of skewed rows, vectors of one row alone are stored whole, all else by element."""
-    store_at(tile_ptrs(Ptr, rows, stride, lanes, VECTOR), value, lanes, mask, row_mask, skew, n_cols, VECTOR)
-
-
-@triton.jit
-def store_at(ptrs, value, lanes, mask, row_mask, skew, n_cols, VECTOR: tl.constexpr):
-    """`store_tile` by pointers."""
+    ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
         tl.store(ptrs, value, mask=mask)
@@ -265,13 +233,19 @@ def store_at(ptrs, value, lanes, mask, row_mask, skew, n_cols, VECTOR: tl.conste
 
 
 @triton.jit
-def load_columns(Ptr, cols, exist):
-    """A vector's columns in its own dtype, as of a weight."""
+def load_columns(Ptr, lanes, exist, skew=0):
+    """The columns of these lanes of a vector, as a weight, in its own dtype."""
     w = None
     if Ptr is not None:
-        if cols is not None:
-            w = tl.load(Ptr + cols, mask=exist, other=0.0)
+        if lanes is not None:
+            w = tl.load(Ptr + (lanes - skew), mask=exist, other=0.0)
     return w
+
+
+@triton.jit
+def store_columns(Ptr, lanes, value, exist, skew=0):
+    """Store the columns of these lanes of a vector, in its dtype."""
+    tl.store(Ptr + (lanes - skew), value.to(Ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit

@@ -75,3 +75,15 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
     cols = tl.where(position < VECTOR, position - head, n_body + position - VECTOR)
     exist = ((position < head) | (position >= VECTOR)) & (cols < n_cols - head)
     return tl.where(exist, cols, n_cols)
+
+
+@triton.jit
+def tail_columns(positions, head, n_body, n_cols, VECTOR: tl.constexpr):
+    """The columns of a tile that holds the body's end and then the edges; n_cols stands for none."""
+    cols = positions
+    if VECTOR > 1:
+        edge = positions - n_body
+        cols = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - head, n_body + edge - VECTOR))
+        exist = ((edge < head) | (edge >= VECTOR)) & (cols < n_cols - head)
+        cols = tl.where(exist, cols, n_cols)
+    return cols

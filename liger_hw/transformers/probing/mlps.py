@@ -1,7 +1,7 @@
 """MLPs: gated, of squared ReLU, and the gate of batched experts, whatever their projections are.
 
 In order: what takes an MLP's place, which modules may be one, how a copy is run with stand-ins for its projections,
-how the activation between them is told, and experts, where only the gate is replaced.
+how the activation between them is recognised, and experts, where only the gate is replaced.
 
 Projections are never looked into: a stand-in notes what it is called with and answers with random numbers, so sharded,
 quantised, adapted and not yet loaded (meta) projections are alike. They are called as before, in the family's own
@@ -118,7 +118,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
-    """The activation kernel that stands between `module`'s projections."""
+    """The activation kernel that belongs between `module`'s projections."""
     if callable(getattr(module, "_apply_gate", None)) and module._parameters:
         return _recognise_experts(module)
     children = {name: child for name, child in module._modules.items() if child is not None}
@@ -234,7 +234,7 @@ class _Probe:
             y = run(self.forward, copied, x)
             return Refused(y, "swiglu") if isinstance(y, str) else self._formula(x, y, calls)
 
-    # -- how the activation is told ----------------------------------------------------------------------------------
+    # -- how the activation is recognised -----------------------------------------------------------------------------
 
     def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> Match | Refused:
         """The match, from what the projections were called with: x, then what the last one, `down`, was given."""

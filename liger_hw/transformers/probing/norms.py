@@ -1,7 +1,7 @@
 """Norms: RMSNorm with its offset, casting mode and epsilon, and LayerNorm with or without scale and shift.
 
 In order: what takes a norm's place, which modules may be a norm, which are refused at once, how a copy is run, and how
-the variant is told.
+the variant is recognised.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Variant:
         return Match(self.kernel, words, replacement, used=used, input_dtype_of=self.weight if one_dtype else "")
 
 
-# -- how it is run, and how the variant is told ----------------------------------------------------------------------
+# -- how it is run, and how the variant is recognised -----------------------------------------------------------------
 
 _LOW, _HIGH = torch.bfloat16, torch.float32
 _PROBE_EPS = 0.25

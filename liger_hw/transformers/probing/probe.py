@@ -25,7 +25,7 @@ class Match:
 
     kernel: op name; variant: in words, for the report
     replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
-    slot: attribute of the module that `replacement` stands in for
+    slot: attribute of the module that `replacement` replaces
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
     """
@@ -104,7 +104,7 @@ def is_customised(module: nn.Module) -> bool:
 def probe_copy(module: nn.Module, parameters: dict[str, torch.Tensor | None], children: dict[str, Any]) -> nn.Module:
     """A module of the same class and attributes, with other parameters, in training mode and without hooks.
 
-    children: what stands for its children; those that are not named are copied likewise.
+    children: what to use in place of its children; those that are not named are copied likewise.
     """
     copied = object.__new__(type(module))
     nn.Module.__init__(copied)

@@ -1,7 +1,7 @@
 """Rotary functions, `apply_rotary_pos_emb(q, k, cos, sin, ...)` and alike.
 
 In order: what takes a rotary function's place, which functions a forward calls, the forms of arguments there are with
-the kernels each may be, how the variant is told, and whether the two halves of cos and sin are known to be equal.
+the kernels each may be, how the variant is recognised, and whether the two halves of cos and sin are known to be equal.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
     return found
 
 
-# -- how the variant is told -----------------------------------------------------------------------------------------
+# -- how the variant is recognised ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _heads(source: torch.Generator, axis: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _angles(source: torch.Generator, *shape: int, equal: bool) -> tuple[torch.Tensor, ...]:
-    """cos and sin, or what stands for them; equal: of two equal halves."""
+    """cos and sin, or random numbers in their place; equal: of two equal halves."""
     tables = tuple(normal(*shape, source=source) for _ in range(2))
     return tuple(torch.cat((t[..., : shape[-1] // 2],) * 2, -1) for t in tables) if equal else tables
 

@@ -1,15 +1,18 @@
-"""What sub-commands share: argument types that explain themselves, and a plain text table."""
+"""What sub-commands share: argument types that explain themselves."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING
 
 from ..autotune.models import KNOWN
 
 if TYPE_CHECKING:
     import torch
+
+SEQS = [512, 1024, 2048, 4096, 8192, 16384]
+"""Sequence lengths of a model where none are given."""
 
 A_MODEL = f"a known name ({', '.join(model.name for model in KNOWN.values())}), a config.json, or a Hugging Face id"
 """What --model takes, for its help."""
@@ -71,6 +74,22 @@ def seconds(text: str) -> float:
     return value
 
 
+def numbers(text: str) -> list[int]:
+    """argparse type: `512,1024` -> [512, 1024], positive integers."""
+    try:
+        values = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
+    return values
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """argparse type: shapes joined by commas, as in 8192x4096,1x512."""
+    return [shape(part.strip()) for part in text.split(",") if part.strip()]
+
+
 def part(text: str) -> tuple[int, int]:
     """argparse type: `0/4` -> (0, 4), the first of four parts."""
     first, _, count = text.partition("/")
@@ -88,7 +107,9 @@ def name_list(text: str) -> list[str]:
 
 
 def usable_device(command: str, name: str | None) -> "torch.device":
-    """The device of that name, or without one the accelerator here, else the CPU. Raises `UsageError` that says why not."""
+    """The device of that name, or without one the accelerator here, else the CPU. Raises `UsageError` that says why
+    not.
+    """
     import torch
 
     from ..backends import backends, target_of
@@ -117,12 +138,3 @@ def share(text: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
     return value
-
-
-def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """Columns as wide as their widest cell; a rule under the first row when it is a header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    if header:
-        lines.insert(1, indent + "  ".join("-" * width for width in widths))
-    return "\n".join(lines)

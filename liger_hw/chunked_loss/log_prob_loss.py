@@ -4,17 +4,19 @@ A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the hea
 
     d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
 
-and c[t] depends on few other tokens: on those of t's *group*. A group is the pair of sequences of a preference loss, one
-sequence (KTO, sequence-level importance sampling), or the token alone (GRPO). Chunks hold whole groups, so all happens
-while a chunk's logits exist: one GEMM gives them, a row kernel reads their log-probabilities, a few torch operations on
-[groups, tokens] tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs take it
-in. Three GEMMs a token, as the loss on whole logits would cost.
+and c[t] depends on the tokens of t's *group* only. A group is the pair of sequences of a preference loss, one sequence
+(KTO, sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups is done while its logits
+exist. One GEMM gives the logits, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens]
+tensors give c, a second row kernel turns the logits into their gradient in place, and two GEMMs take it in: three GEMMs
+a token, as the loss on whole logits would cost.
 
-A group too large for the memory budget is done in chunks of tokens: a first sweep finds every log-probability, then c, and
-a second sweep computes the logits again. Four GEMMs a token, and no more memory than any other batch of that many tokens.
+A group too large for the memory budget is done in chunks of tokens. A first sweep finds every log-probability, then c
+follows, and a second sweep computes the logits again: four GEMMs a token, and no more memory than any other batch of
+that many tokens.
 
 The forward computes the gradients (of the tensors that require one); backward multiplies them by the incoming gradient.
-Nothing waits for the device. The row kernels and the sweep are `kernels/losses/log_prob_rows.py` and `kernels/heads/linear_head.py`.
+Nothing waits for the device. The row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in
+`kernels/heads/linear_head.py`.
 """
 
 from __future__ import annotations
@@ -24,39 +26,25 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from .. import env
-from ..kernels.heads.linear_head import (
-    DEFAULT_MIB,
-    MOST_APART,
-    SMALLEST,
-    Chunks,
-    HeadGradients,
-    at_most,
-    head_gradients,
-    larger_or_wide,
-    plan_chunks,
-    sweep,
-)
+from ..kernels.heads.chunk_plan import plan_groups
+from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_targets
-from ..kernels.losses.cross_entropy_scale import scale_gradients
-from ..kernels.losses.log_prob_rows import (
-    LogProbs,
-    log_probs_reference,
-    row_log_prob_gradients,
-    row_log_probs,
-)
+from ..kernels.losses.log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
-from ..runtime.operator import Function, cdiv, define, first_order, is_interpreted
+from ..runtime.operator import Function, define, first_order, is_interpreted
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
 
 
 class Seen(NamedTuple):
-    """What a loss is given, for some groups or for all: everything is in the order of the groups.
+    """What a loss is given, for some groups or for all, in the order of the groups.
 
     logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs); zero where the target is ignored. second are
-    those of the second target, None without one. logit_sum: the sum of each token's logits, for metrics.
-    grouped: the call's own tensors [groups, ...]; shared: its tensors that do not belong to a group
+        those of the second target, None without one.
+    logit_sum: the sum of each token's logits, for metrics
+    grouped: the call's own tensors [groups, ...]
+    shared: its tensors that do not belong to a group
     n_groups, vocab: of the whole call
     """
 
@@ -70,9 +58,13 @@ class Seen(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """One call of a loss, in numbers: `LOSSES[name](kind, *numbers)` is the description.
+    """One call of a loss in numbers, in the order of the operator's schema.
 
-    group: TOKEN, SEQUENCE or PAIR; n_grouped: how many of the extra tensors are grouped, the others are shared
+    name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss
+    group: TOKEN, SEQUENCE or PAIR
+    n_grouped: how many of the extra tensors are grouped; the others are shared
+    scale: factor of the slopes (`gradient_scale`)
+    dx, dweight, dbias: the gradients that are wanted
     """
 
     name: str
@@ -82,37 +74,28 @@ class Spec(NamedTuple):
     n_grouped: int
     ignore_index: int = -100
     temperature: float = 1.0
+    scale: float = 1.0
+    dx: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dx, self.dweight, self.dbias
+
+    @property
+    def loss(self) -> Any:
+        return LOSSES[self.name](self.kind, *self.numbers)
 
 
 LOSSES: dict[str, Any] = {}
-"""Name -> description. Each has `slopes(seen)`, the loss's derivatives by these groups' logp and second (None without one),
-of their shape; `results(seen)`, (loss, *metrics) of all groups; `sums_logits`, whether these need logit_sum. Derivatives are
-written out: autograd is not there where an operator runs in a compiled graph."""
+"""Name -> the class of a loss. Each has
 
+slopes(seen): the loss's derivatives by these groups' logp and second (None without one), of their shape
+results(seen): (loss, *metrics) of all groups
+sums_logits: whether these need logit_sum
 
-def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
-    """Chunks of whole groups (of `group` rows), or of any rows where one group is too large.
-
-    A chunk's logits take DEFAULT_MIB at most, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients: 4096 tokens of
-    a vocabulary of 131072 in bf16 (H200, at that size: the three GEMMs in chunks of 2048 cost 3% more than in one; adding
-    to the weight's gradient takes 2.95 ms where the first chunk's product takes 2.70). Precision as in plan_chunks: many
-    small chunks become larger ones or sum that gradient in fp32, whichever takes less.
-    """
-    row = vocab * itemsize
-    limit = max(SMALLEST, (DEFAULT_MIB << 20) // row)
-    if env.get("LIGER_HW_LOSS_MEMORY_MIB") is not None:
-        limit = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, apart=True).rows
-    counts = gradients and itemsize == 2
-    unit = group if group <= limit else 1
-    if unit == 1:
-        return at_most(MOST_APART if counts else n_rows, n_rows, limit, row, vocab * hidden)
-    n_units, together, wide = n_rows // unit if unit else 0, max(1, limit // max(unit, 1)), False
-    if counts and cdiv(n_units, together) > MOST_APART:
-        more = cdiv(n_units, MOST_APART)
-        height, wide = larger_or_wide(together * unit, more * unit, row, vocab * hidden)
-        together = height // unit
-    step = cdiv(n_units, cdiv(n_units, together)) * unit if n_units else 1
-    return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
+Derivatives are written out: autograd is not there where an operator runs in a compiled graph."""
 
 
 def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -121,7 +104,7 @@ def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 class _Rows:
-    """The two row steps, and their results [n_rows] in sweep order. On the CPU in plain torch."""
+    """The two row steps, and their results [n_rows] in the order of the sweep. On the CPU in plain torch."""
 
     def __init__(self, target, second, bias, spec: Spec, vocab: int, dtype: torch.dtype, sums: bool) -> None:
         self.bias, self.spec = bias, spec
@@ -147,7 +130,7 @@ class _Rows:
         return {"ignore_index": self.spec.ignore_index, "temperature": self.spec.temperature}
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
-        """`read` of every chunk; no reference to the logits is left, so that another sweep's buffer may take their place."""
+        """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
         for start, logits, _ in swept:
             self.read(logits, start)
 
@@ -205,34 +188,48 @@ class _Rows:
         logits.copy_(p * coef[:, None])
 
 
-def _seen(rows: _Rows, first: int, last: int, width: int, extras, spec: Spec, n_groups: int, vocab: int) -> Seen:
-    """What the loss is given about the groups first..last, of `width` rows each."""
+class _Groups(NamedTuple):
+    """The groups of a call: `width` rows each; extras: the call's grouped, then shared tensors."""
 
-    def part(t):
-        return None if t is None else t[first * width : last * width].view(last - first, width)
+    n_groups: int
+    width: int
+    vocab: int
+    extras: Sequence[torch.Tensor | None]
+    n_grouped: int
 
-    grouped = [None if t is None else t[first:last] for t in extras[: spec.n_grouped]]
-    seen = part(rows.out.logp), part(rows.second_logp), part(rows.out.logit_sum)
-    return Seen(*seen, grouped, extras[spec.n_grouped :], n_groups, vocab)
+    def seen(self, rows: _Rows, first: int, last: int) -> Seen:
+        """What the loss is given about the groups first..last."""
 
+        def part(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t[first * self.width : last * self.width].view(last - first, self.width)
 
-def _slopes(loss, rows: _Rows, scale: float, first: int, last: int, width: int, *known):
-    """Fill `coef` of the groups first..last; returns the second target's share of it."""
-    coef, other = loss.slopes(_seen(rows, first, last, width, *known))
-    within = slice(first * width, last * width)
-    coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
-    if other is None:
-        rows.coef[within] = coef
-        return None
-    other = torch.where((rows.other | rows.second_is_target)[within], other, 0.0)
-    rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
-    return other
+        return Seen(
+            logp=part(rows.out.logp),
+            second=part(rows.second_logp),
+            logit_sum=part(rows.out.logit_sum),
+            grouped=[None if t is None else t[first:last] for t in self.extras[: self.n_grouped]],
+            shared=self.extras[self.n_grouped :],
+            n_groups=self.n_groups,
+            vocab=self.vocab,
+        )
+
+    def fill_slopes(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
+        """Fill `rows.coef` of the groups first..last; returns the second target's share of it."""
+        coef, other = loss.slopes(self.seen(rows, first, last))
+        within = slice(first * self.width, last * self.width)
+        coef, other = (t if t is None else (t * scale if scale != 1.0 else t).reshape(-1) for t in (coef, other))
+        if other is None:
+            rows.coef[within] = coef
+            return None
+        other = torch.where((rows.other | rows.second_is_target)[within], other, 0.0)
+        rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
+        return other
 
 
 @torch.no_grad()
-def _run(x, weight, bias, target, second, extras, *call):
-    spec, (scale, *wanted) = Spec(*call[:7]), call[7:]
-    loss = LOSSES[spec.name](spec.kind, *spec.numbers)
+def _run(x, weight, bias, target, second, extras, *arguments):
+    spec = Spec(*arguments)
+    loss, wanted = spec.loss, spec.wanted
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
     n_groups = n_rows if spec.group == TOKEN else batch // spec.group
@@ -244,22 +241,22 @@ def _run(x, weight, bias, target, second, extras, *call):
     if order is not None:
         target, second = target[order], None if second is None else second[order]
     rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
-    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted))
-    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain) if any(wanted) else None
-    known = width, extras, spec, n_groups, vocab
-    if grads is None or any(start % width for start, _ in chunks.bounds):
+    groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
+    chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
+    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain)
+    if not any(wanted):
         rows.read_all(sweep(chunks, flat, weight, order=order))
-        if grads is not None:
-            others = _slopes(loss, rows, scale, 0, n_groups, *known)
-            for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
-                rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
+    elif any(start % width for start, _ in chunks.bounds):  # a group does not fit a chunk: two sweeps
+        rows.read_all(sweep(chunks, flat, weight, order=order))
+        others = groups.fill_slopes(loss, rows, spec.scale, 0, n_groups)
+        for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
+            rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
     else:
         for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
             rows.read(logits, start)
-            others = _slopes(loss, rows, scale, start // width, (start + logits.shape[0]) // width, *known)
-            rows.write(logits, start, others)
-    seen = _seen(rows, 0, n_groups, *known)
-    return [*loss.results(seen), *head_gradients(grads, flat, bias)]
+            last = (start + logits.shape[0]) // width
+            rows.write(logits, start, groups.fill_slopes(loss, rows, spec.scale, start // width, last))
+    return [*loss.results(groups.seen(rows, 0, n_groups)), *grads.results(bias)]
 
 
 def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
@@ -276,19 +273,20 @@ def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -
             pass  # no such operator on this device: the loss is nan all the same
 
 
-def _fake(x, weight, bias, target, second, extras, *call):
-    spec, (_, *wanted) = Spec(*call[:7]), call[7:]
-    loss = LOSSES[spec.name](spec.kind, *spec.numbers)
-    batch, length = target.shape
+def _fake(x, weight, bias, target, second, extras, *arguments):
+    spec, (batch, length) = Spec(*arguments), target.shape
     shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
     logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
     seen = Seen(
-        *(logp, None if second is None else torch.empty_like(logp), torch.empty_like(logp)),
-        *(extras[: spec.n_grouped], extras[spec.n_grouped :], shape[0], weight.shape[0]),
+        logp=logp,
+        second=None if second is None else torch.empty_like(logp),
+        logit_sum=torch.empty_like(logp),
+        grouped=extras[: spec.n_grouped],
+        shared=extras[spec.n_grouped :],
+        n_groups=shape[0],
+        vocab=weight.shape[0],
     )
-    likes = x.reshape(-1, x.shape[-1]), weight, weight[:, 0] if bias is None else bias
-    grads = [like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, wanted)]
-    return [*loss.results(seen), *grads]
+    return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.wanted)]
 
 
 chunked_loss = define(
@@ -305,10 +303,11 @@ class _ChunkedLossFunction(Function):
     """Autograd for every loss of this folder: saves the finished gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target, second, spec, scale, *extras):
-        tensors = x, weight, bias, target, second, list(extras)
-        outputs = chunked_loss(*tensors, *spec, scale, *ctx.needs_input_grad[:3])
-        return save_gradients(ctx, outputs, x, scale)
+    def forward(ctx, x, weight, bias, target, second, spec, *extras):
+        dx, dweight, dbias = ctx.needs_input_grad[:3]
+        spec = spec._replace(dx=dx, dweight=dweight, dbias=dbias)
+        outputs = chunked_loss(x, weight, bias, target, second, list(extras), *spec)
+        return save_gradients(ctx, outputs, x, spec.scale)
 
     @staticmethod
     @first_order
@@ -322,7 +321,7 @@ def save_gradients(
     """The end of a forward whose operator gave (loss, *metrics, dx, dweight, dbias): saves these, returns those."""
     ctx.wanted, ctx.scale, ctx.shape = ctx.needs_input_grad[:3], scale, x.shape
     *outputs, dx, dweight, dbias = outputs
-    ctx.save_for_backward(*(g for g, w in zip((dx, dweight, dbias), ctx.wanted) if w))
+    ctx.save_for_backward(dx, dweight, dbias)
     ctx.mark_non_differentiable(*outputs[1:])
     ctx.set_materialize_grads(False)
     return tuple(outputs)
@@ -330,31 +329,34 @@ def save_gradients(
 
 def saved_gradients(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """A whole backward: the saved gradients times the incoming one, None for every other input."""
-    nothing = (None,) * len(ctx.needs_input_grad)
     if grad_loss is None:
-        return nothing
+        return (None,) * len(ctx.needs_input_grad)
     if ctx.scale != 1.0:
         grad_loss = grad_loss / ctx.scale
-    grads = iter(scale_gradients(ctx.saved_tensors, grad_loss, absent(grad_loss)))
-    dx, dweight, dbias = (next(grads) if w else None for w in ctx.wanted)
-    return None if dx is None else dx.view(ctx.shape), dweight, dbias, *nothing[3:]
+    dx, dweight, dbias = scale_wanted(ctx.saved_tensors, ctx.wanted, grad_loss, absent(grad_loss))
+    return None if dx is None else dx.view(ctx.shape), dweight, dbias, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def gradient_scale(dtype: torch.dtype, shares: int) -> float:
-    """What the slopes of a loss that is a mean over `shares` are carried times, to be divided by with the incoming gradient.
+    """What the slopes of a loss that is a mean over `shares` are multiplied by, and the incoming gradient divided by.
 
     In fp16, where 1 / shares times a probability underflows, a power of two near `shares`; else 1.
     """
     return float(next_power_of_2(shares)) if dtype is torch.float16 else 1.0
 
 
-def run_loss(x, weight, bias, target, spec: Spec, extras=(), second=None) -> tuple[torch.Tensor, ...]:
+def run_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    spec: Spec,
+    extras: Sequence[torch.Tensor | None] = (),
+    second: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))):
-        wanted = (False, False, False)
-        return tuple(chunked_loss(x, weight, bias, target, second, list(extras), *spec, 1.0, *wanted)[:-3])
     scale = gradient_scale(x.dtype, target.numel() if spec.group == TOKEN else target.shape[0])
-    return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec, scale, *extras)
+    return _ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
 
 
 # -- the reference model ---------------------------------------------------------------------------------------------
@@ -367,7 +369,7 @@ def _logps(x, weight, bias, target, ignore_index, temperature):
     check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
-    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False), flat, weight))
+    rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
     return rows.out.logp.view(target.shape)
 
 

@@ -1,0 +1,83 @@
+"""What the chunked losses share beside their core: argument checks, and modules that keep their options."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..kernels.heads.head_inputs import checked_head
+from ..runtime.operator import check
+
+HEAD = ("_input", "lin_weight", "bias")
+REFERENCE = ("ref_input", "ref_weight", "ref_bias")
+SEQUENCES = "batch, length"
+
+
+def checked_target(op: str, name: str, target: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Token indices, one for each hidden state of x."""
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(target).__name__}")
+    if target.dtype not in (torch.int64, torch.int32):
+        check(False, op, f"{name} must hold token indices (int64 or int32), got {target.dtype}")
+    shape = tuple(x.shape[:-1])
+    if target.shape != shape:
+        check(False, op, f"{name} must have shape {shape} to match the hidden states, got {tuple(target.shape)}")
+    if target.device != x.device:
+        check(False, op, f"{name} is on {target.device} but the input is on {x.device}; move them to one device")
+    return target
+
+
+def checked_reference(
+    op: str, x: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, policy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The reference model's head over the same tokens as the policy's hidden states; nothing of it gets a gradient."""
+    if x is None or weight is None:
+        missing = " and ".join(n for n, t in (("ref_input", x), ("ref_weight", weight)) if t is None)
+        check(False, op, f"use_ref_model=True needs {missing}; give them, or use_ref_model=False")
+    with torch.no_grad():
+        x, weight, bias = checked_head(op, x, weight, bias, REFERENCE, SEQUENCES)
+    if x.shape[:-1] != policy.shape[:-1]:
+        expected, got = tuple(policy.shape[:-1]), tuple(x.shape[:-1])
+        check(False, op, f"ref_input must have the batch and length of _input, {expected}, got {got}")
+    if x.device != policy.device:
+        check(False, op, f"ref_input is on {x.device} but _input is on {policy.device}; move them to one device")
+    return x, weight, bias
+
+
+def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of `number`, without gradient. A Python number is written there: copying it from the host would wait
+    for the device, and fail while a graph is captured."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+class LossModule(torch.nn.Module):
+    """A chunked loss as a module. A subclass is a dataclass, whose fields are the options that forward hands to
+    `function`.
+
+    compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
+    memory budget.
+    """
+
+    function: Any
+    """The class whose `apply` computes the loss."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        names = (field.name for field in fields(self))
+        self._option_names = tuple(name for name in names if name not in ("compiled", "chunk_size"))
+        self.check()
+
+    def check(self) -> None:
+        """Raise for options that make no sense."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The options that mean something, as they are now."""
+        return {name: getattr(self, name) for name in self._option_names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())

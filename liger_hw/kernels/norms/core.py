@@ -1,0 +1,727 @@
+"""Forward and backward of row normalisation: rms_norm, fused_add_rms_norm and layer_norm are flags of these kernels.
+
+    forward    h = (x - mean) * rstd,  y = h * (offset + w) + b        RMS norms have no mean; x may be x + residual
+    backward   m = dy * (offset + w),  dx = rstd * (m - mean(m) - h * mean(m * h)) + ds        RMS norms have no mean(m)
+               dw = sum over rows of dy * h,  db = sum over rows of dy
+
+Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN mean and rstd [2, n_rows].
+
+The backward is a persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps
+its share of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
+wide to hold get their means from a kernel of their own, and the backward works on column tiles; where a launch can be
+cooperative, programs share a row instead (`cooperative_backward.py`). Where rows are few, a launch costs more than reading
+them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
+
+modulated_rms_norm has kernels of its own, from the same functions: its rows come in groups, and its factor is a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
+from ...runtime.cooperative import launch_cooperative
+from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
+from ...runtime.triton_import import tl, triton
+from ..rows.blocks import (
+    aligned_key,
+    are_columns,
+    as_column,
+    count_programs,
+    count_tiles,
+    keep_narrow,
+    lay_out,
+    load_columns,
+    load_row_values,
+    load_tile,
+    main_lanes,
+    row_sums,
+    row_sums_of_two,
+    squared,
+    store_columns,
+    store_tile,
+    tail_lanes,
+    tile_mask,
+    tile_rows,
+    tile_skew,
+    to_fp32,
+    vector_width,
+)
+from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, safe
+from .cooperative_backward import (
+    _norm_cooperative_bwd_kernel,
+    cooperative_heuristic,
+    cooperative_space,
+    row_splits,
+    splits_misfit,
+)
+
+LLAMA, GEMMA, NONE = 0, 1, 2
+"""CASTING: h is rounded to x's dtype before the product (llama), or nothing is rounded but y, to x's dtype (gemma) or to the
+promoted one (none)."""
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_residual(x, r):
+    """x + r, rounded to x's dtype; x where there is no residual."""
+    if r is not None:
+        x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _centred(x, mean, mask):
+    """x - mean in fp32, 0 outside `mask`."""
+    centred = None
+    if x is not None:
+        centred = tl.where(mask, x.to(tl.float32) - as_column(mean), 0.0)
+    return centred
+
+
+@triton.jit
+def _scale_and_shift(h, w, b, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
+    """h * (offset + w) + b in fp32; DTYPE: x's."""
+    y = h
+    if CASTING == 0:
+        y = y.to(DTYPE).to(tl.float32)
+    if w is not None:
+        scale = w.to(tl.float32)
+        if offset is not None:
+            scale = scale + offset
+        y = y * scale[None, :]
+    if b is not None:
+        y = y + b.to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows):
+    if mean is None:
+        tl.store(STATS_ptr + rows, rstd, mask=row_mask)
+    else:
+        tl.store(STATS_ptr + rows, mean, mask=row_mask)
+        tl.store(STATS_ptr + n_rows + rows, rstd, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _norm_fwd_kernel(
+    X_ptr,
+    R_ptr,
+    W_ptr,
+    B_ptr,
+    Y_ptr,
+    S_ptr,
+    STATS_ptr,
+    X_row_stride,
+    R_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    eps,
+    offset,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+    TAIL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LOOP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """ROWS rows a program, in one block or two (TAIL). Rows wider than that are read twice, the second time from cache.
+
+    R_ptr, S_ptr: a residual, and where x + residual is stored; or both None. W_ptr, B_ptr, offset may be None.
+    LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and B in
+    registers.
+    """
+    begin(AHEAD)
+    pid = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = X_ptr.dtype.element_ty
+    if not LOOP:
+        rows = tile_rows(pid, ROWS, VECTOR)
+        row_mask = rows < n_rows
+    skew = tile_skew(pid, n_cols, VECTOR)
+    if WHOLE_ROW:
+        # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
+        LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
+        NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
+        lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+        tail = tail_lanes(BLOCK_SIZE, TAIL)
+        tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+        if LOOP:
+            w = load_columns(W_ptr, lanes, exist, skew)
+            b = load_columns(B_ptr, lanes, exist, skew)
+            w_tail = load_columns(W_ptr, tail, tail_exist, skew)
+            b_tail = load_columns(B_ptr, tail, tail_exist, skew)
+        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # a single turn is no loop
+        for turn in tl.range(start, end, step, num_stages=STAGES):
+            if LOOP:
+                rows = tile_rows(turn, ROWS, VECTOR)
+                row_mask = rows < n_rows
+            mask = tile_mask(row_mask, exist)
+            tail_mask = tile_mask(row_mask, tail_exist)
+            x = load_tile(
+                X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+            r = load_tile(
+                R_ptr, rows, R_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+            x = _add_residual(x, r)
+            if not (LOOP or LATE):
+                w = load_columns(W_ptr, lanes, exist, skew)
+                b = load_columns(B_ptr, lanes, exist, skew)
+            x_tail = load_tile(
+                X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+            r_tail = load_tile(
+                R_ptr, rows, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+            x_tail = _add_residual(x_tail, r_tail)
+            if not LOOP:
+                w_tail = load_columns(W_ptr, tail, tail_exist, skew)
+                b_tail = load_columns(B_ptr, tail, tail_exist, skew)
+            if S_ptr is not None:
+                store_tile(S_ptr, rows, n_cols, lanes, x, mask, VECTOR, row_mask, skew, n_cols)
+                if TAIL:
+                    store_tile(S_ptr, rows, n_cols, tail, x_tail, tail_mask, VECTOR, row_mask, skew, n_cols)
+            h = x
+            h_tail = x_tail
+            mean = None
+            if SUBTRACT_MEAN:
+                mean = row_sums(x, x_tail) / n_cols
+                if NARROW:
+                    x = keep_narrow(x, as_column(mean))
+                h = _centred(x, mean, mask)
+                h_tail = _centred(x_tail, mean, tail_mask)
+            rstd = tl.rsqrt(row_sums(squared(h), squared(h_tail)) / n_cols + eps)
+            if LATE:
+                w = load_columns(W_ptr, lanes, exist, skew)
+                b = load_columns(B_ptr, lanes, exist, skew)
+            if NARROW:
+                h = keep_narrow(x, as_column(rstd))
+                if SUBTRACT_MEAN:
+                    h = h.to(tl.float32) - as_column(mean)
+            y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
+            store_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
+            if TAIL:
+                h_tail = h_tail.to(tl.float32) * as_column(rstd)
+                y = _scale_and_shift(h_tail, w_tail, b_tail, offset, DTYPE, CASTING)
+                store_tile(Y_ptr, rows, n_cols, tail, y, tail_mask, VECTOR, row_mask, skew, n_cols)
+            _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+    else:
+        lanes = tl.arange(0, BLOCK_SIZE)
+        m2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # of each lane: the sum of squared deviations from its mean
+        if SUBTRACT_MEAN:
+            lane_mean = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        for start in range(0, n_cols, BLOCK_SIZE):
+            cols = start + lanes
+            mask = tile_mask(row_mask, cols < n_cols)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
+            x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask))
+            if S_ptr is not None:
+                store_tile(S_ptr, rows, n_cols, cols, x, mask)
+            if SUBTRACT_MEAN:
+                step = tl.where(mask, x.to(tl.float32) - lane_mean, 0.0)
+                lane_mean += step * (1.0 / (start // BLOCK_SIZE + 1.0))
+                m2 += step * (x.to(tl.float32) - lane_mean)
+            else:
+                m2 += squared(x)
+        mean = None
+        if SUBTRACT_MEAN:
+            count = ((n_cols - lanes + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values of a lane
+            mean = row_sums(lane_mean * count, None) / n_cols
+            apart = lane_mean - as_column(mean)
+            m2 = m2 + count * apart * apart
+        rstd = tl.rsqrt(row_sums(m2, None) / n_cols + eps)
+        tiles = tl.cdiv(n_cols, BLOCK_SIZE)
+        for tile in range(tiles):  # backwards: what was read last is nearest
+            cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
+            exist = cols < n_cols
+            mask = tile_mask(row_mask, exist)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
+            h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask)).to(tl.float32)
+            if SUBTRACT_MEAN:
+                h = h - as_column(mean)
+            w = load_columns(W_ptr, cols, exist)
+            b = load_columns(B_ptr, cols, exist)
+            y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
+            store_tile(Y_ptr, rows, n_cols, cols, y, mask)
+        _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+
+
+def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):
+    """(y, x + residual or None, stats) of a norm over the rows of `x`; residual, w, b and offset may be None."""
+    x, w, b = row_major(x), dense(w), dense(b)
+    n_rows, n_cols, stride = rows_of(x)
+    y = empty_like(x, out_dtype)
+    s = r_stride = None
+    if residual is not None:
+        residual, s = row_major(residual), empty_like(x, x.dtype)
+        r_stride = rows_of(residual)[2]
+    stats = x.new_empty((2, n_rows) if subtract_mean else n_rows, dtype=torch.float32)
+    if n_rows:
+        vector = vector_width(n_rows, n_cols, x, residual)
+        plan = tunable.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
+        block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
+        whole, tail, vector = lay_out(n_cols, block, vector)
+        n_tiles = programs = count_tiles(n_rows, rows, vector)
+        loop = whole and 0 < plan.programs < n_tiles
+        if loop:
+            programs = count_programs(plan.programs, n_tiles, vector)
+        args = (
+            x,
+            residual,
+            w,
+            b,
+            y,
+            s,
+            stats,
+            stride,
+            r_stride,
+            n_rows,
+            n_cols,
+            n_tiles if loop else None,
+            eps,
+            offset,
+        )
+        launch(plan, _norm_fwd_kernel, (programs,), args, (casting, subtract_mean, whole, tail, vector, loop))
+    return y, s, stats
+
+
+# -- backward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_scale(W_ptr, lanes, exist, offset, skew=0):
+    """offset + W in fp32; offset may be None."""
+    w = to_fp32(load_columns(W_ptr, lanes, exist, skew))
+    if w is not None:
+        if offset is not None:
+            w = w + offset
+    return w
+
+
+@triton.jit
+def normalised(x, mean, rstd, CASTING: tl.constexpr):
+    """(h, h as the forward multiplied it) in fp32."""
+    h = x.to(tl.float32)
+    if mean is not None:
+        h = h - mean
+    h = h * rstd
+    rounded = h
+    if CASTING == 0:
+        rounded = h.to(x.dtype).to(tl.float32)
+    return h, rounded
+
+
+@triton.jit
+def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew=0):
+    """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind `first`'s."""
+    store_columns(Line_ptr, lanes, tl.sum(first, axis=0), exist, skew)
+    if BOTH:
+        store_columns(Line_ptr + width, lanes, tl.sum(second, axis=0), exist, skew)
+
+
+@triton.jit
+def _sum_columns(
+    DY_ptr,
+    X_ptr,
+    STATS_ptr,
+    Sums_ptr,
+    DY_row_stride,
+    X_row_stride,
+    tile,
+    n_rows,
+    n_cols,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
+):
+    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows."""
+    rows = tl.arange(0, SUM_ROWS).to(tl.int64)
+    row_mask = rows < n_rows
+    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
+    exist = cols < n_cols
+    mask = tile_mask(row_mask, exist)
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask))
+    mean = None
+    if SUBTRACT_MEAN:
+        mean = load_row_values(STATS_ptr, rows, row_mask)
+    rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
+    _, h = normalised(x, mean, rstd, CASTING)
+    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    MEANS_ptr,
+    DS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    DS_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    offset,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TAIL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With a TAIL there is one column tile.
+
+    MEANS_ptr: mean(m * h), or with SUBTRACT_MEAN mean(m) and mean(m * h), of every row; None where a tile holds whole rows.
+    DS_ptr: a gradient to add to dx, or None.
+    Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where nobody wants them.
+    ONE_TILE: every program has one tile, and no loop stands between its loads.
+    SUM_ROWS: 0, or a power of two of all rows: programs behind those of the rows store dw and db of SUM_COLS columns each.
+    """
+    begin(AHEAD)
+    pid = tl.program_id(0)
+    SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
+    if SUM_ROWS:
+        if pid >= n_tiles:
+            _sum_columns(
+                DY_ptr,
+                X_ptr,
+                STATS_ptr,
+                Partial_ptr,
+                DY_row_stride,
+                X_row_stride,
+                pid - n_tiles,
+                n_rows,
+                n_cols,
+                CASTING,
+                SUBTRACT_MEAN,
+                HAS_BIAS,
+                SUM_ROWS,
+                SUM_COLS,
+            )
+            return
+    skew = tile_skew(pid, n_cols, VECTOR)
+    lanes, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
+    tail = tail_lanes(BLOCK_SIZE, TAIL)
+    tail_exist = are_columns(tail, skew, n_cols, VECTOR)
+    w = load_scale(W_ptr, lanes, exist, offset, skew)
+    w_tail = load_scale(W_ptr, tail, tail_exist, offset, skew)
+    if SUMS:
+        dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
+        db = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        if TAIL:
+            dw_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+            db_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
+    end, step = (pid + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(pid, end, step, num_stages=STAGES):
+        rows = tile_rows(tile, ROWS, VECTOR)
+        row_mask = rows < n_rows
+        mask = tile_mask(row_mask, exist)
+        tail_mask = tile_mask(row_mask, tail_exist)
+        x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
+        dy = to_fp32(
+            load_tile(DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
+        )
+        x_tail = load_tile(
+            X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+        )
+        dy_tail = to_fp32(
+            load_tile(
+                DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+        )
+        if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
+            ds = load_tile(
+                DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+            ds_tail = load_tile(
+                DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+        mean = None
+        if SUBTRACT_MEAN:
+            mean = load_row_values(STATS_ptr, rows, row_mask)
+        rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
+        h, rounded = normalised(x, mean, rstd, CASTING)
+        m = dy if w is None else dy * w[None, :]
+        if SUMS:
+            dw += dy * rounded
+            if HAS_BIAS:
+                db += dy
+        mh_tail = None
+        if TAIL:
+            h_tail, rounded = normalised(x_tail, mean, rstd, CASTING)
+            m_tail = dy_tail if w_tail is None else dy_tail * w_tail[None, :]
+            mh_tail = m_tail * h_tail
+            if SUMS:
+                dw_tail += dy_tail * rounded
+                if HAS_BIAS:
+                    db_tail += dy_tail
+        if MEANS_ptr is None:
+            if SUBTRACT_MEAN:
+                shift, dot = row_sums_of_two(m, m * h)
+                if TAIL:
+                    shift_tail, dot_tail = row_sums_of_two(m_tail, mh_tail)
+                    shift += shift_tail
+                    dot += dot_tail
+                shift = as_column(shift / n_cols)
+            else:
+                dot = row_sums(m * h, mh_tail)
+            dot = as_column(dot / n_cols)
+        else:
+            if SUBTRACT_MEAN:
+                shift = load_row_values(MEANS_ptr, rows, row_mask)
+            dot = load_row_values(MEANS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
+        dx = m - shift if SUBTRACT_MEAN else m
+        dx = rstd * (dx - h * dot)
+        if not ONE_TILE:
+            ds = load_tile(
+                DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+        if DS_ptr is not None:
+            dx += ds.to(tl.float32)
+        store_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
+        if TAIL:
+            dx = m_tail - shift if SUBTRACT_MEAN else m_tail
+            dx = rstd * (dx - h_tail * dot)
+            if not ONE_TILE:
+                ds_tail = load_tile(
+                    DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+                )
+            if DS_ptr is not None:
+                dx += ds_tail.to(tl.float32)
+            store_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
+    if SUMS:
+        line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
+        store_partial_sums(line_ptr, n_cols, dw, db, lanes, exist, HAS_BIAS, skew)
+        if TAIL:
+            store_partial_sums(line_ptr, n_cols, dw_tail, db_tail, tail, tail_exist, HAS_BIAS, skew)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
+def _norm_bwd_means_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    STATS_ptr,
+    MEANS_ptr,
+    DY_row_stride,
+    X_row_stride,
+    Scale_row_stride,
+    n_rows,
+    n_cols,
+    rows_per_mod,
+    offset,
+    SUBTRACT_MEAN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it: the backward kernel then works on column tiles.
+
+    Scale_ptr: of a modulated norm, whose m has a factor 1 + scale and rows_per_mod rows a scale; else None.
+    """
+    begin(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_SIZE)
+    dot = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    if SUBTRACT_MEAN:
+        mean = tl.load(STATS_ptr + row)
+        total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        mask = start + cols < n_cols
+        x = tl.load(X_ptr + row * X_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(DY_ptr + row * DY_row_stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        if Scale_ptr is not None:
+            scale_ptrs = Scale_ptr + (row // rows_per_mod) * Scale_row_stride + start + cols
+            m = m * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
+        if W_ptr is not None:
+            m = m * load_scale(W_ptr + start, cols, mask, offset)
+        if SUBTRACT_MEAN:
+            total += m
+            x = x - mean
+        dot += m * x
+    second = n_rows if SUBTRACT_MEAN else 0  # where rstd and mean(m * h) are
+    if SUBTRACT_MEAN:
+        tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
+    tl.store(MEANS_ptr + second + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + second + row) / n_cols)
+
+
+# -- tunables of the backward ----------------------------------------------------------------------------------------
+
+
+class BackwardTunables(NamedTuple):
+    """`bwd`, the means of rows too wide to hold, and the sum of partial dw and db."""
+
+    bwd: Tunable
+    means: Tunable
+    sums: Tunable
+
+
+def means_heuristic(target: Target, key: Key) -> LaunchConfig:
+    block = min(key[0], 8192)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16))
+
+
+def means_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
+
+
+def means_safe(target: Target, key: Key) -> LaunchConfig:
+    block = min(key[0], 4096)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32))
+
+
+WIDEST_TWO_GRADIENTS = 8192
+"""Columns that a program with two gradients in registers holds at most: half of what one with a single gradient does."""
+
+
+def two_gradients_heuristic(target: Target, key: Key, streams: int = 2) -> LaunchConfig:
+    """`bwd_heuristic` of a program with two gradients in registers; wider rows in column tiles of 4096."""
+    block = key[0] if key[0] <= WIDEST_TWO_GRADIENTS else 4096
+    return bwd_heuristic(target, (block, *key[1:]), streams, grads=2)
+
+
+def two_gradients_space(target: Target, key: Key, streams: int = 2) -> list[LaunchConfig]:
+    return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= WIDEST_TWO_GRADIENTS]
+
+
+def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: int = 1) -> BackwardTunables:
+    """The tunables of an op whose backward is `norm_backward`.
+
+    means: the variant of the second; streams: 3 with a ds; grads: 2 with a bias
+    """
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        config = cooperative_heuristic(target, key, grads)
+        if config is not None:
+            return config
+        if grads == 2:
+            return two_gradients_heuristic(target, key, streams)
+        return bwd_heuristic(target, key, streams, grads)
+
+    def space(target: Target, key: Key) -> list[LaunchConfig]:
+        alone = two_gradients_space if grads == 2 else bwd_space
+        return [*alone(target, key, streams), *cooperative_space(target, key)]
+
+    bwd = Tunable(
+        op,
+        "bwd",
+        kernels=(_norm_bwd_kernel, _norm_cooperative_bwd_kernel),
+        key=aligned_key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        valid=lambda config, key: persistent_misfit(config, key) or splits_misfit(config, key),
+        ahead=few_elements,
+    )
+    bwd_means = Tunable(
+        op,
+        means,
+        kernels=(_norm_bwd_means_kernel,),
+        key=row_key,
+        dims=DIMS,
+        heuristic=means_heuristic,
+        safe=means_safe,
+        space=means_space,
+        ahead=few_elements,
+    )
+    return BackwardTunables(bwd, bwd_means, column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols))
+
+
+# -- launching the backward ------------------------------------------------------------------------------------------
+
+
+def most_rows_summed(target: Target) -> int:
+    """Rows up to which one launch sums parameter gradients beside the rows' own programs: those that leave none of the
+    device's multiprocessors a second row, and fit a tile a few columns wide."""
+    return min(128, target.multiprocessors)
+
+
+def column_programs(
+    plan: Plan, n_rows: int, n_cols: int, n_tiles: int, programs: int, sums: bool
+) -> tuple[bool, int, int]:
+    """(ONE_TILE, SUM_ROWS, SUM_COLS) of a backward that holds whole rows; `sums`: whether it has to sum over them.
+
+    1024 elements a program that sums, or up to 64 columns of wide rows, for two such programs a multiprocessor. With many
+    rows a loop of one turn costs nothing that counts.
+    """
+    if programs < n_tiles or n_rows > 4 * plan.target.multiprocessors:
+        return False, 0, 0
+    if not sums or n_rows == 1 or n_rows > most_rows_summed(plan.target):
+        return True, 0, 0
+    rows = next_power_of_2(n_rows)
+    fair = next_power_of_2(n_cols // (2 * plan.target.multiprocessors))
+    return True, rows, max(16, 1024 // rows, min(64, fair))
+
+
+def norm_backward(
+    tunables: BackwardTunables, dy, x, w, stats, ds, offset, casting, subtract_mean, parts, dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, parameter gradients) of a norm over the rows of `x`; ds [like x] or None is added to dx.
+
+    parts: how many gradients are wanted: none, dw, or dw and db, as [parts * n_cols] of `dtype`
+    """
+    dy, x, w = row_major(dy), row_major(x), dense(w)
+    ds = None if ds is None else row_major(ds)
+    n_rows, n_cols, x_stride = rows_of(x)
+    dx = empty_like(x, x.dtype)
+    if not n_rows:
+        return dx, x.new_zeros(parts * n_cols, dtype=dtype)
+    strides = rows_of(dy)[2], x_stride, 0 if ds is None else rows_of(ds)[2]
+    plan = tunables.bwd.plan(x.device, aligned_key(n_rows, n_cols, x.itemsize))
+    kind = casting, subtract_mean, parts == 2
+    groups, splits = row_splits(plan, n_rows, n_cols)
+    if groups:
+        partial = partial_sums(x, groups, parts * n_cols, dtype) if parts else None
+        tensors, numbers = (dy, x, w, stats, ds, dx, partial), (*strides, n_rows, n_cols)
+        launch_cooperative(
+            plan, _norm_cooperative_bwd_kernel, groups * splits, splits, n_rows, tensors, numbers, kind, offset
+        )
+        return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
+    block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
+    whole, tail, vector = lay_out(n_cols, block, vector_width(n_rows, n_cols, x, dy, ds))
+    n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
+    means = None
+    if col_tiles > 1:
+        means = torch.empty_like(stats)
+        args = (dy, x, w, None, stats, means, strides[0], x_stride, None, n_rows, n_cols, None, offset)
+        means_plan = tunables.means.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+        launch(means_plan, _norm_bwd_means_kernel, (n_rows,), args, (subtract_mean,))
+    programs = count_programs(plan.programs // col_tiles, n_tiles, vector)
+    one_tile, sum_rows, sum_cols = False, 0, 0
+    if whole:
+        one_tile, sum_rows, sum_cols = column_programs(plan, n_rows, n_cols, n_tiles, programs, parts > 0)
+    column_tiles = cdiv(n_cols, sum_cols) if sum_rows else 0
+    partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
+    args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, n_tiles, offset)
+    flags = (*kind, tail, vector, one_tile, sum_rows, sum_cols)
+    launch(plan, _norm_bwd_kernel, (programs + column_tiles, col_tiles), args, flags)
+    return dx, column_sum(tunables.sums, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
