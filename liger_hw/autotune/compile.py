@@ -39,9 +39,9 @@ _INT32 = 1 << 31
 class Launch:
     """One recorded launch.
 
-    kernel: `module:name`; args: what stands for each argument: `("ptr", dtype, aligned, within 2 GiB)`, a number of the
-    class Triton distinguishes, None, or a constexpr's value; options: the compiler's; grid: programs, which compile
-    alike
+    kernel: `module:name`; options: the compiler's; grid: programs
+    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number of the class Triton distinguishes, None,
+    or a constexpr's value
     sizes: bytes of the tensors among the arguments, 0 for the others
     """
 

@@ -41,7 +41,7 @@ Table = dict[Name, Entry]
 _warned: set[str] = set()
 
 
-# -- places ----------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------------------------
 
 
 def root() -> Path | None:
@@ -122,12 +122,12 @@ def write_atomic(path: Path, text: str) -> bool:
                 os.unlink(temporary)
             except OSError:
                 pass
-        warn_once(_place(path), f"cannot write {path}: {error}; nothing is stored there")
+        warn_once(_warning_topic(path), f"cannot write {path}: {error}; nothing is stored there")
         return False
 
 
-def _place(path: Path) -> str:
-    """What one warning is enough for: the whole user cache, or else the file's folder."""
+def _warning_topic(path: Path) -> str:
+    """The topic of a warning about a file: the whole user cache, or else the file's folder."""
     base = root()
     return f"write {base if base in path.parents else path.parent}"
 
@@ -197,7 +197,7 @@ def discard(target: Target, name: Name, entry: Entry) -> None:
         if path is not None:
             path.unlink(missing_ok=True)
     except OSError as error:
-        warn_once(_place(path), f"cannot remove {path}: {error}")
+        warn_once(_warning_topic(path), f"cannot remove {path}: {error}")
 
 
 def read_user(target: Target, problems: list[str]) -> list[tuple[Name, Entry]]:
@@ -359,8 +359,7 @@ class Journal:
     """Every measurement the tuner takes: append-only lines of JSON, `{op, variant, key, dtype, stage, ...}`.
 
     A line is handed to the operating system at once, so a killed run loses nothing but the candidate in flight. The
-    disk
-    is flushed once a second and at the end of a job: only a power cut can lose more.
+    disk is flushed once a second and at the end of a job: only a power cut can lose more.
     """
 
     FLUSH_SECONDS = 1.0

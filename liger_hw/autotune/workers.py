@@ -60,15 +60,15 @@ class Worker:
             env=kept,
         )
         self._buffer = b""
-        self._complaints: list[bytes] = []
+        self._stderr_tail: list[bytes] = []
         threading.Thread(target=self._listen, daemon=True).start()
         self._ready = False
 
     def _listen(self) -> None:
         """Keep the end of stderr: what a dying worker said last."""
         for line in self.process.stderr:
-            self._complaints.append(line)
-            del self._complaints[:-20]
+            self._stderr_tail.append(line)
+            del self._stderr_tail[:-20]
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
         """The value of a call. Raises `WorkerDied` (the process is gone then) or `WorkerError`."""
@@ -107,8 +107,8 @@ class Worker:
         if what == "crashed":
             code = self.process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
-            said = b"".join(self._complaints[-3:]).decode(errors="replace").strip()
-            what += f": {said[-300:]}" if said else ""
+            last_words = b"".join(self._stderr_tail[-3:]).decode(errors="replace").strip()
+            what += f": {last_words[-300:]}" if last_words else ""
         return WorkerDied(what)
 
     def kill(self) -> None:

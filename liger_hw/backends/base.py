@@ -171,8 +171,7 @@ class Resources:
 
     registers: 32-bit vector registers of a thread; spills: those of them kept in memory; scratch: bytes of that memory
     shared: bytes of shared memory a block; threads: threads of a block
-    occupancy: resident threads of a multiprocessor over the most it takes, as registers, shared memory and threads
-    allow
+    occupancy: resident threads of a multiprocessor over the most it takes
     loads, stores: bits of one thread's global memory access -> number of such instructions in the text
     instructions: kind (`INSTRUCTIONS`) -> number of them in the text; looped: of those, the ones inside a loop
     """

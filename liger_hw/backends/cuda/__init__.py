@@ -2,8 +2,7 @@
 
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, 255
 registers a thread, registers and shared memory a multiprocessor); shared memory a block is read from the device.
-Devices: names, sizes and L2 as torch prints them in public logs (tests/backends/recorded.py), GB/s from the data
-sheets.
+Devices: as torch prints them in public logs (tests/backends/recorded.py), GB/s from the data sheets.
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ class XpuBackend(Backend):
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """With the large register file for tiles that would not fit the small one, where the configuration does not
-        say.
+        """Takes the large register file for tiles that would not fit the small one, unless the configuration says.
 
         oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register Mode": 128 registers of 64 bytes for
         each of 8 threads of a vector engine, or 256 for each of 4. A sub-group of 32 then holds 64 or 128 values a
