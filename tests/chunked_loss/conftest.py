@@ -1,3 +1,9 @@
 """Uninitialised memory holds NaN here too, and a configuration that fails is a failed test."""
 
-from kernels.conftest import no_failed_configuration, poisoned_memory  # noqa: F401  fixtures
+import pytest
+from kernels.conftest import poisoned_memory  # noqa: F401  a fixture
+
+
+@pytest.fixture(autouse=True)
+def _no_failed_configuration(no_failed_configuration):
+    """Every test here."""
