@@ -175,9 +175,8 @@ UNDERSCORES_LEFT = {
         f"kernels/{name}.py"
         for name in (
             *("attention/multi_token_attention", "heads/fused_linear_scaled_cross_entropy_tp"),
-            *("losses/divergence_rows", "losses/log_prob_rows", "norms/fused_add_rms_norm", "norms/group_norm"),
-            *("norms/group_norm_teams", "norms/layer_norm", "norms/layer_norm_kernels", "norms/modulated_rms_norm"),
-            *("norms/modulated_rms_norm_kernels", "norms/modulated_rms_norm_sums", "norms/rms_backward"),
+            *("losses/divergence_rows", "losses/log_prob_rows", "norms/group_norm"),
+            *("norms/group_norm_teams", "norms/modulated_rms_norm"),
             *("rotary/interleaved_rope", "rotary/qk_norm_rope", "rotary/qk_norm_rope_kernels", "rotary/rope"),
             *("rotary/rotary", "rotary/rotary_flat"),
         )

@@ -9,7 +9,7 @@ from harness import make, team_sums, team_words, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
-from liger_hw.kernels.norms.cooperative_backward import _norm_cooperative_bwd_kernel, row_splits
+from liger_hw.kernels.norms.backward import _norm_cooperative_bwd_kernel, row_splits
 from liger_hw.kernels.norms.forward import GEMMA
 from liger_hw.kernels.rows.blocks import aligned_key
 

@@ -9,8 +9,11 @@ is a tile.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 
+from ...registry import Key, LaunchConfig, Target, Tunable
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -34,7 +37,10 @@ from ..rows.blocks import (
     tile_skew,
     vector_width,
 )
+from ..rows.tuning import forward_tunable, fwd_heuristic, fwd_space
 
+_WIDEST = 65536
+"""Columns the forward of an RMS norm holds in half precision, where it keeps the row narrow."""
 LLAMA, GEMMA, NONE = 0, 1, 2
 """CASTING: h is rounded to x's dtype before the product (llama), or nothing is rounded but y, to x's dtype (gemma) or
 to the promoted one (none)."""
@@ -230,6 +236,15 @@ def _norm_fwd_kernel(
             y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
             store_tile(Y_ptr, rows, n_cols, cols, y, mask)
         _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+
+
+def norm_forward_tunable(
+    op: str,
+    heuristic: Callable[[Target, Key], LaunchConfig] = lambda target, key: fwd_heuristic(target, key, _WIDEST),
+    space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
+) -> Tunable:
+    """The `fwd` tunable of an op whose forward is `norm_forward`."""
+    return forward_tunable(op, _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
 
 
 def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):

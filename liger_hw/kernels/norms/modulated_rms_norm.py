@@ -45,11 +45,9 @@ from ..rows.blocks import blocks_key, held_columns, row_blocks
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
 from .backward import (
-    _norm_bwd_means_kernel,
-    means_heuristic,
-    means_safe,
-    means_space,
+    means_tunable,
     most_rows_summed,
+    row_means,
     two_gradients_heuristic,
     two_gradients_space,
 )
@@ -190,7 +188,7 @@ BWD = _tunable(
     key=_key,
     valid=persistent_misfit,
 )
-BWD_DOT = _tunable("bwd_dot", _norm_bwd_means_kernel, means_heuristic, means_safe, means_space)
+BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
 BWD_SUMS = _tunable(
     "bwd_sums",
     _modulated_rms_norm_bwd_sums_kernel,
@@ -275,14 +273,11 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     strides = rows_of(dy)[2], x_stride, scale_stride
     plan = BWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
-    key = row_key(n_rows, n_cols, x.itemsize)
     whole, tail = row_blocks(n_cols, block)
     col_tiles = 1 if whole else cdiv(n_cols, block)
     dot = None
     if col_tiles > 1:
-        dot = torch.empty_like(rstd)
-        args = (dy, x, w, scale, rstd, dot, *strides, None, n_cols, n_rows // n_mods, offset)
-        launch(BWD_DOT.plan(x.device, key), _norm_bwd_means_kernel, (n_rows,), args, (False,))
+        dot = row_means(BWD_DOT, dy, x, w, rstd, offset, False, scale, scale_stride, n_rows // n_mods)
     per_row = n_mods == n_rows
     groups = 1 if per_row else n_mods
     n_tiles = cdiv(n_rows // groups, rows)
@@ -307,6 +302,7 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     if not needs_params:
         return dx, *_no_grads(x, w, scale, shift, False)
     if not complete:
+        key = row_key(n_rows, n_cols, x.itemsize)
         partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
     dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
     return dx, dw, dscale, no_weight(x) if dshift is None else dshift

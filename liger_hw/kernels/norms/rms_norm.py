@@ -21,10 +21,8 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, no_weight
-from ..rows.blocks import aligned_key
-from ..rows.tuning import forward_tunable
 from .backward import backward_tunables, norm_backward
-from .forward import GEMMA, LLAMA, NONE, _norm_fwd_kernel, norm_forward
+from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
 
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 
@@ -53,7 +51,7 @@ def rms_norm_reference(
 
 # -- tunables and launchers ------------------------------------------------------------------------------------------
 
-FWD = forward_tunable("rms_norm", _norm_fwd_kernel, widest=65536, key=aligned_key)
+FWD = norm_forward_tunable("rms_norm")
 BACKWARD = backward_tunables("rms_norm")
 
 

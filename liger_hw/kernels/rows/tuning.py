@@ -141,20 +141,24 @@ def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
     return blocks_misfit(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
 
 
-def forward_tunable(op: str, kernel: Any, *, widest: int = WIDEST_BLOCK, key: Callable[..., Key] = row_key) -> Tunable:
-    """The `fwd` tunable of an op whose forward works on row tiles; `widest` as in `fwd_heuristic`.
-
-    key: `aligned_key` where the kernel holds rows in two blocks
-    """
+def forward_tunable(
+    op: str,
+    kernel: Any,
+    *,
+    key: Callable[..., Key] = row_key,
+    heuristic: Callable[[Target, Key], LaunchConfig] = fwd_heuristic,
+    space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
+) -> Tunable:
+    """The `fwd` tunable of an op whose forward works on row tiles."""
     return Tunable(
         op,
         "fwd",
         kernels=(kernel,),
         key=key,
         dims=DIMS,
-        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
+        heuristic=heuristic,
         safe=safe,
-        space=fwd_space,
+        space=space,
         valid=blocks_misfit,
         ahead=few_elements,
     )
