@@ -39,12 +39,13 @@ from ..rows.blocks import (
     lay_out,
     load_columns,
     load_row_values,
+    load_skewed_tile,
     load_tile,
     main_lanes,
     row_sums,
     row_sums_of_two,
     store_columns,
-    store_tile,
+    store_skewed_tile,
     tail_lanes,
     tile_mask,
     tile_rows,
@@ -57,7 +58,7 @@ from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, saf
 
 
 @triton.jit
-def load_scale(W_ptr, lanes, exist, offset, skew=0):
+def load_scale(W_ptr, lanes, exist, offset, skew):
     """offset + W in fp32; offset may be None."""
     w = to_fp32(load_columns(W_ptr, lanes, exist, skew))
     if w is not None:
@@ -80,7 +81,7 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 
 @triton.jit
-def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew=0):
+def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew):
     """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind
     `first`'s."""
     store_columns(Line_ptr, lanes, tl.sum(first, axis=0), exist, skew)
@@ -111,14 +112,14 @@ def _sum_columns(
     cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
     exist = cols < n_cols
     mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask))
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
     mean = None
     if SUBTRACT_MEAN:
         mean = load_row_values(STATS_ptr, rows, row_mask)
     rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
     _, h = normalised(x, mean, rstd, CASTING)
-    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS)
+    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS, 0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -203,23 +204,27 @@ def _norm_bwd_kernel(
         row_mask = rows < n_rows
         mask = tile_mask(row_mask, exist)
         tail_mask = tile_mask(row_mask, tail_exist)
-        x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
-        dy = to_fp32(
-            load_tile(DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
+        x = load_skewed_tile(
+            X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         )
-        x_tail = load_tile(
+        dy = to_fp32(
+            load_skewed_tile(
+                DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+        )
+        x_tail = load_skewed_tile(
             X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         )
         dy_tail = to_fp32(
-            load_tile(
+            load_skewed_tile(
                 DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         )
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
-            ds = load_tile(
+            ds = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
-            ds_tail = load_tile(
+            ds_tail = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         mean = None
@@ -259,22 +264,22 @@ def _norm_bwd_kernel(
         dx = m - shift if SUBTRACT_MEAN else m
         dx = rstd * (dx - h * dot)
         if not ONE_TILE:
-            ds = load_tile(
+            ds = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         if DS_ptr is not None:
             dx += ds.to(tl.float32)
-        store_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
+        store_skewed_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
         if TAIL:
             dx = m_tail - shift if SUBTRACT_MEAN else m_tail
             dx = rstd * (dx - h_tail * dot)
             if not ONE_TILE:
-                ds_tail = load_tile(
+                ds_tail = load_skewed_tile(
                     DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
                 )
             if DS_ptr is not None:
                 dx += ds_tail.to(tl.float32)
-            store_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
+            store_skewed_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         store_partial_sums(line_ptr, n_cols, dw, db, lanes, exist, HAS_BIAS, skew)
@@ -320,7 +325,7 @@ def _norm_bwd_means_kernel(
             scale_ptrs = Scale_ptr + (row // rows_per_mod) * Scale_row_stride + start + cols
             m = m * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
         if W_ptr is not None:
-            m = m * load_scale(W_ptr + start, cols, mask, offset)
+            m = m * load_scale(W_ptr + start, cols, mask, offset, 0)
         if SUBTRACT_MEAN:
             total += m
             x = x - mean
@@ -394,15 +399,15 @@ def _norm_cooperative_bwd_kernel(
     if Partial_ptr is not None:
         dw = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         db = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    for ahead in tl.range(group, n_rows + groups, groups):  # the last turn only collects
-        valid = ahead < n_rows
+    for next_row in tl.range(group, n_rows + groups, groups):  # the last turn only collects
+        valid = next_row < n_rows
         mask = exist & valid
-        x = _load_split(X_ptr, ahead, X_row_stride, cols, mask)
-        dy = _load_split(DY_ptr, ahead, DY_row_stride, cols, mask)
+        x = _load_split(X_ptr, next_row, X_row_stride, cols, mask)
+        dy = _load_split(DY_ptr, next_row, DY_row_stride, cols, mask)
         h = x.to(tl.float32)
         if SUBTRACT_MEAN:
-            h = h - tl.load(STATS_ptr + ahead, mask=valid, other=0.0)  # not 0 where no column is, but dy is
-        h = h * tl.load(rstd_ptr + ahead, mask=valid, other=0.0)
+            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 where no column is, but dy is
+        h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
         if Partial_ptr is not None:
             rounded = h
             if CASTING == 0:
@@ -417,8 +422,8 @@ def _norm_cooperative_bwd_kernel(
             dot = tl.sum(m * h, axis=0)
             total = dot
         if valid:
-            publish(Words_ptr + ahead * tl.full([], LANES, tl.int64) + split, total, dot)
-        row = ahead - groups
+            publish(Words_ptr + next_row * tl.full([], LANES, tl.int64) + split, total, dot)
+        row = next_row - groups
         valid = row >= 0
         mask = exist & valid
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)

@@ -30,10 +30,10 @@ from .backward import load_scale, normalised, store_partial_sums
 @triton.jit
 def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
     """(offset + W) * (1 + scale) in fp32, [mods, columns]; None for columns that are None."""
-    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask))
+    gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
     if gain is not None:
         gain = 1.0 + gain
-        w = load_scale(W_ptr, cols, exist, offset)
+        w = load_scale(W_ptr, cols, exist, offset, 0)
         if w is not None:
             gain = gain * w[None, :]
     return gain
@@ -99,10 +99,10 @@ def _modulated_rms_norm_fwd_kernel(
     if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
         gain = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
-        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :]))
+        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], "", ""))
         tail_mask = tile_mask(tl.full([1], 1, tl.int1), tail_exist)
         gain_tail = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, tail_mask, offset)
-        shift_tail = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, tail, tail_mask))
+        shift_tail = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, tail, tail_mask, "", ""))
     for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
@@ -115,18 +115,18 @@ def _modulated_rms_norm_fwd_kernel(
             x_tail = load_tile(X_ptr, rows, X_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
             if KEEP == 2:
                 gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask))
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
                 gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
-                shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail))
+                shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
             rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
             if KEEP == 0:
                 gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask))
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
             store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
             if TAIL:
                 if KEEP == 0:
                     gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
-                    shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail))
+                    shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
                 y = _modulated(x_tail, rstd, gain_tail, shift_tail, CASTING)
                 store_tile(Y_ptr, rows, n_cols, tail, y, mask_tail)
         else:
@@ -134,15 +134,15 @@ def _modulated_rms_norm_fwd_kernel(
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + lanes < n_cols)
-                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask))
+                squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
                 at = (tiles - 1 - back) * BLOCK_SIZE + lanes
                 mask = tile_mask(row_mask, at < n_cols)
-                x = load_tile(X_ptr, rows, X_row_stride, at, mask)
+                x = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
                 gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
-                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, at, mask))
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, at, mask, "", ""))
                 store_tile(Y_ptr, rows, n_cols, at, _modulated(x, rstd, gain, shift, CASTING), mask)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
@@ -198,8 +198,8 @@ def _sum_columns(
     dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
     mask = is_mod[:, None] & exist[None, :]
-    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask)
-    w = load_scale(W_ptr, cols, exist, offset)
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    w = load_scale(W_ptr, cols, exist, offset, 0)
     _, h = normalised(x, None, rstd, CASTING)
     q, shift = tl.sum(dy * h, axis=1), tl.sum(dy, axis=1)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
@@ -239,7 +239,7 @@ def _modulated_rms_norm_bwd_sums_kernel(
     total = tl.sum(q, axis=0)
     dscale = total
     if W_ptr is not None:
-        dscale = total * load_scale(W_ptr, cols, col_mask, offset)
+        dscale = total * load_scale(W_ptr, cols, col_mask, offset, 0)
         scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
         tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
     tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
@@ -280,8 +280,8 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     if DShift_ptr is not None:
         shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
     mask = is_mod[:, None] & exist[None, :]
-    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask)
-    w = load_scale(W_ptr, cols, exist, offset)
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    w = load_scale(W_ptr, cols, exist, offset, 0)
     _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
@@ -291,8 +291,8 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
 @triton.jit
 def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
     """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
-    factor = load_scale(W_ptr, cols, exist, offset)
-    scale = load_columns(mod_ptr, cols, exist)
+    factor = load_scale(W_ptr, cols, exist, offset, 0)
+    scale = load_columns(mod_ptr, cols, exist, 0)
     if scale is not None:
         scale = 1.0 + scale.to(tl.float32)
         if factor is not None:
@@ -453,6 +453,6 @@ def _modulated_rms_norm_bwd_kernel(
             store_tile(DX_ptr, rows, n_cols, tail, rstd * (m_tail - h_tail * dot), mask_tail)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
-        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT, 0)
         if TAIL:
-            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
+            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT, 0)
