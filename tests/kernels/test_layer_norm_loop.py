@@ -1,4 +1,4 @@
-"""layer_norm's forward by programs that stay: each takes every so manieth tile of rows and keeps W and B."""
+"""layer_norm's forward by a persistent kernel: each program takes every n-th tile of rows and keeps W and B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_hw.kernels.norms import layer_norm
 from liger_hw.kernels.rows.blocks import aligned_key
 
 
-def _staying(block: int, rows: int) -> LaunchConfig:
+def _persistent(block: int, rows: int) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, 2, 3, 1)
 
 
@@ -22,10 +22,10 @@ def _staying(block: int, rows: int) -> LaunchConfig:
 )
 @pytest.mark.lanes("interpret", "gpu")
 def test_forward_in_a_loop(lane, n_cols, block, rows, dtype, seed):
-    """Rows in one piece and in two, that begin anywhere too; more tiles than programs, not a multiple of them. Rows that a
-    tile does not hold have no loop."""
+    """Rows in one block and in two, at any alignment; more tiles than programs, not a multiple. Rows that a tile
+    does not hold have no loop."""
     op, n_rows = registry.get_op("layer_norm"), 19 if lane.device == "cpu" else 1999
-    with registry.override("layer_norm.fwd", _staying(block, rows)):
+    with registry.override("layer_norm.fwd", _persistent(block, rows)):
         for options in op.options:
             verify(op, make(op, (n_rows, n_cols), dtype, lane.device, seed, options), seed)
         for few in (0, 1):
@@ -40,7 +40,7 @@ def test_a_loop_over_rows_that_lie_apart(lane, wide, seed):
     dtype, other = (torch.float32, torch.float16)[:: 1 if wide == "x" else -1]
     x = torch.randn(n_rows, 1600, generator=generator).to(lane.device, dtype)[:, :1536]
     w, b = (torch.randn(1536, generator=generator).to(lane.device, other) for _ in range(2))
-    with registry.override("layer_norm.fwd", _staying(1024, 1)):
+    with registry.override("layer_norm.fwd", _persistent(1024, 1)):
         y, stats = layer_norm.layer_norm_fwd(x, w, b, 1e-6)
     with registry.override("layer_norm.fwd", LaunchConfig({"BLOCK_SIZE": 1024, "ROWS": 1}, 2)):
         one_y, one_stats = layer_norm.layer_norm_fwd(x, w, b, 1e-6)

@@ -1,4 +1,4 @@
-"""The backward of wide rows by programs that wait for one another; how they are tested: see test_group_norm_teams.py."""
+"""The backward of wide rows by a cooperative grid; how such grids are tested: see test_group_norm_teams.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import make, team_sums, team_words, verify
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.kernels.norms import fused_add_rms_norm, layer_norm, rms_norm
-from liger_hw.kernels.norms.cooperative_backward import _norm_cooperative_bwd_kernel, row_splits
+from liger_hw.kernels.norms.backward import _norm_cooperative_bwd_kernel, row_splits
 from liger_hw.kernels.norms.forward import GEMMA
 from liger_hw.kernels.rows.blocks import aligned_key
 
@@ -20,7 +20,7 @@ def _config(block: int, warps: int = 2, ctas: int = 2) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor={"launch_cooperative_grid": True})
 
 
-def _told(first: torch.Tensor, second: torch.Tensor, block: int) -> torch.Tensor:
+def _published(first: torch.Tensor, second: torch.Tensor, block: int) -> torch.Tensor:
     """The words of all programs as `publish` leaves them, so that nobody waits; zeros behind the last of a team."""
     told = team_words(*(torch.stack([part.sum(-1) for part in t.split(block, 1)], 1) for t in (first, second)))
     words = torch.zeros(len(first), registry.next_power_of_2(told.shape[1]), dtype=torch.int64)
@@ -47,7 +47,7 @@ def test_kernel_of_a_team(lane, n_rows, n_cols, block, teams, casting, affine, d
     h = exact[1] * rstd[:, None]
     seen = (x.float() * rstd.float()[:, None]).to(dtype).double() if casting == 0 else h
     m = exact[0] if w is None else exact[0] * (exact[2] + offset)
-    words = _told(m * h, m * h, block)
+    words = _published(m * h, m * h, block)
     before, splits = words.clone(), -(-n_cols // block)
     out = torch.full_like(x, torch.nan)
     partial = torch.full((teams, n_cols), torch.nan) if sums else None
@@ -74,7 +74,7 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     stats = torch.stack([mean, (exact[1].var(-1, correction=0) + 1e-6).rsqrt()])
     dx, dw_db = layer_norm.bwd_reference(*exact, exact[2] if parts == 2 else None, stats, parts > 0)
     m = exact[0] if w is None else exact[0] * exact[2]
-    words = _told(m, m * (exact[1] - mean[:, None]) * stats[1][:, None], block)
+    words = _published(m, m * (exact[1] - mean[:, None]) * stats[1][:, None], block)
     before, splits = words.clone(), -(-n_cols // block)
     out = torch.full_like(x, torch.nan)
     partial = torch.full((teams, parts * n_cols), torch.nan) if parts else None
@@ -100,8 +100,8 @@ def test_kernel_of_a_layer_norm_team(lane, n_rows, n_cols, block, teams, affine,
     ids=str,
 )
 def test_who_holds_a_row(op, sizes, splits):
-    """On NVIDIA's GPUs teams, of wide rows that are many and begin at 16 bytes, 256 programs at most; each has the registers it
-    needs."""
+    """On NVIDIA's GPUs, for many wide rows that begin at 16 bytes, 256 programs a row at most; each has the registers
+    it needs."""
     key = aligned_key(*sizes, 2)
     for arch in ("sm80", "sm90", "sm100", "gfx942", "gfx1100", "bmg", "cpu"):
         target = known_target(arch)

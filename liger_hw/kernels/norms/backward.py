@@ -6,18 +6,27 @@
 A persistent kernel: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its share
 of dw and db in registers, and stores one fp32 row of partial sums, which `rows.reduce.column_sum` adds up. Rows too
 wide to hold get their means from a kernel of their own, and the backward works on column tiles; where a launch can be
-cooperative, programs share a row instead (`cooperative_backward.py`). Where rows are few, a launch costs more than
-reading them twice: further programs of the same launch sum dw and db, a few columns of all rows each.
+cooperative, programs share a row instead and exchange their partial sums (`runtime/cooperative.py`). Where rows are
+few, a launch costs more than reading them twice: further programs of the same launch sum dw and db, a few columns of
+all rows each.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
 from ...registry import Key, LaunchConfig, Plan, Target, Tunable, next_power_of_2, row_key
-from ...runtime.cooperative import launch_cooperative
+from ...runtime.cooperative import (
+    COOPERATIVE,
+    MAX_SPLITS,
+    collect,
+    cooperative_misfit,
+    launch_cooperative,
+    publish,
+    resident_options,
+)
 from ...runtime.dependent_launch import begin, few_elements
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -30,12 +39,13 @@ from ..rows.blocks import (
     lay_out,
     load_columns,
     load_row_values,
+    load_skewed_tile,
     load_tile,
     main_lanes,
     row_sums,
     row_sums_of_two,
     store_columns,
-    store_tile,
+    store_skewed_tile,
     tail_lanes,
     tile_mask,
     tile_rows,
@@ -45,17 +55,10 @@ from ..rows.blocks import (
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, safe
-from .cooperative_backward import (
-    _norm_cooperative_bwd_kernel,
-    cooperative_heuristic,
-    cooperative_space,
-    row_splits,
-    splits_misfit,
-)
 
 
 @triton.jit
-def load_scale(W_ptr, lanes, exist, offset, skew=0):
+def load_scale(W_ptr, lanes, exist, offset, skew):
     """offset + W in fp32; offset may be None."""
     w = to_fp32(load_columns(W_ptr, lanes, exist, skew))
     if w is not None:
@@ -78,7 +81,7 @@ def normalised(x, mean, rstd, CASTING: tl.constexpr):
 
 
 @triton.jit
-def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew=0):
+def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.constexpr, skew):
     """Sums of a block over its rows, for ops with two gradients: those of `second`, if BOTH, `width` behind
     `first`'s."""
     store_columns(Line_ptr, lanes, tl.sum(first, axis=0), exist, skew)
@@ -109,14 +112,14 @@ def _sum_columns(
     cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
     exist = cols < n_cols
     mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask))
+    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
     mean = None
     if SUBTRACT_MEAN:
         mean = load_row_values(STATS_ptr, rows, row_mask)
     rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
     _, h = normalised(x, mean, rstd, CASTING)
-    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS)
+    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS, 0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -201,23 +204,27 @@ def _norm_bwd_kernel(
         row_mask = rows < n_rows
         mask = tile_mask(row_mask, exist)
         tail_mask = tile_mask(row_mask, tail_exist)
-        x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
-        dy = to_fp32(
-            load_tile(DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols)
+        x = load_skewed_tile(
+            X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         )
-        x_tail = load_tile(
+        dy = to_fp32(
+            load_skewed_tile(
+                DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+            )
+        )
+        x_tail = load_skewed_tile(
             X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         )
         dy_tail = to_fp32(
-            load_tile(
+            load_skewed_tile(
                 DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         )
         if ONE_TILE:  # ds is loaded with the rest, else after the row is summed: it would take registers meanwhile
-            ds = load_tile(
+            ds = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
-            ds_tail = load_tile(
+            ds_tail = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         mean = None
@@ -257,22 +264,22 @@ def _norm_bwd_kernel(
         dx = m - shift if SUBTRACT_MEAN else m
         dx = rstd * (dx - h * dot)
         if not ONE_TILE:
-            ds = load_tile(
+            ds = load_skewed_tile(
                 DS_ptr, rows, DS_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
         if DS_ptr is not None:
             dx += ds.to(tl.float32)
-        store_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
+        store_skewed_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
         if TAIL:
             dx = m_tail - shift if SUBTRACT_MEAN else m_tail
             dx = rstd * (dx - h_tail * dot)
             if not ONE_TILE:
-                ds_tail = load_tile(
+                ds_tail = load_skewed_tile(
                     DS_ptr, rows, DS_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
                 )
             if DS_ptr is not None:
                 dx += ds_tail.to(tl.float32)
-            store_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
+            store_skewed_tile(DX_ptr, rows, n_cols, tail, dx, tail_mask, VECTOR, row_mask, skew, n_cols)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
         store_partial_sums(line_ptr, n_cols, dw, db, lanes, exist, HAS_BIAS, skew)
@@ -318,7 +325,7 @@ def _norm_bwd_means_kernel(
             scale_ptrs = Scale_ptr + (row // rows_per_mod) * Scale_row_stride + start + cols
             m = m * (1.0 + tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32))
         if W_ptr is not None:
-            m = m * load_scale(W_ptr + start, cols, mask, offset)
+            m = m * load_scale(W_ptr + start, cols, mask, offset, 0)
         if SUBTRACT_MEAN:
             total += m
             x = x - mean
@@ -327,6 +334,121 @@ def _norm_bwd_means_kernel(
     if SUBTRACT_MEAN:
         tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
     tl.store(MEANS_ptr + second + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + second + row) / n_cols)
+
+
+# -- rows that programs share ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_split(Ptr, row, stride, cols, mask):
+    """A program's columns of a row."""
+    return tl.load(Ptr + row * stride.to(tl.int64) + cols, mask=mask, other=0.0)
+
+
+@triton.jit
+def _weighted(dy, W_ptr, cols, exist, offset):
+    """dy * (offset + W) in fp32; offset may be None. W is read again for each row, from cache."""
+    m = dy.to(tl.float32)
+    if W_ptr is not None:
+        w = tl.load(W_ptr + cols, mask=exist, other=0.0).to(tl.float32)
+        if offset is not None:
+            w += offset
+        m = m * w
+    return m
+
+
+@triton.jit(do_not_specialize=["n_rows", "splits"])
+def _norm_cooperative_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    STATS_ptr,
+    DS_ptr,
+    DX_ptr,
+    Partial_ptr,
+    Words_ptr,
+    DY_row_stride,
+    X_row_stride,
+    DS_row_stride,
+    n_rows,
+    n_cols,
+    splits,
+    offset,
+    CASTING: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Program g * splits + s takes column tile s of the rows g, g + groups, ...: memory is read once.
+
+    The loop is software-pipelined by one row: it publishes the partial sums of row i + 1 before it collects those of
+    row i, which are there by then. x and dy of row i are read again, by the program that read them before and so from
+    its own L1: kept in registers they would leave none for dw, which stays there for all rows.
+    Words_ptr [n_rows, LANES], zeroed: each tile's sums of m (with SUBTRACT_MEAN) and of m * h.
+    Partial_ptr [groups, n_cols], or None: dw; twice as wide if HAS_BIAS, for db behind it.
+    """
+    begin(AHEAD)
+    split = tl.program_id(0) % splits
+    groups = tl.num_programs(0) // splits
+    group = tl.program_id(0) // splits
+    cols = split * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    exist = cols < n_cols
+    rstd_ptr = STATS_ptr + (n_rows if SUBTRACT_MEAN else 0)
+    if Partial_ptr is not None:
+        dw = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+        db = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for next_row in tl.range(group, n_rows + groups, groups):  # the last turn only collects
+        valid = next_row < n_rows
+        mask = exist & valid
+        x = _load_split(X_ptr, next_row, X_row_stride, cols, mask)
+        dy = _load_split(DY_ptr, next_row, DY_row_stride, cols, mask)
+        h = x.to(tl.float32)
+        if SUBTRACT_MEAN:
+            h = h - tl.load(STATS_ptr + next_row, mask=valid, other=0.0)  # not 0 where no column is, but dy is
+        h = h * tl.load(rstd_ptr + next_row, mask=valid, other=0.0)
+        if Partial_ptr is not None:
+            rounded = h
+            if CASTING == 0:
+                rounded = h.to(x.dtype).to(tl.float32)
+            dw += dy.to(tl.float32) * rounded
+            if HAS_BIAS:
+                db += dy.to(tl.float32)
+        m = _weighted(dy, W_ptr, cols, exist, offset)
+        if SUBTRACT_MEAN:
+            total, dot = tl.split(tl.sum(tl.join(m, m * h), axis=0))  # one exchange between the warps
+        else:
+            dot = tl.sum(m * h, axis=0)
+            total = dot
+        if valid:
+            publish(Words_ptr + next_row * tl.full([], LANES, tl.int64) + split, total, dot)
+        row = next_row - groups
+        valid = row >= 0
+        mask = exist & valid
+        rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
+        if SUBTRACT_MEAN:
+            mean = tl.load(STATS_ptr + row, mask=valid, other=0.0)
+        if DS_ptr is not None:
+            ds = _load_split(DS_ptr, row, DS_row_stride, cols, mask)
+        totals, dots = collect(Words_ptr + row * tl.full([], LANES, tl.int64), tl.where(valid, splits, 0), LANES)
+        dot = tl.sum(dots, axis=0) / n_cols
+        x = _load_split(X_ptr, row, X_row_stride, cols, mask).to(tl.float32)
+        m = _weighted(_load_split(DY_ptr, row, DY_row_stride, cols, mask), W_ptr, cols, exist, offset)
+        if SUBTRACT_MEAN:
+            shift = tl.sum(totals, axis=0) / n_cols * rstd
+            dx = m * rstd - shift - (x - mean) * (dot * rstd * rstd)
+        else:
+            dx = rstd * (m - x * rstd * dot)
+        if DS_ptr is not None:
+            dx += ds.to(tl.float32)
+        dx_ptrs = DX_ptr + row * n_cols.to(tl.int64) + cols
+        tl.store(dx_ptrs, dx.to(DX_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    if Partial_ptr is not None:
+        line_ptr = Partial_ptr + group * n_cols.to(tl.int64) * (1 + HAS_BIAS)
+        tl.store(line_ptr + cols, dw, mask=exist)
+        if HAS_BIAS:
+            tl.store(line_ptr + n_cols + cols, db, mask=exist)
 
 
 # -- tunables of the backward ----------------------------------------------------------------------------------------
@@ -340,18 +462,33 @@ class BackwardTunables(NamedTuple):
     sums: Tunable
 
 
-def means_heuristic(target: Target, key: Key) -> LaunchConfig:
+def _means_heuristic(target: Target, key: Key) -> LaunchConfig:
     block = min(key[0], 8192)
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16))
 
 
-def means_space(target: Target, key: Key) -> list[LaunchConfig]:
+def _means_space(target: Target, key: Key) -> list[LaunchConfig]:
     return [LaunchConfig({"BLOCK_SIZE": block}, warps) for block in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
 
 
-def means_safe(target: Target, key: Key) -> LaunchConfig:
+def _means_safe(target: Target, key: Key) -> LaunchConfig:
     block = min(key[0], 4096)
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32))
+
+
+def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims: tuple[str, ...] = DIMS) -> Tunable:
+    """The tunable of `row_means`."""
+    return Tunable(
+        op,
+        variant,
+        kernels=(_norm_bwd_means_kernel,),
+        key=key,
+        dims=dims,
+        heuristic=_means_heuristic,
+        safe=_means_safe,
+        space=_means_space,
+        ahead=few_elements,
+    )
 
 
 WIDEST_TWO_GRADIENTS = 8192
@@ -369,6 +506,57 @@ def two_gradients_space(target: Target, key: Key, streams: int = 2) -> list[Laun
     return [c for c in bwd_space(target, key, streams) if c.blocks["BLOCK_SIZE"] <= WIDEST_TWO_GRADIENTS]
 
 
+def _is_wide(target: Target, key: Key) -> bool:
+    """Whether rows are wide enough to be shared, and begin at 16 bytes."""
+    return target.cooperative and key[0] >= 16384 and not key[3:]
+
+
+def _shared_row(target: Target, key: Key, tile_bytes: int, warps: int, ctas: int) -> LaunchConfig | None:
+    """Programs that take `tile_bytes` of a row each; None where rows are fewer than about four a group of programs."""
+    block = tile_bytes // key[2]
+    programs, splits = ctas * target.multiprocessors, cdiv(key[0], block)
+    if splits > min(programs, MAX_SPLITS) or (1 << key[1]) * splits < 4 * programs:
+        return None
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, warps, 1, ctas, vendor=resident_options(target, warps, ctas))
+
+
+def _cooperative_heuristic(target: Target, key: Key, grads: int) -> LaunchConfig | None:
+    """Tiles of four warps, as many programs as registers hold with `grads` rows of gradients in them; of wider rows
+    twice as many programs of half that. None where rows are not shared."""
+    if not _is_wide(target, key):
+        return None
+    ctas = 5 - grads
+    config = _shared_row(target, key, 4096, 2, 2 * ctas) if key[0] >= 32768 else None
+    return _shared_row(target, key, 8192, 4, ctas) if config is None else config
+
+
+def _cooperative_space(target: Target, key: Key) -> list[LaunchConfig]:
+    """For the tuner: a thread has 32 registers beside x, dy and one gradient in fp32 of half precision."""
+    if not _is_wide(target, key):
+        return []
+    tried = (
+        _shared_row(target, key, size * warps * target.warp_size, warps, ctas)
+        for size in (16, 32, 64)
+        for warps in (2, 4, 8)
+        for ctas in (2, 3, 4, 5, 6, 8)
+        if 4096 <= size * warps * target.warp_size <= 16384
+        and 3 * size // 2 + 32 <= resident_options(target, warps, ctas)["maxnreg"]
+    )
+    return [config for config in tried if config is not None]
+
+
+def _splits_misfit(config: LaunchConfig, key: Key) -> str | None:
+    return cooperative_misfit(config, cdiv(key[0], config.blocks["BLOCK_SIZE"]))
+
+
+def row_splits(plan: Plan, n_rows: int, n_cols: int) -> tuple[int, int]:
+    """(groups of programs, programs of a group, which share a row); no groups where programs share none."""
+    if COOPERATIVE not in plan.options:
+        return 0, 1
+    splits = cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+    return min(n_rows, plan.programs // splits), splits
+
+
 def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: int = 1) -> BackwardTunables:
     """The tunables of an op whose backward is `norm_backward`.
 
@@ -376,7 +564,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
     """
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        config = cooperative_heuristic(target, key, grads)
+        config = _cooperative_heuristic(target, key, grads)
         if config is not None:
             return config
         if grads == 2:
@@ -385,7 +573,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
         alone = two_gradients_space if grads == 2 else bwd_space
-        return [*alone(target, key, streams), *cooperative_space(target, key)]
+        return [*alone(target, key, streams), *_cooperative_space(target, key)]
 
     bwd = Tunable(
         op,
@@ -396,21 +584,11 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
         heuristic=heuristic,
         safe=safe,
         space=space,
-        valid=lambda config, key: persistent_misfit(config, key) or splits_misfit(config, key),
+        valid=lambda config, key: persistent_misfit(config, key) or _splits_misfit(config, key),
         ahead=few_elements,
     )
-    bwd_means = Tunable(
-        op,
-        means,
-        kernels=(_norm_bwd_means_kernel,),
-        key=row_key,
-        dims=DIMS,
-        heuristic=means_heuristic,
-        safe=means_safe,
-        space=means_space,
-        ahead=few_elements,
-    )
-    return BackwardTunables(bwd, bwd_means, column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols))
+    sums = column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols)
+    return BackwardTunables(bwd, means_tunable(op, means), sums)
 
 
 # -- launching the backward ------------------------------------------------------------------------------------------
@@ -437,6 +615,28 @@ def column_programs(
     rows = next_power_of_2(n_rows)
     fair = next_power_of_2(n_cols // (2 * plan.target.multiprocessors))
     return True, rows, max(16, 1024 // rows, min(64, fair))
+
+
+def row_means(
+    tunable: Tunable,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    stats: torch.Tensor,
+    offset: float | None,
+    subtract_mean: bool,
+    scale: torch.Tensor | None = None,
+    scale_stride: int | None = None,
+    rows_per_mod: int | None = None,
+) -> torch.Tensor:
+    """mean(m * h) of every row, or mean(m) and mean(m * h), in a tensor like `stats`; scale: of a modulated norm."""
+    n_rows, n_cols, x_stride = rows_of(x)
+    means = torch.empty_like(stats)
+    strides = rows_of(dy)[2], x_stride, scale_stride
+    args = (dy, x, w, scale, stats, means, *strides, n_rows if subtract_mean else None, n_cols, rows_per_mod, offset)
+    plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
+    launch(plan, _norm_bwd_means_kernel, (n_rows,), args, (subtract_mean,))
+    return means
 
 
 def norm_backward(
@@ -468,10 +668,7 @@ def norm_backward(
     n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
     means = None
     if col_tiles > 1:
-        means = torch.empty_like(stats)
-        args = (dy, x, w, None, stats, means, strides[0], x_stride, None, n_rows, n_cols, None, offset)
-        means_plan = tunables.means.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
-        launch(means_plan, _norm_bwd_means_kernel, (n_rows,), args, (subtract_mean,))
+        means = row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
     programs = count_programs(plan.programs // col_tiles, n_tiles, vector)
     one_tile, sum_rows, sum_cols = False, 0, 0
     if whole:

@@ -32,9 +32,9 @@ from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     count_programs,
     count_tiles,
-    load_tile,
+    load_skewed_tile,
     main_lanes,
-    store_tile,
+    store_skewed_tile,
     tile_rows,
     tile_skew,
     vector_width,
@@ -105,15 +105,15 @@ def _dyt_fwd_kernel(
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
     cols = lanes - skew
     mask = row_mask[:, None] & col_mask[None, :]
-    x = load_tile(X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols).to(
-        tl.float32
-    )
+    x = load_skewed_tile(
+        X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
+    ).to(tl.float32)
     gamma = tl.load(Gamma_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
     t, _ = _tanh_and_slope(tl.load(Alpha_ptr).to(tl.float32) * x, X_ptr.dtype.element_ty == tl.float32)
     y = gamma[None, :] * t
     if Beta_ptr is not None:
         y += tl.load(Beta_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    store_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
+    store_skewed_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -162,10 +162,10 @@ def _dyt_bwd_kernel(
         rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        x = load_tile(
+        x = load_skewed_tile(
             X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         ).to(tl.float32)
-        dy = load_tile(
+        dy = load_skewed_tile(
             DY_ptr, rows, DY_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
         ).to(tl.float32)
         t, slope = _tanh_and_slope(alpha * x, X_ptr.dtype.element_ty == tl.float32)
@@ -176,7 +176,7 @@ def _dyt_bwd_kernel(
             if HAS_BETA:
                 dbeta += dy
         dx = alpha * gamma[None, :] * d
-        store_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
+        store_skewed_tile(DX_ptr, rows, n_cols, lanes, dx, mask, VECTOR, row_mask, skew, n_cols)
     if Partial_ptr is not None:
         partial_ptrs = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BETA) + cols
         tl.store(partial_ptrs, tl.sum(dgamma, axis=0).to(Partial_ptr.dtype.element_ty), mask=col_mask)

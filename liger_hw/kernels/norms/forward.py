@@ -9,8 +9,11 @@ is a tile.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 
+from ...registry import Key, LaunchConfig, Target, Tunable
 from ...runtime.dependent_launch import begin
 from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -23,10 +26,12 @@ from ..rows.blocks import (
     keep_narrow,
     lay_out,
     load_columns,
+    load_skewed_tile,
     load_tile,
     main_lanes,
     row_sums,
     squared,
+    store_skewed_tile,
     store_tile,
     tail_lanes,
     tile_mask,
@@ -34,7 +39,10 @@ from ..rows.blocks import (
     tile_skew,
     vector_width,
 )
+from ..rows.tuning import forward_tunable, fwd_heuristic, fwd_space
 
+_WIDEST = 65536
+"""Columns the forward of an RMS norm holds in half precision, where it keeps the row narrow."""
 LLAMA, GEMMA, NONE = 0, 1, 2
 """CASTING: h is rounded to x's dtype before the product (llama), or nothing is rounded but y, to x's dtype (gemma) or
 to the promoted one (none)."""
@@ -42,10 +50,13 @@ to the promoted one (none)."""
 
 @triton.jit
 def _add_residual(x, r):
-    """x + r, rounded to x's dtype; x where there is no residual."""
-    if r is not None:
-        x = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
-    return x
+    """x + r, rounded to x's dtype; x where there is no residual, None where there is no x."""
+    total = None
+    if x is not None:
+        total = x
+        if r is not None:
+            total = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
+    return total
 
 
 @triton.jit
@@ -143,20 +154,20 @@ def _norm_fwd_kernel(
                 row_mask = rows < n_rows
             mask = tile_mask(row_mask, exist)
             tail_mask = tile_mask(row_mask, tail_exist)
-            x = load_tile(
+            x = load_skewed_tile(
                 X_ptr, rows, X_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
-            r = load_tile(
+            r = load_skewed_tile(
                 R_ptr, rows, R_row_stride, lanes, mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
             x = _add_residual(x, r)
             if not (LOOP or LATE):
                 w = load_columns(W_ptr, lanes, exist, skew)
                 b = load_columns(B_ptr, lanes, exist, skew)
-            x_tail = load_tile(
+            x_tail = load_skewed_tile(
                 X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
-            r_tail = load_tile(
+            r_tail = load_skewed_tile(
                 R_ptr, rows, R_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT, VECTOR, row_mask, skew, n_cols
             )
             x_tail = _add_residual(x_tail, r_tail)
@@ -164,9 +175,9 @@ def _norm_fwd_kernel(
                 w_tail = load_columns(W_ptr, tail, tail_exist, skew)
                 b_tail = load_columns(B_ptr, tail, tail_exist, skew)
             if S_ptr is not None:
-                store_tile(S_ptr, rows, n_cols, lanes, x, mask, VECTOR, row_mask, skew, n_cols)
+                store_skewed_tile(S_ptr, rows, n_cols, lanes, x, mask, VECTOR, row_mask, skew, n_cols)
                 if TAIL:
-                    store_tile(S_ptr, rows, n_cols, tail, x_tail, tail_mask, VECTOR, row_mask, skew, n_cols)
+                    store_skewed_tile(S_ptr, rows, n_cols, tail, x_tail, tail_mask, VECTOR, row_mask, skew, n_cols)
             h = x
             h_tail = x_tail
             mean = None
@@ -185,11 +196,11 @@ def _norm_fwd_kernel(
                 if SUBTRACT_MEAN:
                     h = h.to(tl.float32) - as_column(mean)
             y = _scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
-            store_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
+            store_skewed_tile(Y_ptr, rows, n_cols, lanes, y, mask, VECTOR, row_mask, skew, n_cols)
             if TAIL:
                 h_tail = h_tail.to(tl.float32) * as_column(rstd)
                 y = _scale_and_shift(h_tail, w_tail, b_tail, offset, DTYPE, CASTING)
-                store_tile(Y_ptr, rows, n_cols, tail, y, tail_mask, VECTOR, row_mask, skew, n_cols)
+                store_skewed_tile(Y_ptr, rows, n_cols, tail, y, tail_mask, VECTOR, row_mask, skew, n_cols)
             _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
     else:
         lanes = tl.arange(0, BLOCK_SIZE)
@@ -199,8 +210,8 @@ def _norm_fwd_kernel(
         for start in range(0, n_cols, BLOCK_SIZE):
             cols = start + lanes
             mask = tile_mask(row_mask, cols < n_cols)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-            x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask))
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+            x = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", ""))
             if S_ptr is not None:
                 store_tile(S_ptr, rows, n_cols, cols, x, mask)
             if SUBTRACT_MEAN:
@@ -221,15 +232,24 @@ def _norm_fwd_kernel(
             cols = (tiles - 1 - tile) * BLOCK_SIZE + lanes
             exist = cols < n_cols
             mask = tile_mask(row_mask, exist)
-            x = load_tile(X_ptr, rows, X_row_stride, cols, mask)
-            h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask)).to(tl.float32)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+            h = _add_residual(x, load_tile(R_ptr, rows, R_row_stride, cols, mask, "", "")).to(tl.float32)
             if SUBTRACT_MEAN:
                 h = h - as_column(mean)
-            w = load_columns(W_ptr, cols, exist)
-            b = load_columns(B_ptr, cols, exist)
+            w = load_columns(W_ptr, cols, exist, 0)
+            b = load_columns(B_ptr, cols, exist, 0)
             y = _scale_and_shift(h * as_column(rstd), w, b, offset, DTYPE, CASTING)
             store_tile(Y_ptr, rows, n_cols, cols, y, mask)
         _store_stats(STATS_ptr, mean, rstd, rows, row_mask, n_rows)
+
+
+def norm_forward_tunable(
+    op: str,
+    heuristic: Callable[[Target, Key], LaunchConfig] = lambda target, key: fwd_heuristic(target, key, _WIDEST),
+    space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
+) -> Tunable:
+    """The `fwd` tunable of an op whose forward is `norm_forward`."""
+    return forward_tunable(op, _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
 
 
 def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):

@@ -19,11 +19,9 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
-from ..rows.blocks import aligned_key
-from ..rows.tuning import forward_tunable
 from . import rms_norm
 from .backward import backward_tunables
-from .forward import _norm_fwd_kernel, norm_forward
+from .forward import norm_forward, norm_forward_tunable
 from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -45,7 +43,7 @@ def fused_add_rms_norm_reference(
 
 # -- tunables and launchers ------------------------------------------------------------------------------------------
 
-FWD = forward_tunable("fused_add_rms_norm", _norm_fwd_kernel, widest=65536, key=aligned_key)
+FWD = norm_forward_tunable("fused_add_rms_norm")
 BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 

@@ -20,15 +20,14 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable
+from ...registry import Key, LaunchConfig, Op, Sample, Target
 from ...runtime.cooperative import resident_options
-from ...runtime.dependent_launch import few_elements
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
-from ..rows.blocks import aligned_key, held_columns, is_unaligned
+from ..rows.blocks import held_columns, is_unaligned
 from ..rows.reduce import halves, param_parts, params_dtype
-from ..rows.tuning import DIMS, blocks_misfit, fwd_heuristic, fwd_space, safe
+from ..rows.tuning import fwd_heuristic, fwd_space
 from .backward import backward_tunables, norm_backward
-from .forward import GEMMA, _norm_fwd_kernel, norm_forward
+from .forward import GEMMA, norm_forward, norm_forward_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -85,18 +84,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     return [*fwd_space(target, key), *(config for config in persistent if config is not None)]
 
 
-FWD = Tunable(
-    "layer_norm",
-    "fwd",
-    kernels=(_norm_fwd_kernel,),
-    key=aligned_key,
-    dims=DIMS,
-    heuristic=_fwd_heuristic,
-    safe=safe,
-    space=_fwd_space,
-    valid=blocks_misfit,
-    ahead=few_elements,
-)
+FWD = norm_forward_tunable("layer_norm", _fwd_heuristic, _fwd_space)
 BACKWARD = backward_tunables("layer_norm", means="bwd_means", grads=2)
 
 

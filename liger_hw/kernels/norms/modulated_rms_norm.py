@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
 from ...runtime.dependent_launch import few_elements
 from ...runtime.operator import (
     Function,
+    cdiv,
     check,
     check_numbers,
     check_tensors,
@@ -43,18 +45,18 @@ from ..rows.blocks import blocks_key, held_columns, row_blocks
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
 from .backward import (
-    _norm_bwd_means_kernel,
-    means_heuristic,
-    means_safe,
-    means_space,
+    means_tunable,
+    most_rows_summed,
+    row_means,
     two_gradients_heuristic,
     two_gradients_space,
 )
 from .modulated_rms_norm_kernels import (
+    _modulated_rms_norm_bwd_all_sums_kernel,
     _modulated_rms_norm_bwd_kernel,
+    _modulated_rms_norm_bwd_sums_kernel,
     _modulated_rms_norm_fwd_kernel,
 )
-from .modulated_rms_norm_sums import ALL_SUMS, SUMS, columns_at_once, sum_chunks
 from .rms_norm import CASTING_MODES, MODE_NAMES, out_dtype
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -87,7 +89,6 @@ def modulated_rms_norm_reference(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# The row tiles of the backward are those of layer_norm's, which keeps two sums in registers as well.
 
 _DIMS = ("n_mods", "n_rows", "n_cols")
 _BWD_STREAMS = 3  # dy, x and scale
@@ -103,19 +104,20 @@ def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor. A program keeps the modulation of
-    its rows: on the H200 23 us instead of 34 at 64 x 16384 x 1152, 20 instead of 24 at 32 x 8192 x 2048; many rows of
-    1024 columns are best taken singly by as few threads as can hold them: 21.6 us there instead of 22.6 (2026-11-21)."""
+    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor.
+
+    A program keeps the modulation of its rows. Many rows of 1024 columns are best taken singly by as few threads as can
+    hold them.
+    """
     block = min(key[0], WIDEST_BLOCK)
     singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
     rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
     ctas = max(1, min(16 if singly else 4, 16384 // tile))
-    room = 1 + target.shared_memory // (
-        3 * held_columns(block) * rows * key[2]
-    )  # scale and shift are read by row at worst
-    few = block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors
-    stages = 1 if few else min(3, room)
+    in_flight = 3 * held_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
+    stages = min(3, 1 + target.shared_memory // in_flight)
+    if block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors:
+        stages = 1
     per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
 
@@ -136,47 +138,86 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """layer_norm's, but of few rows with 8 elements a thread: on the H200 8 x 16 x 4096 takes 1.96 us by 16 warps and 2.68 by
-    4, 32 x 128 x 512 2.20 by 2 and 2.98 by 4; a single row of 12289, in column tiles, 7.57 by 2048 and 8.12 by 4096
-    (2026-11-22)."""
+    """layer_norm's, which keeps two sums in registers as well; where rows are few, 8 elements a thread."""
     config = two_gradients_heuristic(target, key, _BWD_STREAMS)
     if 1 << key[1] > target.multiprocessors:
         return config
-    if not key[1] and config.blocks["BLOCK_SIZE"] < key[0]:
-        config = replace(config, blocks={"BLOCK_SIZE": 2048, "ROWS": 1})
     return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
 
 
-def _tunable(variant: str, kernels: tuple, heuristic, safe, space, valid=None, key=_key, ahead=few_elements) -> Tunable:
+def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4))
+
+
+def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
+        for rows in (4, 8, 16, 32, 64)
+        for columns in (32, 64, 128, 256)
+        for warps in (1, 2, 4, 8)
+        if 4 <= rows * columns // (warps * target.warp_size) <= 32
+    ]
+
+
+def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Narrow tiles, for there is a program for each column tile only."""
+    return LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32))
+
+
+def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> Tunable:
+    more = {"key": _wide_key, "ahead": few_elements, **more}
     return Tunable(
         "modulated_rms_norm",
         variant,
-        kernels=kernels,
-        key=key,
+        kernels=(kernel,),
         dims=_DIMS,
         heuristic=heuristic,
         safe=safe,
         space=space,
-        valid=valid,
-        ahead=ahead,
+        **more,
     )
 
 
-FWD = _tunable("fwd", (_modulated_rms_norm_fwd_kernel,), _fwd_heuristic, safe, _fwd_space, blocks_misfit)
+FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, _fwd_heuristic, safe, _fwd_space, key=_key, valid=blocks_misfit)
 BWD = _tunable(
     "bwd",
-    (_modulated_rms_norm_bwd_kernel,),
+    _modulated_rms_norm_bwd_kernel,
     _bwd_heuristic,
     safe,
     lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
-    persistent_misfit,
+    key=_key,
+    valid=persistent_misfit,
 )
-BWD_DOT = _tunable("bwd_dot", (_norm_bwd_means_kernel,), means_heuristic, means_safe, means_space, key=_wide_key)
-BWD_SUMS = _tunable("bwd_sums", *SUMS, key=_wide_key, ahead=None)
-BWD_ALL_SUMS = _tunable("bwd_all_sums", *ALL_SUMS, key=_wide_key, ahead=None)
+BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
+BWD_SUMS = _tunable(
+    "bwd_sums",
+    _modulated_rms_norm_bwd_sums_kernel,
+    _sums_heuristic,
+    lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
+    _sums_space,
+    ahead=None,
+)
+BWD_ALL_SUMS = _tunable(
+    "bwd_all_sums",
+    _modulated_rms_norm_bwd_all_sums_kernel,
+    _all_sums_heuristic,
+    lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
+    lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
+    ahead=None,
+)
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
+
+_MOST_SUMMED_AT_ONCE = 512
+"""Partial sums of one column that one program adds up: of so many, a tile 16 columns wide fits its registers."""
+_FEW_ELEMENTS = 2048
+"""Elements a multiprocessor up to which reading rows twice costs less than a launch that sums."""
+
+
+def _programs_a_group(programs: int, groups: int) -> int:
+    """An even share of one wave, or with many groups enough for the last wave to matter little."""
+    return programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
 
 
 def _fwd(x, w, scale, shift, eps, offset, casting):
@@ -189,13 +230,15 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         scale, scale_stride = evenly_spaced(scale)
         shift, shift_stride = (None, 0) if shift is None else evenly_spaced(shift)
         plan = FWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
-        blocks = plan.config.blocks
-        whole, tail = row_blocks(n_cols, blocks["BLOCK_SIZE"])
-        one_wave = n_rows <= blocks["ROWS"] * plan.programs
-        keep = 2 if whole and one_wave else int(whole and rows_per_mod >= 2 * blocks["ROWS"])
+        block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
+        whole, tail = row_blocks(n_cols, block)
+        if whole and n_rows <= rows * plan.programs:
+            keep = 2
+        else:
+            keep = int(whole and rows_per_mod >= 2 * rows)
         groups = n_rows // rows_per_mod if keep == 1 else 1
-        n_tiles = -(-n_rows // groups // blocks["ROWS"])
-        chunks = max(1, min(_chunks(plan.programs or n_rows, groups), n_tiles))
+        n_tiles = cdiv(n_rows // groups, rows)
+        chunks = max(1, min(_programs_a_group(plan.programs or n_rows, groups), n_tiles))
         strides = stride, scale_stride, shift_stride
         numbers = n_cols, rows_per_mod, n_rows // groups, n_tiles, chunks
         args = (x, w, scale, shift, y, rstd, *strides, *numbers, eps, offset)
@@ -203,14 +246,24 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
     return y, rstd
 
 
+def _column_programs(target: Target, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int, int]:
+    """(SUM_MODS, SUM_ROWS, SUM_COLS) of programs that sum columns beside those of the rows; zeros where rows are many,
+    and for a single one, which has no sum."""
+    mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
+    rows = mods * per_mod
+    if n_rows == 1 or max(n_rows, rows) > most_rows_summed(target):
+        return 0, 0, 0
+    if rows * n_cols > _FEW_ELEMENTS * target.multiprocessors:
+        return 0, 0, 0
+    return mods, per_mod, max(16, 1024 // rows)
+
+
 def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     dy, x, w = row_major(dy), row_major(x), dense(w)
     n_rows, n_cols, x_stride = rows_of(x)
     dx = empty_like(x, x.dtype)
-    if not n_rows or not needs_params:
-        grads = _no_grads(x, w, scale, shift, needs_params)
-        if not n_rows:
-            return dx, *grads
+    if not n_rows:
+        return dx, *_no_grads(x, w, scale, shift, needs_params)
     dscale = dshift = None
     if needs_params:
         dscale = torch.empty(scale.shape, dtype=scale.dtype, device=x.device)
@@ -219,46 +272,63 @@ def _bwd(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     scale, scale_stride = evenly_spaced(scale)
     strides = rows_of(dy)[2], x_stride, scale_stride
     plan = BWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
-    blocks, key = plan.config.blocks, row_key(n_rows, n_cols, x.itemsize)
-    whole, tail = row_blocks(n_cols, blocks["BLOCK_SIZE"])
-    col_tiles = 1 if whole else -(-n_cols // blocks["BLOCK_SIZE"])
+    block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
+    whole, tail = row_blocks(n_cols, block)
+    col_tiles = 1 if whole else cdiv(n_cols, block)
     dot = None
     if col_tiles > 1:
-        dot = torch.empty_like(rstd)
-        args = (dy, x, w, scale, rstd, dot, *strides, None, n_cols, n_rows // n_mods, offset)
-        launch(BWD_DOT.plan(x.device, key), _norm_bwd_means_kernel, (n_rows,), args, (False,))
+        dot = row_means(BWD_DOT, dy, x, w, rstd, offset, False, scale, scale_stride, n_rows // n_mods)
     per_row = n_mods == n_rows
     groups = 1 if per_row else n_mods
-    n_tiles = -(-n_rows // groups // blocks["ROWS"])
-    chunks = max(1, min(_chunks(plan.programs // col_tiles, groups), n_tiles))
+    n_tiles = cdiv(n_rows // groups, rows)
+    chunks = max(1, min(_programs_a_group(plan.programs // col_tiles, groups), n_tiles))
     has_shift = shift is not None and not per_row
-    once = whole and chunks == n_tiles
-    columns = columns_at_once(plan.target, n_mods, n_rows, n_cols) if once and needs_params else (0, 0, 0)
-    few = columns[2] > 0
+    one_tile = whole and chunks == n_tiles
+    sum_mods = sum_rows = sum_cols = 0
+    if one_tile and needs_params:
+        sum_mods, sum_rows, sum_cols = _column_programs(plan.target, n_mods, n_rows, n_cols)
+    complete = per_row or sum_cols > 0  # the launch itself stores dscale and dshift
     partial = None
-    if needs_params and not (w is None and (few or per_row)):
-        if few or per_row:
-            partial = partial_sums(x, 1 if few else chunks, n_cols, w.dtype)
-        else:
-            partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
-    stored = (dscale, dshift) if few or per_row else (None, None)
+    if needs_params and not complete:
+        partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
+    elif needs_params and w is not None:
+        partial = partial_sums(x, 1 if sum_cols else chunks, n_cols, w.dtype)
+    stored = (dscale, dshift) if complete else (None, None)
     numbers = n_cols, n_rows // groups, n_tiles, chunks, n_mods, offset
     args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
-    flags = (casting, per_row, has_shift, tail, once, *columns)
-    programs = groups * chunks + (-(-n_cols // columns[2]) if few else 0)
+    flags = (casting, per_row, has_shift, tail, one_tile, sum_mods, sum_rows, sum_cols)
+    programs = groups * chunks + (cdiv(n_cols, sum_cols) if sum_cols else 0)
     launch(plan, _modulated_rms_norm_bwd_kernel, (programs, col_tiles), args, flags)
     if not needs_params:
-        return dx, *grads
-    if not (few or per_row):
-        args = (w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
-        partial = sum_chunks(BWD_SUMS, BWD_ALL_SUMS, key, partial, *args)
+        return dx, *_no_grads(x, w, scale, shift, False)
+    if not complete:
+        key = row_key(n_rows, n_cols, x.itemsize)
+        partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
     dw = no_weight(x) if w is None else column_sum(DW, partial, w.dtype)
     return dx, dw, dscale, no_weight(x) if dshift is None else dshift
 
 
-def _chunks(programs: int, groups: int) -> int:
-    """Programs for each group: an even share of one wave, or with many groups enough for the last wave to matter little."""
-    return programs // groups if programs >= 4 * groups else -(-4 * programs // groups)
+def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset):
+    """Fills dscale and, if there is one, dshift from `partial` [n_mods * chunks, (1 or 2) * n_cols].
+
+    Returns rows that add up to dw, or None without a w. One launch sums all modulations where one program can hold
+    those of its columns; else one sums each modulation's, and another, `column_sum`, adds up dw.
+    """
+    mods, per_mod = next_power_of_2(n_mods), next_power_of_2(chunks)
+    at_once = mods * per_mod <= _MOST_SUMMED_AT_ONCE
+    plan = (BWD_ALL_SUMS if at_once else BWD_SUMS).plan(partial.device, key)
+    col_tiles = cdiv(n_cols, plan.config.blocks["BLOCK_N"])
+    dw = None
+    if w is not None:
+        dw = partial.new_empty((1 if at_once else n_mods, n_cols), dtype=w.dtype if at_once else torch.float32)
+    tensors = partial, w, scale, dscale, dshift, dw
+    if at_once:
+        args = (*tensors, scale_stride, n_mods, n_cols, chunks, offset)
+        launch(plan, _modulated_rms_norm_bwd_all_sums_kernel, (col_tiles,), args, (mods, per_mod))
+    else:
+        args = (*tensors, scale_stride, n_cols, chunks, offset)
+        launch(plan, _modulated_rms_norm_bwd_sums_kernel, (n_mods, col_tiles), args)
+    return dw
 
 
 def _no_grads(x, w, scale, shift, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

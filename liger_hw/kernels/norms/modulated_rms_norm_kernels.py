@@ -1,4 +1,8 @@
-"""The kernels of modulated_rms_norm; modulated_rms_norm.py says what they compute."""
+"""The kernels of modulated_rms_norm; modulated_rms_norm.py says what they compute.
+
+They are not those of forward.py and backward.py because rows come in groups, those of one modulation: a program keeps
+to one group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for each row.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +20,33 @@ from ..rows.blocks import (
     store_tile,
     tail_lanes,
     tile_mask,
-    tile_ptrs,
     to_fp32,
 )
 from .backward import load_scale, normalised, store_partial_sums
-from .modulated_rms_norm_sums import _store_if, _sums_of_columns
+
+# -- forward ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
-    """One piece's (offset + W) * (1 + scale) in fp32, [mods, columns]; None for a piece that is None."""
+def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
+    """(offset + W) * (1 + scale) in fp32, [mods, columns]; None for columns that are None."""
     gain = to_fp32(load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", ""))
     if gain is not None:
         gain = 1.0 + gain
-        w = load_scale(W_ptr, cols, exist, offset)
+        w = load_scale(W_ptr, cols, exist, offset, 0)
         if w is not None:
             gain = gain * w[None, :]
     return gain
 
 
 @triton.jit
-def _shift_of(Shift_ptr, mods, Shift_row_stride, cols, mask):
-    """One piece's shift in fp32, [mods, columns]; None without a shift and for a piece that is None."""
-    shift = None
-    if Shift_ptr is not None:
-        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, mask, "", ""))
-    return shift
-
-
-@triton.jit
-def _modulate_and_store(x, rstd, gain, shift, Y_ptrs, mask, CASTING: tl.constexpr):
-    y = x.to(tl.float32) * as_column(rstd)
-    if CASTING == 0:
-        y = y.to(x.dtype).to(tl.float32)
-    y = y * gain
+def _modulated(x, rstd, gain, shift, CASTING: tl.constexpr):
+    """y in fp32; shift may be None."""
+    _, h = normalised(x, None, as_column(rstd), CASTING)
+    y = h * gain
     if shift is not None:
         y = y + shift
-    tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask)
+    return y
 
 
 @triton.jit(do_not_specialize=["rows_per_mod", "rows_per_group", "n_tiles", "chunks"])
@@ -84,11 +78,11 @@ def _modulated_rms_norm_fwd_kernel(
     LOAD_EVICT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one piece or two (TAIL).
+    """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (TAIL).
 
-    KEEP: 1 where a group is the rows of one modulation, which the program keeps in registers; else all rows are one group,
-    and every row's modulation is read with it: once its sum is known, or, by programs of one tile each, at once (2).
-    Rows too wide to hold are read twice, the second time from cache.
+    KEEP: 1 where a group is the rows of one modulation, which the program keeps in registers. Else all rows are one
+    group, and the modulation of each row is loaded with it: after the row is summed (0), or, by programs of one tile
+    each, before (2). Rows too wide to hold are read twice, the second time from cache.
     """
     begin(AHEAD)
     pid = tl.program_id(0)
@@ -104,11 +98,11 @@ def _modulated_rms_norm_fwd_kernel(
         tail_exist = are_columns(tail, 0, n_cols, 1)
     if KEEP == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
-        gain = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
-        shift = _shift_of(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :])
-        there = tile_mask(tl.full([1], 1, tl.int1), tail_exist)
-        gain_tail = _gain_of(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, there, offset)
-        shift_tail = _shift_of(Shift_ptr, mods, Shift_row_stride, tail, there)
+        gain = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
+        shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], "", ""))
+        tail_mask = tile_mask(tl.full([1], 1, tl.int1), tail_exist)
+        gain_tail = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, tail, tail_exist, tail_mask, offset)
+        shift_tail = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, tail, tail_mask, "", ""))
     for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
@@ -116,64 +110,207 @@ def _modulated_rms_norm_fwd_kernel(
         own = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
-            tail_mask = tile_mask(row_mask, tail_exist)
+            mask_tail = tile_mask(row_mask, tail_exist)
             x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            x_tail = load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
+            x_tail = load_tile(X_ptr, rows, X_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
             if KEEP == 2:
-                gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
-                gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
-                shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
+                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
+                gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
+                shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
             rstd = tl.rsqrt(row_sums(squared(x), squared(x_tail)) / n_cols + eps)
             if KEEP == 0:
-                gain = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
-                shift = _shift_of(Shift_ptr, own, Shift_row_stride, cols, mask)
-            _modulate_and_store(x, rstd, gain, shift, tile_ptrs(Y_ptr, rows, n_cols, cols, 1), mask, CASTING)
+                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, cols, exist, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, cols, mask, "", ""))
+            store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
             if TAIL:
                 if KEEP == 0:
-                    gain_tail = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, tail_mask, offset)
-                    shift_tail = _shift_of(Shift_ptr, own, Shift_row_stride, tail, tail_mask)
-                y_ptrs = tile_ptrs(Y_ptr, rows, n_cols, tail, 1)
-                _modulate_and_store(x_tail, rstd, gain_tail, shift_tail, y_ptrs, tail_mask, CASTING)
+                    gain_tail = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, tail, tail_exist, mask_tail, offset)
+                    shift_tail = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, tail, mask_tail, "", ""))
+                y = _modulated(x_tail, rstd, gain_tail, shift_tail, CASTING)
+                store_tile(Y_ptr, rows, n_cols, tail, y, mask_tail)
         else:
             lanes = tl.arange(0, BLOCK_SIZE)
             squares = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for start in range(0, n_cols, BLOCK_SIZE):
-                mask = row_mask[:, None] & (start + lanes < n_cols)[None, :]
+                mask = tile_mask(row_mask, start + lanes < n_cols)
                 squares += squared(load_tile(X_ptr, rows, X_row_stride, start + lanes, mask, "", ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
             for back in range(tiles):  # backwards: what was read last is nearest
                 at = (tiles - 1 - back) * BLOCK_SIZE + lanes
-                mask = row_mask[:, None] & (at < n_cols)[None, :]
-                x_raw = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
-                gains = _gain_of(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
-                shifts = _shift_of(Shift_ptr, own, Shift_row_stride, at, mask)
-                _modulate_and_store(x_raw, rstd, gains, shifts, tile_ptrs(Y_ptr, rows, n_cols, at, 1), mask, CASTING)
+                mask = tile_mask(row_mask, at < n_cols)
+                x = load_tile(X_ptr, rows, X_row_stride, at, mask, "", "")
+                gain = _load_gain(W_ptr, Scale_ptr, own, Scale_row_stride, at, at < n_cols, mask, offset)
+                shift = to_fp32(load_tile(Shift_ptr, own, Shift_row_stride, at, mask, "", ""))
+                store_tile(Y_ptr, rows, n_cols, at, _modulated(x, rstd, gain, shift, CASTING), mask)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
 
 
+# -- gradients of the parameters -------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _factor_of(W_ptr, mod_ptr, cols, exist, offset):
-    """One piece's (offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
-    w = load_scale(W_ptr, cols, exist, offset)
-    scale = load_columns(mod_ptr, cols, exist)
+def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
+    """From q and shift [modulations, columns] of all modulations: dscale, dshift and, where there is a w, dw."""
+    dscale = q
+    if w is not None:
+        dscale = q * w[None, :]
+        dw = tl.sum(q * (1.0 + scale.to(tl.float32)), axis=0)
+        tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
+    store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
+    if DShift_ptr is not None:
+        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
+
+
+@triton.jit
+def _sum_columns(
+    DY_ptr,
+    X_ptr,
+    W_ptr,
+    Scale_ptr,
+    RSTD_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    DW_ptr,
+    DY_row_stride,
+    X_row_stride,
+    Scale_row_stride,
+    tile,
+    n_mods,
+    rows_per_mod,
+    n_cols,
+    offset,
+    CASTING: tl.constexpr,
+    SUM_MODS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
+):
+    """dscale, dshift and dw of SUM_COLS columns, from all rows: [modulations, rows of one, columns]."""
+    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
+    mods = tl.arange(0, SUM_MODS).to(tl.int64)
+    in_mod = tl.arange(0, SUM_ROWS)
+    exist, is_mod = cols < n_cols, mods < n_mods
+    rows = mods[:, None] * rows_per_mod + in_mod[None, :]
+    row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
+    mask = row_mask[:, :, None] & exist[None, None, :]
+    x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
+    dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
+    mask = is_mod[:, None] & exist[None, :]
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    w = load_scale(W_ptr, cols, exist, offset, 0)
+    _, h = normalised(x, None, rstd, CASTING)
+    q, shift = tl.sum(dy * h, axis=1), tl.sum(dy, axis=1)
+    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _modulated_rms_norm_bwd_sums_kernel(
+    Partial_ptr,
+    W_ptr,
+    Scale_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    DW_partial_ptr,
+    Scale_row_stride,
+    n_cols,
+    chunks,
+    offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds up the chunks of one modulation and turns q into dscale and this modulation's share of dw."""
+    mod = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < n_cols
+    width = n_cols
+    if DShift_ptr is not None:
+        width = 2 * n_cols
+        shift = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    q = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, chunks, BLOCK_M):
+        chunk = start + tl.arange(0, BLOCK_M)
+        mask = (chunk < chunks)[:, None] & col_mask[None, :]
+        partial_ptrs = Partial_ptr + (mod * chunks + chunk)[:, None] * width + cols[None, :]
+        q += tl.load(partial_ptrs, mask=mask, other=0.0)
+        if DShift_ptr is not None:
+            shift += tl.load(partial_ptrs + n_cols, mask=mask, other=0.0)
+    total = tl.sum(q, axis=0)
+    dscale = total
+    if W_ptr is not None:
+        dscale = total * load_scale(W_ptr, cols, col_mask, offset, 0)
+        scale = tl.load(Scale_ptr + mod * Scale_row_stride + cols, mask=col_mask, other=0.0).to(tl.float32)
+        tl.store(DW_partial_ptr + mod * n_cols + cols, total * (1.0 + scale), mask=col_mask)
+    tl.store(DScale_ptr + mod * n_cols + cols, dscale.to(DScale_ptr.dtype.element_ty), mask=col_mask)
+    if DShift_ptr is not None:
+        dshift = tl.sum(shift, axis=0)
+        tl.store(DShift_ptr + mod * n_cols + cols, dshift.to(DShift_ptr.dtype.element_ty), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["n_mods", "chunks"])
+def _modulated_rms_norm_bwd_all_sums_kernel(
+    Partial_ptr,
+    W_ptr,
+    Scale_ptr,
+    DScale_ptr,
+    DShift_ptr,
+    DW_ptr,
+    Scale_row_stride,
+    n_mods,
+    n_cols,
+    chunks,
+    offset,
+    MODS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The same for all modulations at once, and dw: [modulations, chunks, columns], powers of two that hold them."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mods = tl.arange(0, MODS).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    exist, is_mod = cols < n_cols, mods < n_mods
+    width = n_cols
+    if DShift_ptr is not None:
+        width = 2 * n_cols
+    mask = (is_mod[:, None] & (chunk < chunks)[None, :])[:, :, None] & exist[None, None, :]
+    partial_ptrs = Partial_ptr + (mods[:, None] * chunks + chunk[None, :])[:, :, None] * width + cols[None, None, :]
+    q = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=1)
+    shift = None
+    if DShift_ptr is not None:
+        shift = tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
+    mask = is_mod[:, None] & exist[None, :]
+    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+    w = load_scale(W_ptr, cols, exist, offset, 0)
+    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+
+
+# -- backward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
+    """(offset + W) * (1 + scale) of one modulation in fp32, each where there is one; None without either."""
+    factor = load_scale(W_ptr, cols, exist, offset, 0)
+    scale = load_columns(mod_ptr, cols, exist, 0)
     if scale is not None:
         scale = 1.0 + scale.to(tl.float32)
-        if w is not None:
-            scale = w * scale
-        w = scale
-    return w
+        if factor is not None:
+            scale = factor * scale
+        factor = scale
+    return factor
 
 
 @triton.jit
-def _own_modulation(scale, share, seen, dy, m, DScale_ptrs, DShift_ptrs, mask):
-    """Where every row has a modulation of its own: stores one piece's gradients by it (None: nobody wants them), and
-    gives (share, m) times 1 + scale."""
+def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
+    """Where every row has a modulation of its own: stores its gradients (None: nobody wants them), and gives (dw, m)
+    times 1 + scale."""
     scale = 1.0 + scale.to(tl.float32)
-    _store_if(DScale_ptrs, m * seen, mask)
-    _store_if(DShift_ptrs, dy, mask)
-    return share * scale, m * scale
+    if DScale_ptr is not None:
+        store_tile(DScale_ptr, rows, n_cols, cols, m * h, mask)
+    if DShift_ptr is not None:
+        store_tile(DShift_ptr, rows, n_cols, cols, dy, mask)
+    return dw * scale, m * scale
 
 
 @triton.jit(do_not_specialize=["rows_per_group", "n_tiles", "chunks", "n_mods"])
@@ -201,10 +338,10 @@ def _modulated_rms_norm_bwd_kernel(
     PER_ROW: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     TAIL: tl.constexpr,
-    ONCE: tl.constexpr,
-    MODS: tl.constexpr,
-    PER_MOD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    SUM_MODS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -214,21 +351,20 @@ def _modulated_rms_norm_bwd_kernel(
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
-    With a TAIL the one column tile is a row's first piece, and the second is taken along with it.
     A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW every
     row has its own: one group of all rows, whose dscale and dshift are stored here, and Partial_ptr gets dw.
-    DOT_ptr: mean(m * h) of every row, or None when the tile holds whole rows. Gradients nobody wants are None.
-    ONCE: every program has one tile, and no loop stands between its loads. With a WIDTH (else 0) the programs behind those
-    leave dscale, dshift and dw themselves, of so many columns each; MODS and PER_MOD: powers of two that are no less than
-    the modulations and the rows of one.
+    DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that nobody wants are None.
+    ONE_TILE: every program has one tile, and no loop stands between its loads. With SUM_COLS (else 0) the programs
+    behind those store dscale, dshift and dw themselves, of so many columns each; SUM_MODS and SUM_ROWS are powers of
+    two that are no less than the modulations and the rows of one.
     """
     begin(AHEAD)
     pid = tl.program_id(0)
-    SUMS: tl.constexpr = Partial_ptr is not None and WIDTH == 0
-    if WIDTH:
+    SUMS: tl.constexpr = Partial_ptr is not None and SUM_COLS == 0
+    if SUM_COLS:
         row_programs = chunks if PER_ROW else n_mods * chunks
         if pid >= row_programs:
-            _sums_of_columns(
+            _sum_columns(
                 DY_ptr,
                 X_ptr,
                 W_ptr,
@@ -246,9 +382,9 @@ def _modulated_rms_norm_bwd_kernel(
                 n_cols,
                 offset,
                 CASTING,
-                MODS,
-                PER_MOD,
-                WIDTH,
+                SUM_MODS,
+                SUM_ROWS,
+                SUM_COLS,
             )
             return
     if PER_ROW:
@@ -261,48 +397,48 @@ def _modulated_rms_norm_bwd_kernel(
     mod_ptr = None
     if not PER_ROW:
         mod_ptr = Scale_ptr + group * Scale_row_stride
-    w = _factor_of(W_ptr, mod_ptr, cols, exist, offset)
-    w_tail = _factor_of(W_ptr, mod_ptr, tail, tail_exist, offset)
+    w = _load_factor(W_ptr, mod_ptr, cols, exist, offset)
+    w_tail = _load_factor(W_ptr, mod_ptr, tail, tail_exist, offset)
     if SUMS:
         first = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # one row sum at the end, not one a tile
         second = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         if TAIL:
             first_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
             second_tail = tl.zeros([ROWS, TAIL], dtype=tl.float32)
-    end, step = (first_tile + 1, 1) if ONCE else (n_tiles, chunks)
+    end, step = (first_tile + 1, 1) if ONE_TILE else (n_tiles, chunks)
     for tile in tl.range(first_tile, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
         mask = tile_mask(row_mask, exist)
-        tail_mask = tile_mask(row_mask, tail_exist)
+        mask_tail = tile_mask(row_mask, tail_exist)
         x = load_tile(X_ptr, rows, X_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
         dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT))
-        x_tail = load_tile(X_ptr, rows, X_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-        dy_tail = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT))
+        x_tail = load_tile(X_ptr, rows, X_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
+        dy_tail = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT))
         rstd = load_row_values(RSTD_ptr, rows, row_mask)
-        h, seen = normalised(x, None, rstd, CASTING)
+        h, rounded = normalised(x, None, rstd, CASTING)
         m = dy if w is None else dy * w[None, :]
-        mh_tail = None
-        share = dy * seen
+        share = dy * rounded
         if PER_ROW:
             scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_CACHE, LOAD_EVICT)
-            ds_ptrs = tile_ptrs(None if WIDTH else DScale_ptr, rows, n_cols, cols, 1)
-            dh_ptrs = tile_ptrs(None if WIDTH else DShift_ptr, rows, n_cols, cols, 1)
-            share, m = _own_modulation(scale, share, seen, dy, m, ds_ptrs, dh_ptrs, mask)
+            dscale_ptr = None if SUM_COLS else DScale_ptr
+            dshift_ptr = None if SUM_COLS else DShift_ptr
+            share, m = _modulate_by_row(scale, share, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
         if SUMS:
             first += share
             if HAS_SHIFT:
                 second += dy
+        mh_tail = None
         if TAIL:
-            h_tail, seen = normalised(x_tail, None, rstd, CASTING)
+            h_tail, rounded = normalised(x_tail, None, rstd, CASTING)
             m_tail = dy_tail if w_tail is None else dy_tail * w_tail[None, :]
-            share = dy_tail * seen
+            share = dy_tail * rounded
             if PER_ROW:
-                scale = load_tile(Scale_ptr, rows, Scale_row_stride, tail, tail_mask, LOAD_CACHE, LOAD_EVICT)
-                ds_ptrs = tile_ptrs(None if WIDTH else DScale_ptr, rows, n_cols, tail, 1)
-                dh_ptrs = tile_ptrs(None if WIDTH else DShift_ptr, rows, n_cols, tail, 1)
-                share, m_tail = _own_modulation(scale, share, seen, dy_tail, m_tail, ds_ptrs, dh_ptrs, tail_mask)
+                scale = load_tile(Scale_ptr, rows, Scale_row_stride, tail, mask_tail, LOAD_CACHE, LOAD_EVICT)
+                share, m_tail = _modulate_by_row(
+                    scale, share, rounded, dy_tail, m_tail, dscale_ptr, dshift_ptr, rows, n_cols, tail, mask_tail
+                )
             mh_tail = m_tail * h_tail
             if SUMS:
                 first_tail += share
@@ -314,9 +450,9 @@ def _modulated_rms_norm_bwd_kernel(
             dot = load_row_values(DOT_ptr, rows, row_mask)
         store_tile(DX_ptr, rows, n_cols, cols, rstd * (m - h * dot), mask)
         if TAIL:
-            store_tile(DX_ptr, rows, n_cols, tail, rstd * (m_tail - h_tail * dot), tail_mask)
+            store_tile(DX_ptr, rows, n_cols, tail, rstd * (m_tail - h_tail * dot), mask_tail)
     if SUMS:
         line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
-        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT, 0)
         if TAIL:
-            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT)
+            store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT, 0)

@@ -1,14 +1,13 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * (offset + w), over the last dimension.
 
 Shapes: x [..., n_cols], w [n_cols] or None (no scaling) -> y like x.
-Dtypes: x, w in fp32, fp16 or bf16; w may differ from x. Statistics and sums are fp32. Casting modes, as the models have
-it:
+Dtypes: x, w in fp32, fp16 or bf16; w may differ from x. Statistics and sums are fp32. Casting modes:
     llama   the normalised x is rounded to x's dtype, then multiplied by (offset + w)
     gemma   everything in fp32, y rounded once to x's dtype
     none    everything in fp32 with no rounding to x's dtype before the product; y in the promoted dtype of x and w
 Saved for backward: x, w, and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
-Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),  dw = sum over rows of dy *
-h.
+Backward, with m = dy * (offset + w) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)),
+dw = sum over rows of dy * h.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
 """
@@ -21,10 +20,8 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, no_weight
-from ..rows.blocks import aligned_key
-from ..rows.tuning import forward_tunable
 from .backward import backward_tunables, norm_backward
-from .forward import GEMMA, LLAMA, NONE, _norm_fwd_kernel, norm_forward
+from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
 
 CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 
@@ -53,7 +50,7 @@ def rms_norm_reference(
 
 # -- tunables and launchers ------------------------------------------------------------------------------------------
 
-FWD = forward_tunable("rms_norm", _norm_fwd_kernel, widest=65536, key=aligned_key)
+FWD = norm_forward_tunable("rms_norm")
 BACKWARD = backward_tunables("rms_norm")
 
 

@@ -194,23 +194,32 @@ def tile_ptrs(Ptr, rows, stride, lanes, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
+def load_tile(Ptr, rows, stride, cols, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    """A tile in the tensor's own dtype, 0 outside `mask`."""
+    x = None
+    ptrs = tile_ptrs(Ptr, rows, stride, cols, 1)
+    if ptrs is not None:
+        x = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    return x
+
+
+@triton.jit
+def load_skewed_tile(
     Ptr,
     rows,
     stride,
     lanes,
     mask,
-    LOAD_CACHE: tl.constexpr = "",
-    LOAD_EVICT: tl.constexpr = "",
-    VECTOR: tl.constexpr = 1,
-    row_mask=None,
-    skew=0,
-    n_cols=0,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    row_mask,
+    skew,
+    n_cols,
 ):
-    """A tile in the tensor's own dtype, 0 outside `mask`. Of skewed rows, vectors that hold an element are loaded
-    whole."""
-    ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
+    """`load_tile` of rows of any alignment: vectors that hold an element of a row are loaded whole."""
     x = None
+    ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     if ptrs is not None:
         if VECTOR == 1:
             x = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
@@ -222,9 +231,15 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr = 1, row_mask=None, skew=0, n_cols=0):
-    """Store a tile in the tensor's dtype. Of skewed rows, vectors of one row alone are stored whole, all else by
-    element."""
+def store_tile(Ptr, rows, stride, cols, value, mask):
+    """Store a tile in the tensor's dtype."""
+    ptrs = tile_ptrs(Ptr, rows, stride, cols, 1)
+    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_skewed_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr, row_mask, skew, n_cols):
+    """`store_tile` of rows of any alignment: vectors of one row alone are stored whole, all else by element."""
     ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
@@ -237,7 +252,7 @@ def store_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr = 1, 
 
 
 @triton.jit
-def load_columns(Ptr, lanes, exist, skew=0):
+def load_columns(Ptr, lanes, exist, skew):
     """The columns of these lanes of a vector, as a weight, in its own dtype."""
     w = None
     if Ptr is not None:
@@ -247,7 +262,7 @@ def load_columns(Ptr, lanes, exist, skew=0):
 
 
 @triton.jit
-def store_columns(Ptr, lanes, value, exist, skew=0):
+def store_columns(Ptr, lanes, value, exist, skew):
     """Store the columns of these lanes of a vector, in its dtype."""
     tl.store(Ptr + (lanes - skew), value.to(Ptr.dtype.element_ty), mask=exist)
 

@@ -51,8 +51,7 @@ def column_sum_tunable(
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """Narrow column tiles until there is a program for every multiprocessor; 16 bytes a thread a load.
 
-        One column has one program, which takes 1024 lines at once: dyt's backward, whose dalpha is one, takes 9.61 us
-        instead of 10.45 at 512 x 2048 on the H200 (2026-11-22).
+        A single column has one program, which takes 1024 rows at once.
         """
         if key[0] == 1:
             return LaunchConfig({"BLOCK_M": 1024, "BLOCK_N": 1}, target.warps(1024, 8, 8))
@@ -92,23 +91,23 @@ def column_sum_tunable(
 
 
 def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) -> int:
-    """How many rows of parameter gradients a backward makes: one for each parameter there is, none if none is
-    needed."""
+    """How many parameter gradients a backward makes: one for each parameter there is, none if none is needed."""
     return (w is not None) + (b is not None) if needed else 0
 
 
 def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.dtype:
-    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is no w (then no
-    b)."""
+    """One dtype for the gradients of both parameters, which come out of one sum; x's where there is none."""
     if w is None:
         return x.dtype
     return w.dtype if b is None or b.dtype is w.dtype else torch.promote_types(w.dtype, b.dtype)
 
 
 def halves(params: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of two parameters, out of [2 * n]. Unsafe says that torch does not note that they share memory,
-    which no one can tell of two that do not overlap; noting it takes 5 us more than this, cold, of `chunk`'s 12.6 (a
-    CPU)."""
+    """The gradients of two parameters, out of [2 * n].
+
+    The unsafe split does not note that both share memory, which nobody can tell of two that do not overlap; noting it
+    takes host time.
+    """
     n = params.shape[0] // 2
     return params.unsafe_split_with_sizes((n, n))
 

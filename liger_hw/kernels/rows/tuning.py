@@ -50,7 +50,7 @@ def fwd_heuristic(target: Target, key: Key, widest: int = WIDEST_BLOCK) -> Launc
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     few = 1 << key[1] <= target.multiprocessors
     warps = row_warps(target, few, key[0] * rows)
-    if is_unaligned(key) and not key[1] and key[0] == WIDEST_BLOCK:
+    if is_unaligned(key) and not key[1] and key[0] == WIDEST_BLOCK:  # one row of odd width is loaded by element
         warps = target.warps(key[0], 16)
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps)
 
@@ -101,7 +101,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     if 1 << key[1] <= target.multiprocessors:
         # rows in two blocks or at any alignment have up to half as much again to hold
         warps = latency_warps(target, tile, 16 if key[3:] else 32) if grads else target.warps(tile, 8, 16)
-    if is_unaligned(key) and not key[1] and block == WIDEST_BLOCK:
+    if is_unaligned(key) and not key[1] and block == WIDEST_BLOCK:  # one row of odd width is loaded by element
         warps = target.warps(tile, 16)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, min(deepest, room), ctas)
 
@@ -141,20 +141,24 @@ def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
     return blocks_misfit(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
 
 
-def forward_tunable(op: str, kernel: Any, *, widest: int = WIDEST_BLOCK, key: Callable[..., Key] = row_key) -> Tunable:
-    """The `fwd` tunable of an op whose forward works on row tiles; `widest` as in `fwd_heuristic`.
-
-    key: `aligned_key` where the kernel holds rows in two blocks
-    """
+def forward_tunable(
+    op: str,
+    kernel: Any,
+    *,
+    key: Callable[..., Key] = row_key,
+    heuristic: Callable[[Target, Key], LaunchConfig] = fwd_heuristic,
+    space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
+) -> Tunable:
+    """The `fwd` tunable of an op whose forward works on row tiles."""
     return Tunable(
         op,
         "fwd",
         kernels=(kernel,),
         key=key,
         dims=DIMS,
-        heuristic=lambda target, key: fwd_heuristic(target, key, widest),
+        heuristic=heuristic,
         safe=safe,
-        space=fwd_space,
+        space=space,
         valid=blocks_misfit,
         ahead=few_elements,
     )
