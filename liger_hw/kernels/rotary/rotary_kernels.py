@@ -122,7 +122,16 @@ def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, TAIL: tl.constexpr, 
 
 
 @triton.jit
-def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, ANGLES: tl.constexpr):
+def load_angles(
+    Cos_ptr,
+    Sin_ptr,
+    offsets,
+    mask,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ANGLES: tl.constexpr,
+    HEADS_FIRST: tl.constexpr = True,
+):
     """cos1, cos2, sin1, sin2 in fp32, [., ., BLOCK] each; `offsets` [., ., 1 or BLOCK] of the tokens' rows."""
     if ANGLES >= 2:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
@@ -139,6 +148,9 @@ def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.c
     else:
         cols = tl.arange(0, BLOCK)[None, None, :]
         inside = mask & (cols < HALF)
+        if not HEADS_FIRST:  # one sum of offsets for cos and sin spares such tiles registers
+            offsets = offsets + cols
+            cols = 0
         cos1 = tl.load(Cos_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
         sin1 = tl.load(Sin_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
         cos2 = cos1
@@ -241,10 +253,12 @@ def _rotary_kernel(
     if ANGLES_PER_HEAD:
         k_angles = per_head(angles, BLOCK_K, HEADS_FIRST)
         angles = per_head(angles, BLOCK_H, HEADS_FIRST)
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST)
     k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
     if ANGLES_PER_HEAD and K_ptr is not None:
-        k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, ANGLES)
+        k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(
+            Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST
+        )
 
     out = OutQ_ptr + row_offsets(
         batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN, HEADS_FIRST
