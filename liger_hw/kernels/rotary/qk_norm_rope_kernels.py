@@ -2,7 +2,7 @@
 
 A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens,
 whole heads, each as its rotary halves and the tail that does not turn. Heads come first: where a program's threads
-cover its tokens, a thread holds all heads of one place, so that cos, sin, the weight and its gradient are its own and
+cover its tokens, a thread holds all heads of one column, so that cos, sin, the weight and its gradient are its own and
 nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many
 as a grid of resident programs leaves to each.
 """
