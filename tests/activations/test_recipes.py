@@ -84,7 +84,8 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_that_offers(name, ledger):
-    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its own output.)"""
+    """A linear saves the op's output; it is computed again with the same bits. (The sum in one keeps its own
+    output.)"""
     head = normal(5, HIDDEN, seed=1)
 
     def run(level):
