@@ -58,7 +58,8 @@ def test_models(generator, family):
 @pytest.mark.parametrize("heads", [(1, 5), (6, 1), (3, 3)])
 @pytest.mark.parametrize("ctas", [1, 2, 20])
 def test_grids(lane, generator, seed, heads, ctas):
-    """Programs of q without one of k at their side, and the other way round, on grids smaller and larger than the work."""
+    """Programs of q without one of k at their side, and the other way round, on grids smaller and larger than the
+    work."""
     op = get_op("qk_norm_rope")
     config = LaunchConfig({"BLOCK_T": 2, "BLOCK_H": 2}, 1, 1, ctas)
     with registry.override("qk_norm_rope.bwd", config):

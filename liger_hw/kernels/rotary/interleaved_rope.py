@@ -18,9 +18,8 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order
-from .rope import _misfit, _per_token
-from .rope import _sample as _rope_sample
-from .rotary import PAIRS, SHARED, SMALL, Rotary, turned
+from .rope import rope_angles, rope_misfit, rope_sample
+from .rotary import PAIRS, SMALL, Form, Rotary, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -37,11 +36,10 @@ def interleaved_rope_reference(
     to_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
-    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
-    trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else PAIRS
-    how = (rotary_dim, unsqueeze_dim, True, not to_halves, trig)
-    return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
+    given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+    cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)
+    how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
+    return turned(q, *how), turned(k, *how)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -65,10 +63,9 @@ class LigerInterleavedRopeFunction(Function):
         shared_halves=False,
         to_halves=False,
     ):
-        cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
-        rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
-        trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else PAIRS
-        return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, True, not to_halves, trig)
+        given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+        cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)
+        return _rotary.forward(ctx, q, k, cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles))
 
     @staticmethod
     @first_order
@@ -103,7 +100,7 @@ def liger_interleaved_rope(
     Raises `ValueError` for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     check_tensors("liger_interleaved_rope", q=q, k=k, cos=cos, sin=sin)
-    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+    if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
         check(False, "liger_interleaved_rope", reason)
     check_flags("liger_interleaved_rope", shared_halves=shared_halves, to_halves=to_halves)
     how = (position_ids, unsqueeze_dim, rotary_dim, shared_halves, to_halves)
@@ -121,7 +118,7 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
     """The options of rope's sample; its cos and sin have two equal halves, as GLM's."""
-    sample = _rope_sample(sizes, dtype, device, generator, **options)
+    sample = rope_sample(sizes, dtype, device, generator, **options)
     if not options.get("table"):
         sample.kwargs["shared_halves"] = options.get("shared", True)
     sample.kwargs["to_halves"] = to_halves
@@ -133,7 +130,7 @@ OP = registry.register(
         name="interleaved_rope",
         function=liger_interleaved_rope,
         reference=interleaved_rope_reference,
-        tunables=(_rotary.fwd, _rotary.bwd),
+        tunables=_rotary.tunables,
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,

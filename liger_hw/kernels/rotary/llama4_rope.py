@@ -2,8 +2,8 @@
 
     (q'[2i] + j q'[2i+1]) = (q[2i] + j q[2i+1]) * freqs_cis[i]          k likewise; j the imaginary unit
 
-Shapes: q [B, T, n_q_heads, D], k [B, T, n_k_heads, D], of any strides; freqs_cis [1 or B, T, half] complex, half <= D // 2
-(dimensions from 2 half on pass through). The vision tower's freqs_ci [T, 1, half] serves every image of the batch.
+Shapes: q [B, T, n_q_heads, D], k [B, T, n_k_heads, D], of any strides; freqs_cis [1 or B, T, half] complex, half <= D
+// 2 (dimensions from 2 half on pass through). The vision tower's freqs_ci [T, 1, half] serves every image of the batch.
 Dtypes: q, k in fp32, fp16 or bf16; freqs_cis complex64 (complex128 too on the CPU). Arithmetic in fp32, rounded once.
 Saved for backward: freqs_cis. It gets no gradient. Backward multiplies with its conjugate.
 
@@ -17,9 +17,10 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_tensors, first_order, remembered
-from .rotary import COMPLEX, SMALL, Rotary, misfit, no_gradient, turned
+from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
 _HEAD_AXIS = 2
+_FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -29,8 +30,8 @@ def llama4_rope_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
     freqs = torch.view_as_real(freqs_cis.resolve_conj())
-    how = (2 * freqs_cis.shape[-1], _HEAD_AXIS, True, True, COMPLEX)
-    return turned(xq, freqs, None, *how), turned(xk, freqs, None, *how)
+    how = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM
+    return turned(xq, *how), turned(xk, *how)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ class LigerLlama4RopeFunction(Function):
     def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
         rotary_dim = 2 * freqs_cis.shape[-1]
         freqs = torch.view_as_real(freqs_cis.resolve_conj())
-        return _rotary.forward(ctx, q, k, freqs, None, rotary_dim, _HEAD_AXIS, True, True, COMPLEX)
+        return _rotary.forward(ctx, q, k, freqs, None, rotary_dim, _HEAD_AXIS, _FORM)
 
     @staticmethod
     @first_order
@@ -66,7 +67,7 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
     check_tensors("liger_llama4_rope", xq=xq, xk=xk)
     if reason := _angles_misfit(xq, freqs_cis) or _misfit(xq.shape, xk.shape, freqs_cis.shape):
         check(False, "liger_llama4_rope", reason)
-    no_gradient("liger_llama4_rope", freqs_cis)
+    check_no_gradient("liger_llama4_rope", freqs_cis)
     return LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
 
 
@@ -81,7 +82,7 @@ def _angles_misfit(xq, freqs_cis) -> str:
 
 @remembered
 def _misfit(xq, xk, freqs_cis) -> str:
-    if reason := misfit(xq, xk, _HEAD_AXIS):
+    if reason := heads_misfit(xq, xk, _HEAD_AXIS):
         return reason
     batch, seq_len, _, width = xq
     if len(freqs_cis) != 3 or freqs_cis[0] not in (1, batch) or freqs_cis[1] != seq_len:
@@ -101,7 +102,8 @@ def liger_llama4_text_rotary_pos_emb(
 def liger_llama4_vision_rotary_pos_emb(
     query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`liger_llama4_rope` of the vision tower: freqs_ci [T, 1, half] (or anything of T * half numbers) is every image's.
+    """`liger_llama4_rope` of the vision tower: freqs_ci [T, 1, half] (or anything of T * half numbers) is every
+    image's.
 
     query, key: [B, T, heads, D]. freqs_ci may live on another device, as the model keeps it.
     """
@@ -122,21 +124,12 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, per_batch=False, partial=False) -> Sample:
     """per_batch: angles of each sequence's own; partial: half the width turns."""
-    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
-
-    def states(heads):
-        x = torch.randn(batch, seq_len, heads, head_dim, generator=generator, dtype=torch.float32, device=device)
-        return x.to(dtype).requires_grad_()
-
+    batch, seq_len, _, _, head_dim = sizes
     half = max(1, head_dim // 4 if partial else head_dim // 2)
     shape = (batch if per_batch else 1, seq_len, half)
     angles = torch.rand(shape, generator=generator, dtype=torch.float32, device=device) * 6.2832
-    return Sample(
-        args=(states(n_q_heads), states(n_k_heads), torch.polar(torch.ones_like(angles), angles)),
-        reduction=2,
-        grad_reduction=2,
-        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
-    )
+    freqs_cis = torch.polar(torch.ones_like(angles), angles)
+    return rotary_sample(sizes, dtype, device, generator, (freqs_cis,), head_axis=_HEAD_AXIS)
 
 
 OP = registry.register(
@@ -144,7 +137,7 @@ OP = registry.register(
         name="llama4_rope",
         function=liger_llama4_rope,
         reference=llama4_rope_reference,
-        tunables=(_rotary.fwd, _rotary.bwd),
+        tunables=_rotary.tunables,
         workloads=WORKLOADS,
         sample=_sample,
         small=(*SMALL, (1, 5, 3, 2, 7)),

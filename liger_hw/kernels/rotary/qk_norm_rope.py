@@ -15,19 +15,21 @@ Saved for backward: the inputs, nothing else; 1 / rms is computed again from x.
 Backward, with g the gradient turned back, m = g * (offset + w) and n = x / rms:
     dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
 
-Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.org/abs/2010.04245; Su et al., "RoFormer",
-https://arxiv.org/abs/2104.09864
+Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.org/abs/2010.04245; Su et al.,
+"RoFormer", https://arxiv.org/abs/2104.09864
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from ... import registry
 from ...recompute.recipes import offer_all
-from ...registry import LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
-from ...runtime import operator as _op
+from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2
 from ...runtime.operator import (
+    Function,
     cdiv,
     check,
     check_flags,
@@ -41,24 +43,9 @@ from ...runtime.operator import (
 )
 from ..norms.rms_norm import CASTING_MODES
 from ..rows.reduce import column_sum, column_sum_tunable, halves
-from .qk_norm_rope_kernels import (
-    _add_up,
-    _gradients,
-    _load_head,
-    _load_weight,
-    _normalised,
-    _number,
-    _place,
-    _pointer,
-    _qk_norm_rope_bwd_kernel,
-    _qk_norm_rope_fwd_kernel,
-    _seen,
-    _store_head,
-)
-from .rope import _DIMS, _dense, _geometry, _heads_inside, _key, _misfit, _per_token, _valid
-from .rope import _sample as _rope_sample
-from .rope_kernels import _load, _rotate
-from .rotary import HALVES, SHARED, SMALL, alignment, load_angles, readable_angles, row_offsets, turned
+from . import rotary
+from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
+from .rope import rope_angles, rope_misfit, rope_sample
 
 MODES = {name: CASTING_MODES[name] for name in ("llama", "gemma")}
 
@@ -81,46 +68,40 @@ def qk_norm_rope_reference(
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
-    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
-    trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else HALVES
-    how = (cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, trig)
-    return _both(q, k, q_weight, k_weight, *how)
+    given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+    cos, sin, rotary_dim, angles = rope_angles(*given)
+    how = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
+    return _normed_and_turned(q, q_weight, *how), _normed_and_turned(k, k_weight, *how)
 
 
-def _both(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, trig):
-    norm, how = (eps, offset, casting), (cos, sin, rotary_dim, head_axis, trig)
-    return _normed_and_turned(q, wq, *norm, *how), _normed_and_turned(k, wk, *norm, *how)
-
-
-def _normed_and_turned(x, w, eps, offset, casting, cos, sin, rotary_dim, head_axis, trig):
+def _normed_and_turned(x, w, cos, sin, eps, offset, casting, rotary_dim, head_axis, angles):
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if casting == MODES["llama"]:
         h = h.to(x.dtype).to(wide)
     h = h * (w.to(wide) + offset)
-    return turned(h, cos, sin, rotary_dim, head_axis, False, False, trig).to(x.dtype)
+    return rotary.turned(h, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles)).to(x.dtype)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
 def _tokens(target: Target, key: registry.Key) -> int:
-    """As many as a warp covers with 16-byte loads, so that a thread's heads are all of one place."""
+    """As many as a warp covers with 16-byte loads, so that a thread holds the same columns of all its heads."""
     _, _, width, tokens_bucket, itemsize = key
     lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
     return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Single warps, over 4 heads one by one: 84.7 us at 32 + 8 heads of 128, 53.2 at 8 + 4 of 256, best on an H200."""
+    """Single warps, over 4 heads one by one where tokens are many."""
     heads = 4 if 1 << key[3] >= target.multiprocessors else 1
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1, "HEADS": min(heads, key[0])}, 1)
 
 
 def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Single warps, one head at a time, the next two on their way: 141.7 and 87.2 us on an H200 at the forward's sizes."""
+    """Single warps, one head at a time, with the loads of the next two under way."""
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1}, 1, 3, 8)
 
 
@@ -171,19 +152,15 @@ def _valid_walk(config: LaunchConfig, key: registry.Key) -> str | None:
 
 
 def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
-    return _valid(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+    return rotary.valid_tile(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
 
 
-_HELPERS = (
-    *(_load_head, _store_head, _load_weight, _normalised, _seen, _pointer, _number, _place),
-    *(load_angles, row_offsets, _load, _rotate),
-)
 FWD = Tunable(
     "qk_norm_rope",
     "fwd",
-    kernels=(_qk_norm_rope_fwd_kernel, *_HELPERS),
-    key=_key,
-    dims=_DIMS,
+    kernels=(_qk_norm_rope_fwd_kernel,),
+    key=rotary.rotary_key,
+    dims=rotary.DIMS,
     heuristic=_fwd_heuristic,
     safe=_fwd_safe,
     space=_fwd_space,
@@ -192,116 +169,122 @@ FWD = Tunable(
 BWD = Tunable(
     "qk_norm_rope",
     "bwd",
-    kernels=(_qk_norm_rope_bwd_kernel, _gradients, _add_up, *_HELPERS),
-    key=_key,
-    dims=_DIMS,
+    kernels=(_qk_norm_rope_bwd_kernel,),
+    key=rotary.rotary_key,
+    dims=rotary.DIMS,
     heuristic=_bwd_heuristic,
     safe=_bwd_safe,
     space=_bwd_space,
     valid=_valid_persistent,
 )
-DW = column_sum_tunable("qk_norm_rope", _DIMS, lambda *sizes: 2 * sizes[-1])
+DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1])
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
-
-_CROSSED_HEADS = 1 << 30
-"""`_geometry`'s: always. A program here has few heads, so cos and sin are read again for every few of them and are a
-third of the forward's reads: on an H200 it goes from 86.9 to 85.9 us at 32 + 8 heads of 128, from 54.9 to 53.2 at 8 + 4 of
-256."""
+_BY_POSITION = 1 << 30
+"""`rotary.geometry_of`'s: always. A program has few heads, so that cos and sin are a large part of what it reads."""
 
 
-def _launched(tunable, q, k, cos, layout):
-    """(plan, programs for q, programs for k, axes, strides, sizes, widths) of a launch, or None where there is no token."""
+class _Grid(NamedTuple):
+    """A launch of one of the kernels, programs for q before those for k."""
+
+    plan: Plan
+    geometry: rotary.Geometry
+    for_q: int
+    for_k: int
+
+
+def _grid(tunable, q, k, cos, layout) -> _Grid | None:
+    """None where there is no token."""
     rotary_dim, head_axis, *inside = layout
     layouts = q.shape, q.stride(), k.shape, k.stride(), cos.shape, cos.stride()
-    geometry = _geometry(*layouts, rotary_dim, head_axis, tuple(inside), _CROSSED_HEADS)
+    geometry = rotary.geometry_of(*layouts, rotary_dim, head_axis, tuple(inside), _BY_POSITION)
     if not geometry.tokens:
         return None
     plan = tunable.plan(q.device, (*geometry.key, q.itemsize))
     blocks = plan.config.blocks
-    together = blocks.get("HEADS", blocks["BLOCK_H"])
-    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(heads, together) for heads in geometry.sizes[2:])
+    heads = blocks.get("HEADS", blocks["BLOCK_H"])
+    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(n_heads, heads) for n_heads in geometry.sizes[2:])
     if 0 < plan.programs < for_q + for_k:
-        tiles = for_q + for_k
-        for_q = max(1, min(plan.programs - 1, plan.programs * for_q // tiles))
+        for_q = max(1, min(plan.programs - 1, plan.programs * for_q // (for_q + for_k)))
         for_k = max(1, plan.programs - for_q)
-    return plan, for_q, for_k, geometry.axes, geometry.strides, (*geometry.sizes, for_q), geometry.widths
+    return _Grid(plan, geometry, for_q, for_k)
 
 
-def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
-    q, k, wq, wk = _readable(q), _readable(k), dense(wq), dense(wk)
-    cos, sin = readable_angles(cos, sin, trig)
-    out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
-    found = _launched(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
-    if found:
-        plan, for_q, for_k, _, strides, sizes, widths = found
-        args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, eps, offset)
-        launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, (*widths, trig, alignment(strides), casting))
+def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
+    q, k, wq, wk = rotary.readable(q), rotary.readable(k), dense(wq), dense(wk)
+    cos, sin = rotary.readable_angles(cos, sin, angles)
+    out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
+    grid = _grid(FWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
+    if grid:
+        strides, sizes = grid.geometry.strides, grid.geometry.sizes
+        args = (q, k, wq, wk, cos, sin, out_q, out_k, *strides, *sizes, grid.for_q, eps, offset)
+        flags = (*grid.geometry.widths, angles, rotary.alignment(strides), casting)
+        launch(grid.plan, _qk_norm_rope_fwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k
 
 
 def _bwd(
-    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles, needs_dw
 ):
-    dq, dk, q, k, wq, wk = *map(_readable, (dq, dk, q, k)), dense(wq), dense(wk)
-    cos, sin = readable_angles(cos, sin, trig)
-    out_q, out_k = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+    dq, dk, q, k, wq, wk = *map(rotary.readable, (dq, dk, q, k)), dense(wq), dense(wk)
+    cos, sin = rotary.readable_angles(cos, sin, angles)
+    out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     width = 2 * q.shape[3]
-    found = _launched(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
-    if not found:
+    grid = _grid(BWD, q, k, cos, (rotary_dim, head_axis, q_inside, k_inside))
+    if not grid:
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    plan, for_q, for_k, axes, strides, sizes, widths = found
-    strides = (*(dq.stride(axis) for axis in axes), *(dk.stride(axis) for axis in axes), *strides)
-    partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
-    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, eps, offset)
-    flags = (*widths, trig, alignment(strides), casting)
-    launch(plan, _qk_norm_rope_bwd_kernel, (for_q + for_k,), args, flags)
+    strides, sizes = grid.geometry.strides, grid.geometry.sizes
+    strides = (*(t.stride(axis) for t in (dq, dk) for axis in grid.geometry.axes), *strides)
+    partial = q.new_empty((max(grid.for_q, grid.for_k), width), dtype=torch.float32) if needs_dw else None
+    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, *strides, *sizes, grid.for_q, eps, offset)
+    flags = (*grid.geometry.widths, angles, rotary.alignment(strides), casting)
+    launch(grid.plan, _qk_norm_rope_bwd_kernel, (grid.for_q + grid.for_k,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
-
-
-def _readable(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
-    y_q, y_k = _both(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, trig)
-    return _dense(q, head_axis, q_inside).copy_(y_q), _dense(k, head_axis, k_inside).copy_(y_k)
+def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
+    how = cos, sin, eps, offset, casting, rotary_dim, head_axis, angles
+    y_q, y_k = _normed_and_turned(q, wq, *how), _normed_and_turned(k, wk, *how)
+    return rotary.dense_like(q, head_axis, q_inside).copy_(y_q), rotary.dense_like(k, head_axis, k_inside).copy_(y_k)
 
 
 def _bwd_reference(
-    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles, needs_dw
 ):
     def gradients(dy, x, w):
         wide = torch.promote_types(x.dtype, torch.float32)
-        g = turned(dy.to(wide), cos, sin, rotary_dim, head_axis, False, False, trig, backward=True)
+        g = rotary.turned(dy.to(wide), cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles), backward=True)
         rstd = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
         n, m = x.to(wide) * rstd, g * (w.to(wide) + offset)
-        seen = n.to(x.dtype).to(wide) if casting == MODES["llama"] else n
-        return rstd * (m - n * (m * n).mean(-1, keepdim=True)), (g * seen).sum((0, 1, 2)).to(w.dtype)
+        rounded = n.to(x.dtype).to(wide) if casting == MODES["llama"] else n
+        return rstd * (m - n * (m * n).mean(-1, keepdim=True)), (g * rounded).sum((0, 1, 2)).to(w.dtype)
 
     (dx_q, dwq), (dx_k, dwk) = gradients(dq, q, wq), gradients(dk, k, wk)
-    outputs = _dense(q, head_axis, q_inside).copy_(dx_q), _dense(k, head_axis, k_inside).copy_(dx_k)
+    outputs = (
+        rotary.dense_like(q, head_axis, q_inside).copy_(dx_q),
+        rotary.dense_like(k, head_axis, k_inside).copy_(dx_k),
+    )
     return *outputs, torch.cat((dwq, dwk)) if needs_dw else no_weight(wq)
 
 
-def _fwd_fake(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig):
-    return _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+def _fwd_fake(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
+    return rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
 
 
 def _bwd_fake(
-    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, trig, needs_dw
+    dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles, needs_dw
 ):
-    outputs = _dense(q, head_axis, q_inside), _dense(k, head_axis, k_inside)
+    outputs = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     return *outputs, wq.new_empty(2 * q.shape[3]) if needs_dw else no_weight(wq)
 
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, float eps, float offset, int casting,"
-    " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int trig"
+    " int rotary_dim, int head_axis, bool q_inside, bool k_inside, int angles"
 )
 qk_norm_rope_fwd = define(
     f"qk_norm_rope_fwd({_INPUTS}) -> (Tensor, Tensor)", launcher=_fwd, reference=_fwd_reference, fake=_fwd_fake
@@ -314,7 +297,7 @@ qk_norm_rope_bwd = define(
 )
 
 
-class LigerQKNormRopeFunction(_op.Function):
+class LigerQKNormRopeFunction(Function):
     """Autograd for QK norm and rope: saves the inputs."""
 
     @staticmethod
@@ -334,11 +317,10 @@ class LigerQKNormRopeFunction(_op.Function):
         rotary_dim=None,
         shared_halves=False,
     ):
-        cos, sin = _per_token(cos, sin, position_ids, q.shape[3 - unsqueeze_dim])
-        rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
-        trig = SHARED if shared_halves or cos.shape[-1] < rotary_dim else HALVES
-        inside = _heads_inside(q, unsqueeze_dim), _heads_inside(k, unsqueeze_dim)
-        ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, trig
+        given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
+        cos, sin, rotary_dim, angles = rope_angles(*given)
+        inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
+        ctx.how = float(eps), float(offset), MODES[casting_mode], rotary_dim, unsqueeze_dim, *inside, angles
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         outputs = qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, *ctx.how)
         offer_all(ctx, outputs, qk_norm_rope_fwd, (q, k, q_weight, k_weight, cos, sin, *ctx.how))
@@ -386,7 +368,7 @@ def liger_qk_norm_rope(
         check(False, "liger_qk_norm_rope", f"casting_mode must be one of {', '.join(MODES)}, got {casting_mode!r}")
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     check_flags("liger_qk_norm_rope", shared_halves=shared_halves)
-    if reason := _misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
+    if reason := rope_misfit(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim) or _dtypes_misfit(
         q, k, q_weight, k_weight
     ):
         check(False, "liger_qk_norm_rope", reason)
@@ -454,14 +436,14 @@ WORKLOADS = {
     "qwen3_8b": (4, 4096, 32, 8, 128),
     "gemma3_4b": (4, 4096, 8, 4, 256),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models. Halves of cos and sin
-are equal, as in these models, and the op is told so."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves as patched models pass
+it."""
 
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
     """The options of rope's sample beside those of the norm."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
-    sample = _rope_sample(sizes, dtype, device, generator, **options)
+    sample = rope_sample(sizes, dtype, device, generator, **options)
     weights = (
         torch.randn(head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
         for _ in range(2)
@@ -485,7 +467,7 @@ OP = registry.register(
         tunables=(FWD, BWD, DW),
         workloads=WORKLOADS,
         sample=_sample,
-        small=SMALL,
+        small=rotary.SMALL,
         options=({}, {"shared": False}, {"casting_mode": "gemma", "offset": 1.0, "partial": True, "table": True}),
     )
 )

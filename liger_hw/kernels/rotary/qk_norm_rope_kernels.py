@@ -1,49 +1,16 @@
 """The kernels of qk_norm_rope; qk_norm_rope.py says what they compute.
 
-A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens, whole
-heads, each as its rotary halves and the tail that does not turn. Heads come first: where a program's threads cover its
-tokens, a thread holds all heads of one place, so that cos, sin, the weight and its gradient are its own and nothing passes
-through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many as a grid of
-resident programs leaves to each.
+A program works on q or on k: the first n_q_programs on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens,
+whole heads, each as its rotary halves and the tail that does not turn. Heads come first: where a program's threads
+cover its tokens, a thread holds all heads of one column, so that cos, sin, the weight and its gradient are its own and
+nothing passes through shared memory. The forward walks over the heads of its tokens, the backward over tiles, as many
+as a grid of resident programs leaves to each.
 """
 
 from __future__ import annotations
 
 from ...runtime.triton_import import tl, triton
-from .rope_kernels import _load, _rotate
-from .rotary import load_angles, row_offsets
-
-
-@triton.jit
-def _load_head(
-    ptrs,
-    mask,
-    HALF: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    CACHE: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """Both halves and the tail of the heads at `ptrs` [heads, tokens, 1], raw; without a tail the first half again."""
-    cols = tl.arange(0, BLOCK_HALF)[None, None, :]
-    x1 = _load(ptrs + cols, mask & (cols < HALF), CACHE, EVICT)
-    x2 = _load(ptrs + cols + HALF, mask & (cols < HALF), CACHE, EVICT)
-    x3 = x1
-    if TAIL:
-        tail = tl.arange(0, BLOCK_TAIL)[None, None, :]
-        x3 = _load(ptrs + tail + 2 * HALF, mask & (tail < TAIL), CACHE, EVICT)
-    return x1, x2, x3
-
-
-@triton.jit
-def _store_head(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, TAIL: tl.constexpr):
-    cols = tl.arange(0, y1.shape[2])[None, None, :]
-    tl.store(ptrs + cols, y1.to(ptrs.dtype.element_ty), mask=mask & (cols < HALF))
-    tl.store(ptrs + cols + HALF, y2.to(ptrs.dtype.element_ty), mask=mask & (cols < HALF))
-    if TAIL:
-        tail = tl.arange(0, y3.shape[2])[None, None, :]
-        tl.store(ptrs + tail + 2 * HALF, y3.to(ptrs.dtype.element_ty), mask=mask & (tail < TAIL))
+from .rotary_kernels import load_angles, load_heads, rotate, row_offsets, store_heads
 
 
 @triton.jit
@@ -80,7 +47,7 @@ def _normalised(x1, x2, x3, eps, WIDTH: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _seen(h, x, CASTING: tl.constexpr):
+def _rounded(h, x, CASTING: tl.constexpr):
     """What the weight multiplies: llama's casting mode rounds it to the dtype of x."""
     if CASTING == 0:
         h = h.to(x.dtype).to(tl.float32)
@@ -91,7 +58,7 @@ def _seen(h, x, CASTING: tl.constexpr):
 def _gradients(x, dy, w, trig, eps, WIDTH: tl.constexpr, TAIL: tl.constexpr, CASTING: tl.constexpr):
     """dx and the sums over the heads for dw of one tile; x, dy and w are three parts each."""
     rstd, h1, h2, h3 = _normalised(x[0], x[1], x[2], eps, WIDTH, TAIL)
-    g1, g2 = _rotate(dy[0].to(tl.float32), dy[1].to(tl.float32), *trig, True)
+    g1, g2 = rotate(dy[0].to(tl.float32), dy[1].to(tl.float32), *trig, True)
     m1, m2 = g1 * w[0], g2 * w[1]
     dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
     dx3 = h3
@@ -100,18 +67,19 @@ def _gradients(x, dy, w, trig, eps, WIDTH: tl.constexpr, TAIL: tl.constexpr, CAS
         g3 = dy[2].to(tl.float32)
         m3 = g3 * w[2]
         dot += tl.sum(m3 * h3, axis=2)
-        dw3 = tl.sum(g3 * _seen(h3, x[2], CASTING), axis=0)
+        dw3 = tl.sum(g3 * _rounded(h3, x[2], CASTING), axis=0)
     dot = (dot / WIDTH)[:, :, None]
     if TAIL:
         dx3 = rstd * (m3 - h3 * dot)
     dx1, dx2 = rstd * (m1 - h1 * dot), rstd * (m2 - h2 * dot)
-    dw1 = tl.sum(g1 * _seen(h1, x[0], CASTING), axis=0)
-    dw2 = tl.sum(g2 * _seen(h2, x[1], CASTING), axis=0)
+    dw1 = tl.sum(g1 * _rounded(h1, x[0], CASTING), axis=0)
+    dw2 = tl.sum(g2 * _rounded(h2, x[1], CASTING), axis=0)
     return dx1, dx2, dx3, dw1, dw2, dw3
 
 
 @triton.jit
-def _add_up(DW_ptr, dw1, dw2, dw3, HALF: tl.constexpr, TAIL: tl.constexpr):
+def _store_dw(DW_ptr, dw1, dw2, dw3, HALF: tl.constexpr, TAIL: tl.constexpr):
+    """A row of partial sums, from the sums of each token."""
     cols = tl.arange(0, dw1.shape[1])
     tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HALF)
     tl.store(DW_ptr + cols + HALF, tl.sum(dw2, axis=0), mask=cols < HALF)
@@ -131,18 +99,13 @@ def _pointer(is_k, Q_ptr, K_ptr):
 
 @triton.jit
 def _number(is_k, of_q, of_k):
-    """Arithmetic, for numbers that Triton may have made constants of."""
+    """Arithmetic and no branch, because Triton may have made constants of the numbers."""
     return of_q + is_k.to(tl.int64) * (of_k - of_q)
 
 
 @triton.jit
-def _place(tile, n_head_tiles, n_heads, n_tokens, seq_len, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
-    """batch and token [BLOCK_T], heads [BLOCK_H], the mask of the tokens [1, tokens, 1] and that of the tile."""
-    tokens = (tile // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    heads = (tile % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
-    token_mask = (tokens < n_tokens)[None, :, None]
-    mask = token_mask & (heads < n_heads)[:, None, None]
-    return (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64), heads, token_mask, mask
+def _strides(is_k, q_batch, q_head, q_token, k_batch, k_head, k_token):
+    return _number(is_k, q_batch, k_batch), _number(is_k, q_head, k_head), _number(is_k, q_token, k_token)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_q_programs"])
@@ -180,7 +143,7 @@ def _qk_norm_rope_fwd_kernel(
     TAIL: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
-    TRIG: tl.constexpr,
+    ANGLES: tl.constexpr,
     ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -198,12 +161,18 @@ def _qk_norm_rope_fwd_kernel(
     tile = tl.program_id(0) - is_k.to(tl.int32) * n_q_programs
     X_ptr, Out_ptr = _pointer(is_k, Q_ptr, K_ptr), _pointer(is_k, OutQ_ptr, OutK_ptr)
     n_heads = _number(is_k, n_q_heads, n_k_heads).to(tl.int32)
-    x_batch = _number(is_k, Q_batch_stride, K_batch_stride)
-    x_head = _number(is_k, Q_head_stride, K_head_stride)
-    x_token = _number(is_k, Q_token_stride, K_token_stride)
-    out_batch = _number(is_k, OutQ_batch_stride, OutK_batch_stride)
-    out_head = _number(is_k, OutQ_head_stride, OutK_head_stride)
-    out_token = _number(is_k, OutQ_token_stride, OutK_token_stride)
+    x_batch, x_head, x_token = _strides(
+        is_k, Q_batch_stride, Q_head_stride, Q_token_stride, K_batch_stride, K_head_stride, K_token_stride
+    )
+    out_batch, out_head, out_token = _strides(
+        is_k,
+        OutQ_batch_stride,
+        OutQ_head_stride,
+        OutQ_token_stride,
+        OutK_batch_stride,
+        OutK_head_stride,
+        OutK_token_stride,
+    )
     n_groups = tl.cdiv(n_heads, HEADS)
     tokens = (tile // n_groups) * BLOCK_T + tl.arange(0, BLOCK_T)
     before = (tile % n_groups) * HEADS
@@ -214,10 +183,10 @@ def _qk_norm_rope_fwd_kernel(
     batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
     ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
     out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-    x1, x2, x3 = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
+    x1, x2, x3 = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
     w1, w2, w3 = _load_weight(_pointer(is_k, WQ_ptr, WK_ptr), offset, HALF, TAIL, BLOCK_T, BLOCK_HALF, BLOCK_TAIL)
     angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
     cos1, cos2, sin1, sin2 = cos1 * w1, cos2 * w2, sin1 * w2, sin2 * w1
     WIDTH: tl.constexpr = 2 * HALF + TAIL
     step, out_step = tl.multiple_of(BLOCK_H * x_head, ALIGN), tl.multiple_of(BLOCK_H * out_head, ALIGN)
@@ -226,10 +195,10 @@ def _qk_norm_rope_fwd_kernel(
         heads += BLOCK_H
         ptrs += step
         coming = token_mask & (heads < last)[:, None, None]
-        n1, n2, n3 = _load_head(ptrs, coming, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
+        n1, n2, n3 = load_heads(ptrs, coming, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, WIDTH, TAIL)
-        y1, y2 = _rotate(_seen(h1, x1, CASTING), _seen(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
-        _store_head(out, y1, y2, _seen(h3, x3, CASTING) * w3, mask, HALF, TAIL)
+        y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
+        store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HALF, TAIL, False)
         out += out_step
         x1, x2, x3 = n1, n2, n3
 
@@ -278,7 +247,7 @@ def _qk_norm_rope_bwd_kernel(
     TAIL: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
-    TRIG: tl.constexpr,
+    ANGLES: tl.constexpr,
     ALIGN: tl.constexpr,
     CASTING: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -298,15 +267,21 @@ def _qk_norm_rope_bwd_kernel(
     DY_ptr, X_ptr = _pointer(is_k, DQ_ptr, DK_ptr), _pointer(is_k, Q_ptr, K_ptr)
     Out_ptr, W_ptr = _pointer(is_k, OutQ_ptr, OutK_ptr), _pointer(is_k, WQ_ptr, WK_ptr)
     n_heads = _number(is_k, n_q_heads, n_k_heads).to(tl.int32)
-    dy_batch = _number(is_k, DQ_batch_stride, DK_batch_stride)
-    dy_head = _number(is_k, DQ_head_stride, DK_head_stride)
-    dy_token = _number(is_k, DQ_token_stride, DK_token_stride)
-    x_batch = _number(is_k, Q_batch_stride, K_batch_stride)
-    x_head = _number(is_k, Q_head_stride, K_head_stride)
-    x_token = _number(is_k, Q_token_stride, K_token_stride)
-    out_batch = _number(is_k, OutQ_batch_stride, OutK_batch_stride)
-    out_head = _number(is_k, OutQ_head_stride, OutK_head_stride)
-    out_token = _number(is_k, OutQ_token_stride, OutK_token_stride)
+    dy_batch, dy_head, dy_token = _strides(
+        is_k, DQ_batch_stride, DQ_head_stride, DQ_token_stride, DK_batch_stride, DK_head_stride, DK_token_stride
+    )
+    x_batch, x_head, x_token = _strides(
+        is_k, Q_batch_stride, Q_head_stride, Q_token_stride, K_batch_stride, K_head_stride, K_token_stride
+    )
+    out_batch, out_head, out_token = _strides(
+        is_k,
+        OutQ_batch_stride,
+        OutQ_head_stride,
+        OutQ_token_stride,
+        OutK_batch_stride,
+        OutK_head_stride,
+        OutK_token_stride,
+    )
     n_head_tiles = tl.cdiv(n_heads, BLOCK_H)
     n_tiles = tl.cdiv(n_tokens, BLOCK_T) * n_head_tiles
     WIDTH: tl.constexpr = 2 * HALF + TAIL
@@ -315,16 +290,20 @@ def _qk_norm_rope_bwd_kernel(
     total2 = tl.zeros([BLOCK_T, BLOCK_HALF], dtype=tl.float32)
     total3 = tl.zeros([BLOCK_T, BLOCK_TAIL], dtype=tl.float32)
     for tile in tl.range(first, n_tiles, programs, num_stages=STAGES):
-        batch, token, heads, token_mask, mask = _place(tile, n_head_tiles, n_heads, n_tokens, seq_len, BLOCK_T, BLOCK_H)
+        tokens = (tile // n_head_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+        heads = (tile % n_head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+        token_mask = (tokens < n_tokens)[None, :, None]
+        mask = token_mask & (heads < n_heads)[:, None, None]
+        batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
         ptrs = X_ptr + row_offsets(batch, token, heads, x_batch, x_head, x_token, ALIGN)
-        x = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
+        x = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
         ptrs = DY_ptr + row_offsets(batch, token, heads, dy_batch, dy_head, dy_token, ALIGN)
-        dy = _load_head(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, LOAD_CACHE, LOAD_EVICT)
+        dy = load_heads(ptrs, mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, False, LOAD_CACHE, LOAD_EVICT)
         angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-        trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
+        trig = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES)
         dx1, dx2, dx3, dw1, dw2, dw3 = _gradients(x, dy, w, trig, eps, WIDTH, TAIL, CASTING)
         out = Out_ptr + row_offsets(batch, token, heads, out_batch, out_head, out_token, ALIGN)
-        _store_head(out, dx1, dx2, dx3, mask, HALF, TAIL)
+        store_heads(out, dx1, dx2, dx3, mask, HALF, TAIL, False)
         if DW_ptr is not None:
             total1 += dw1
             total2 += dw2
@@ -332,7 +311,7 @@ def _qk_norm_rope_bwd_kernel(
                 total3 += dw3
     if DW_ptr is not None:
         row = DW_ptr + first.to(tl.int64) * (2 * WIDTH)
-        _add_up(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HALF, TAIL)
+        _store_dw(row + is_k.to(tl.int32) * WIDTH, total1, total2, total3, HALF, TAIL)
         if first >= tl.num_programs(0) - programs:
             nothing = row + (1 - is_k.to(tl.int32)) * WIDTH
-            _add_up(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HALF, TAIL)
+            _store_dw(nothing, total1 * 0.0, total2 * 0.0, total3 * 0.0, HALF, TAIL)

@@ -20,7 +20,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
-from .rotary import HALVES, SHARED, SMALL, Rotary, misfit, no_gradient, turned
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -35,14 +35,14 @@ def qwen2vl_mrope_reference(
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    trig = SHARED if shared_halves else HALVES
-    how = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
-    return turned(q, cos, sin, *how), turned(k, cos, sin, *how)
+    how = cos, sin, cos.shape[-1], unsqueeze_dim, _form(mrope_section, shared_halves)
+    return turned(q, *how), turned(k, *how)
 
 
-def _borders(mrope_section: Sequence[int]) -> tuple[int, int]:
-    """Columns of the first plane, and of the first two."""
-    return mrope_section[0], mrope_section[0] + mrope_section[1]
+def _form(mrope_section: Sequence[int], shared_halves: bool) -> Form:
+    time, height, _ = mrope_section
+    angles = SHARED if shared_halves else HALVES
+    return Form(angles=angles, section_0=time, section_1=time + height)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -55,9 +55,8 @@ class LigerQwen2VLMRopeFunction(Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
-        trig = SHARED if shared_halves else HALVES
-        layout = (cos.shape[-1], unsqueeze_dim, False, False, trig, *_borders(mrope_section))
-        return _rotary.forward(ctx, q, k, cos, sin, *layout)
+        form = _form(mrope_section, shared_halves)
+        return _rotary.forward(ctx, q, k, cos, sin, cos.shape[-1], unsqueeze_dim, form)
 
     @staticmethod
     @first_order
@@ -86,10 +85,10 @@ def liger_qwen2vl_mrope(
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
-    told = q.shape, k.shape, cos.shape, sin.shape, unsqueeze_dim
-    if reason := _sections_misfit(mrope_section) or _misfit(*told, *mrope_section):
+    shapes = q.shape, k.shape, cos.shape, sin.shape
+    if reason := _sections_misfit(mrope_section) or _misfit(*shapes, unsqueeze_dim, *mrope_section):
         check(False, "liger_qwen2vl_mrope", reason)
-    no_gradient("liger_qwen2vl_mrope", cos, sin)
+    check_no_gradient("liger_qwen2vl_mrope", cos, sin)
     check_flags("liger_qwen2vl_mrope", shared_halves=shared_halves)
     return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim, shared_halves)
 
@@ -103,7 +102,7 @@ def _sections_misfit(mrope_section) -> str:
 
 @remembered
 def _misfit(q, k, cos, sin, head_axis, *sections) -> str:
-    if reason := misfit(q, k, head_axis):
+    if reason := heads_misfit(q, k, head_axis):
         return reason
     batch, seq_len, width = q[0], q[3 - head_axis], 2 * sum(sections)
     if width > q[3]:
@@ -127,34 +126,22 @@ WORKLOADS = {
     "qwen2_5_vl_7b": (4, 4096, 28, 4, 128),
     "qwen2_vl_72b": (2, 4096, 64, 8, 128),
 }
-"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models; told of equal halves, as patched models do."""
+"""Sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves as patched models pass
+it."""
 
 
 def _sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
-    """transposed: q and k are views of [B, T, heads, D], as the model passes them; one_batch: angles without a batch."""
-    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
-
-    def states(heads):
-        middle = (seq_len, heads) if transposed else (heads, seq_len)
-        x = torch.randn(batch, *middle, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
-        return (x.transpose(1, 2) if transposed else x).requires_grad_()
-
+    """one_batch: angles without a batch."""
+    batch, seq_len, _, _, head_dim = sizes
     half = max(3, head_dim // 2)
     sections = [max(1, half // 4), max(1, half * 3 // 8)]
     sections.append(half - sum(sections))
     frequency = 1e6 ** -(torch.arange(half, device=device, dtype=torch.float32) / half)
-    places = torch.randint(
-        4 * seq_len + 1, (3, 1 if one_batch else batch, seq_len, 1), generator=generator, device=device
-    )
-    angles = places * frequency
+    shape = (3, 1 if one_batch else batch, seq_len, 1)
+    angles = torch.randint(4 * seq_len + 1, shape, generator=generator, device=device) * frequency
     angles = torch.cat((angles, angles), -1)
-    return Sample(
-        args=(states(n_q_heads), states(n_k_heads), angles.cos().to(dtype), angles.sin().to(dtype), sections),
-        kwargs={"shared_halves": shared},
-        reduction=2,
-        grad_reduction=2,
-        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
-    )
+    angles = angles.cos().to(dtype), angles.sin().to(dtype), sections
+    return rotary_sample(sizes, dtype, device, generator, angles, {"shared_halves": shared}, transposed=transposed)
 
 
 OP = registry.register(
@@ -162,7 +149,7 @@ OP = registry.register(
         name="qwen2vl_mrope",
         function=liger_qwen2vl_mrope,
         reference=qwen2vl_mrope_reference,
-        tunables=(_rotary.fwd, _rotary.bwd),
+        tunables=_rotary.tunables,
         workloads=WORKLOADS,
         sample=_sample,
         small=SMALL,

@@ -1,402 +1,444 @@
-"""Rotary embeddings beyond rope.py's: interleaved pairs, complex angles, angles of several position axes.
+"""Core of the rotary embeddings: reference, tunables, launcher, operator and autograd of all that turn pairs by angles.
 
-A pair (x1, x2) turns to (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). Where a pair lies, in the input and in the output:
+A pair (x1, x2) turns to (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op is a `Form`:
+how its pairs and its angles lie. Pairs, in the input and in the output:
     halves   x1 = x[i], x2 = x[i + h]        i < h = rotary_dim // 2
     pairs    x1 = x[2i], x2 = x[2i + 1]
-and where its angles lie (TRIG):
+Angles:
     SHARED   cos1 = cos2 = cos[i]            one angle a pair
     HALVES   cos1 = cos[i], cos2 = cos[i + h]
     PAIRS    cos1 = cos[2i], cos2 = cos[2i + 1]
-    COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from one tensor of complex numbers seen as real ones
-With `section` and `sections` the angles have a plane for each of three position axes: i < section takes plane 0, from
-there to `sections` plane 1, the rest plane 2. Shapes, layouts, dtypes and what passes through are those of rope.py.
+    COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from complex numbers seen as real ones
+Sections: the angles have a plane for each of three position axes. Column i < section_0 takes plane 0, i < section_1
+plane 1, the rest plane 2.
+
+Shapes: q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (head_axis 1) or [B, T, heads, D] (head_axis 2), of any strides
+(read in place while the last dimension is contiguous); columns from rotary_dim on pass through. Arithmetic in fp32,
+rounded once. Output: new dense tensors, with heads and tokens in memory in the input's order, so that what follows sees
+the layout it knows.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...registry import Tunable
-from ...runtime.dependent_launch import begin
-from ...runtime.operator import check, define, launch
-from ...runtime.triton_import import tl, triton
-from . import rotary_flat as _rotary_flat
-from .rope import (
-    _DIMS,
-    _dense,
-    _empty,
-    _geometry,
-    _heads_inside,
-    _heuristic,
-    _key,
-    _readable,
-    _safe,
-    _space,
-    _valid,
-)
-from .rope_kernels import _load, _rotate, few_tokens, program_of, tiled
+from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2
+from ...runtime.dependent_launch import few
+from ...runtime.operator import cdiv, check, define, launch
+from ..pointwise.elementwise import flat_safe, flat_space, flat_valid
+from .rotary_kernels import _flat_rotary_kernel, _rotary_kernel
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
-SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
-"""Test sizes of the ops here: widths and heads that are no power of two, one token too few, one of everything."""
-
-# -- kernel ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def row_offsets(batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
-    """Where each (head, token) begins, [heads, tokens, 1]: all multiples of ALIGN elements.
+class Form(NamedTuple):
+    """How an op's pairs and angles lie, forward; see the top of this file."""
 
-    The hints stand on vectors: one on a tile, whose sizes may all be 1, fails Triton's coalescing pass (3.6 to 3.9).
-    """
-    rows = tl.multiple_of(batch * batch_stride + token * token_stride, ALIGN)
-    return rows[None, :, None] + tl.multiple_of(heads.to(tl.int64) * head_stride, ALIGN)[:, None, None]
-
-
-@triton.jit
-def _load_pairs(
-    ptrs,
-    mask,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_PAIRS: tl.constexpr,
-    CACHE: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """x1 and x2 of every pair of the rows at `ptrs` [heads, tokens, 1]: [heads, tokens, BLOCK] each, raw."""
-    if IS_PAIRS:
-        both = tl.arange(0, 2 * BLOCK)[None, None, :]
-        x = _load(ptrs + both, mask & (both < 2 * HALF), CACHE, EVICT)
-        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], BLOCK, 2]))
-    else:
-        cols = tl.arange(0, BLOCK)[None, None, :]
-        x1 = _load(ptrs + cols, mask & (cols < HALF), CACHE, EVICT)
-        x2 = _load(ptrs + cols + HALF, mask & (cols < HALF), CACHE, EVICT)
-    return x1, x2
-
-
-@triton.jit
-def _store_pairs(ptrs, x1, x2, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, IS_PAIRS: tl.constexpr):
-    if IS_PAIRS:
-        both = tl.arange(0, 2 * BLOCK)[None, None, :]
-        x = tl.reshape(tl.join(x1, x2), [x1.shape[0], x1.shape[1], 2 * BLOCK])
-        tl.store(ptrs + both, x, mask=mask & (both < 2 * HALF))
-    else:
-        cols = tl.arange(0, BLOCK)[None, None, :]
-        tl.store(ptrs + cols, x1, mask=mask & (cols < HALF))
-        tl.store(ptrs + cols + HALF, x2, mask=mask & (cols < HALF))
-
-
-@triton.jit
-def load_angles(Cos_ptr, Sin_ptr, offsets, mask, HALF: tl.constexpr, BLOCK: tl.constexpr, TRIG: tl.constexpr):
-    """cos1, cos2, sin1, sin2 as [1, tokens, BLOCK] fp32; `offsets` [1, tokens, 1 or BLOCK]."""
-    if TRIG >= 2:
-        both = tl.arange(0, 2 * BLOCK)[None, None, :]
-        inside = mask & (both < 2 * HALF)
-        cos = tl.load(Cos_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], cos.shape[1], BLOCK, 2]))
-        if TRIG == 3:
-            sin1 = cos2
-            sin2 = cos2
-            cos2 = cos1
-        else:
-            sin = tl.load(Sin_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
-            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], sin.shape[1], BLOCK, 2]))
-    else:
-        cols = tl.arange(0, BLOCK)[None, None, :]
-        inside = mask & (cols < HALF)
-        cos1 = tl.load(Cos_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
-        sin1 = tl.load(Sin_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
-        cos2 = cos1
-        sin2 = sin1
-        if TRIG == 1:
-            cos2 = tl.load(Cos_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
-            sin2 = tl.load(Sin_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
-    return cos1, cos2, sin1, sin2
-
-
-@triton.jit(do_not_specialize=["n_tokens", "seq_len"])
-def _rotary_kernel(
-    Q_ptr,
-    K_ptr,
-    Cos_ptr,
-    Sin_ptr,
-    OutQ_ptr,
-    OutK_ptr,
-    Q_batch_stride,
-    Q_head_stride,
-    Q_token_stride,
-    K_batch_stride,
-    K_head_stride,
-    K_token_stride,
-    OutQ_batch_stride,
-    OutQ_head_stride,
-    OutQ_token_stride,
-    OutK_batch_stride,
-    OutK_head_stride,
-    OutK_token_stride,
-    cos_batch_stride,
-    cos_token_stride,
-    cos_plane_stride,
-    n_tokens,
-    seq_len,
-    n_q_heads,
-    n_k_heads,
-    HALF: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    APART: tl.constexpr,
-    SPREAD: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    TRIG: tl.constexpr,
-    FIRST_SECTION: tl.constexpr,
-    FIRST_SECTIONS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program, every load before the first store.
-
-    Heads are the outermost dimension of a tile: where a program's threads cover its tokens, a thread holds all heads of
-    one place, and cos and sin are its own. (With tokens outermost they pass through shared memory.)
-    K_ptr may be None. FIRST_SECTION, FIRST_SECTIONS: columns of plane 0, and of planes 0 and 1; 0 where there is one.
-    ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
-    """
-    begin(AHEAD)
-    tile, tokens, batch, token = program_of(seq_len, HEAD_TILES, APART, BLOCK_T)
-    q_heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    k_heads = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    token_mask = (tokens < n_tokens)[None, :, None]
-    q_mask = token_mask & (q_heads < n_q_heads)[:, None, None]
-    k_mask = token_mask & (k_heads < n_k_heads)[:, None, None]
-    tail_cols = 2 * HALF + tl.arange(0, BLOCK_TAIL)[None, None, :]
-    tail_mask = tail_cols < 2 * HALF + TAIL
-
-    q_ptrs = Q_ptr + row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
-    q1, q2 = _load_pairs(q_ptrs, q_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
-    if TAIL:
-        q3 = _load(q_ptrs + tail_cols, q_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    if K_ptr is not None:
-        k_ptrs = K_ptr + row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN)
-        k1, k2 = _load_pairs(k_ptrs, k_mask, HALF, BLOCK_HALF, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
-        if TAIL:
-            k3 = _load(k_ptrs + tail_cols, k_mask & tail_mask, LOAD_CACHE, LOAD_EVICT)
-    angles = tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN)[None, :, None]
-    if FIRST_SECTIONS:
-        cols = tl.arange(0, BLOCK_HALF)
-        plane = (cols >= FIRST_SECTION).to(tl.int64) + (cols >= FIRST_SECTIONS).to(tl.int64)
-        angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
-    if SPREAD:
-        k_angles = tl.broadcast_to(angles, [BLOCK_K, BLOCK_T, angles.shape[2]])
-        angles = tl.broadcast_to(angles, [BLOCK_H, BLOCK_T, angles.shape[2]])
-    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, TRIG)
-    if SPREAD and K_ptr is not None:
-        k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, TRIG)
-    else:
-        k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
-
-    out = OutQ_ptr + row_offsets(batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN)
-    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
-    _store_pairs(out, q1, q2, q_mask, HALF, BLOCK_HALF, PAIRS_OUT)
-    if TAIL:
-        tl.store(out + tail_cols, q3, mask=q_mask & tail_mask)
-    if K_ptr is not None:
-        out = OutK_ptr + row_offsets(
-            batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
-        )
-        k1, k2 = _rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
-        _store_pairs(out, k1, k2, k_mask, HALF, BLOCK_HALF, PAIRS_OUT)
-        if TAIL:
-            tl.store(out + tail_cols, k3, mask=k_mask & tail_mask)
+    pairs_in: bool = False
+    pairs_out: bool = False
+    angles: int = HALVES
+    section_0: int = 0
+    section_1: int = 0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def turned(x, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0, backward=False):
+def turned(x, cos, sin, rotary_dim, head_axis, form, backward=False):
     """One of q and k, turned, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
     half = rotary_dim // 2
     wide = torch.promote_types(x.dtype, torch.float32)
-    if trig == COMPLEX:
+    if form.angles == COMPLEX:
         cos, sin = cos[..., 0], cos[..., 1]
-    if sections:
-        cos, sin = (_one_plane(t, half, section, sections) for t in (cos, sin))
+    if form.section_1:
+        cos, sin = (_one_plane(t, half, form.section_0, form.section_1) for t in (cos, sin))
     cos, sin = cos.to(wide).unsqueeze(head_axis), sin.to(wide).unsqueeze(head_axis)
-    if trig in (HALVES, PAIRS):
-        cos1, cos2, sin1, sin2 = *_parts(cos, half, trig == PAIRS), *_parts(sin, half, trig == PAIRS)
+    if form.angles in (HALVES, PAIRS):
+        (cos1, cos2), (sin1, sin2) = (_split(t, half, form.angles == PAIRS) for t in (cos, sin))
     else:
         cos1, sin1 = cos[..., :half], sin[..., :half]
         cos2, sin2 = cos1, sin1
-    x1, x2 = _parts(x[..., :rotary_dim].to(wide), half, pairs_out if backward else pairs_in)
+    to_pairs, from_pairs = (form.pairs_in, form.pairs_out) if backward else (form.pairs_out, form.pairs_in)
+    x1, x2 = _split(x[..., :rotary_dim].to(wide), half, from_pairs)
     if backward:
         y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
     else:
         y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    to_pairs = pairs_in if backward else pairs_out
     y = torch.stack((y1, y2), -1).flatten(-2) if to_pairs else torch.cat((y1, y2), -1)
     return torch.cat((y.to(x.dtype), x[..., rotary_dim:]), -1)
 
 
-def _parts(t, half, is_pairs):
+def _split(t, half, is_pairs):
     return (t[..., 0::2], t[..., 1::2]) if is_pairs else (t[..., :half], t[..., half:])
 
 
-def _one_plane(t, half, section, sections):
+def _one_plane(t, half, section_0, section_1):
     """[3, B, T, width] -> [B, T, width], each column of the plane its section names."""
     column = torch.arange(t.shape[-1], device=t.device) % half
-    plane = (column >= section).long() + (column >= sections).long()
+    plane = (column >= section_0).long() + (column >= section_1).long()
     return t.gather(0, plane.expand(1, *t.shape[1:]))[0]
 
 
-# -- tunables and operator of an op ----------------------------------------------------------------------------------
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+DIMS = ("batch", "seq_len", "n_q_heads", "n_k_heads", "head_dim")
 
 
-class Rotary:
-    """The tunables `<op>.fwd`, `<op>.bwd` and the operator `liger_hw::<op>` of a rotary op.
+def rotary_key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> Key:
+    """Heads of q and k rounded up to powers of two, head width, log2 bucket of the tokens, bytes an element."""
+    heads = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads)
+    return *heads, head_dim, (batch * seq_len - 1).bit_length() if batch * seq_len > 1 else 0, itemsize
 
-    The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, pairs_in, pairs_out,
-    trig, section, sections, backward). cos [1 or B, T, width] (with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]).
-    pairs_in and pairs_out are those of the forward; backward goes the other way.
-    flat: heads whose width is even and no power of two go through `_rotary_flat`, which takes halves with HALVES or SHARED,
-    or pairs, in and out, with COMPLEX.
+
+def _heuristic(target: Target, key: Key) -> LaunchConfig:
+    """One warp and 32 bytes of q a thread, of at least the heads that share one of k: few registers, many programs.
+
+    Small launches take 16 bytes a thread, in four warps or, the smallest, one. Tiles that the head width does not fill
+    take 64 bytes a thread.
     """
+    q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
+    width = next_power_of_2(head_dim)
+    elements = q_heads * width << tokens_bucket
+    warp_byte = target.warp_size // itemsize  # elements of one byte a thread of a warp
+    if elements <= 2048 * target.multiprocessors:
+        warps = 4 if elements > 128 * target.multiprocessors else 1
+        return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": min(q_heads, max(1, warps * 16 * warp_byte // width))}, warps)
+    wanted = (32 if width == head_dim else 64) * warp_byte
+    sharing = min(q_heads // max(1, k_heads), max(1, 128 * warp_byte // width))
+    block_h = min(q_heads, max(1, wanted // width, sharing))
+    block_t = min(8, max(1, wanted // (block_h * width)))
+    warps = target.warps(block_t * block_h * width, 64 // itemsize, 8)
+    return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
 
-    def __init__(self, op: str, flat: bool = False) -> None:
-        self.flat = flat
-        self.fwd, self.bwd = (_tunable(op, variant, flat) for variant in ("fwd", "bwd"))
-        self.operator = define(
-            f"{op}(Tensor q, Tensor? k, Tensor cos, Tensor? sin, int rotary_dim, int head_axis, bool q_inside,"
-            " bool k_inside, bool pairs_in, bool pairs_out, int trig, int section, int sections, bool backward)"
-            " -> (Tensor, Tensor)",
-            launcher=self._launch,
-            reference=_reference,
-            fake=_fake,
-        )
 
-    def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
-        *_, trig, _section, sections, back = how
-        q, q_strides = _readable(q)
-        k_shape = k_strides = out_k = None
-        if k is not None:
-            k, k_strides = _readable(k)
-            k_shape = k.shape
-        cos, sin = readable_angles(cos, sin, trig)
-        cos_shape, cos_strides, plane_stride = cos.shape, cos.stride(), 0
-        if sections:
-            plane_stride, *cos_strides = cos_strides
-            cos_shape, cos_strides = cos_shape[1:], tuple(cos_strides)
-        geometry = _geometry(
-            *(q.shape, q_strides, k_shape, k_strides, cos_shape, cos_strides),
-            *(rotary_dim, head_axis, (q_inside, k_inside), 0),  # crossing gains nothing here: H200, 16 to 128 heads
-        )
-        out_q = _empty(q, geometry.q_strides)
-        if k is not None:
-            out_k = _empty(k, geometry.k_strides)
-        if geometry.tokens:
-            plan = (self.bwd if back else self.fwd).plan(q.device, (*geometry.key, q.itemsize))
-            name = plan, how, plane_stride
-            known = geometry.launches.get(name)
-            if known is None:
-                known = geometry.launches[name] = self._numbers(geometry, plan, how, plane_stride)
-            kernel, grid, flags, numbers = known
-            launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), flags)
-        return out_q, q.new_empty(0) if k is None else out_k
+def _safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1)
 
-    def _numbers(self, geometry, plan, how, plane_stride):
-        """Kernel, grid, flags and runtime numbers of a launch."""
-        pairs_in, pairs_out, trig, section, sections, back = how
-        if self.flat and _rotary_flat.is_flat(plan.key):
-            flags = trig == COMPLEX, trig == SHARED, back
-            return _rotary_flat.numbers(plan, geometry.strides, geometry.sizes, geometry.widths, flags)
-        grid, tiles, sizes = tiled(geometry.sizes, plan, geometry.widths)
-        ways = (pairs_out, pairs_in) if back else (pairs_in, pairs_out)
-        strides = (*geometry.strides, plane_stride)
-        flags = (*geometry.widths, *tiles, *ways, trig, section, sections, alignment(strides), back)
-        return _rotary_kernel, grid, flags, (*strides, *sizes)
 
-    def forward(
-        self, ctx: Any, q, k, cos, sin, rotary_dim, head_axis, pairs_in, pairs_out, trig, section=0, sections=0
-    ):
-        """The forward of an op's autograd Function: saves cos and sin."""
-        inside = _heads_inside(q, head_axis), _heads_inside(k, head_axis)
-        ctx.layout = rotary_dim, head_axis, *inside, pairs_in, pairs_out, trig, section, sections
-        ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
-        return self.operator(q, k, cos, sin, *ctx.layout, False)
+def _space(target: Target, key: Key) -> list[LaunchConfig]:
+    heads, _, width, _, _ = key
+    width = next_power_of_2(width)
+    return [
+        LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps, hint=hint)
+        for block_t in (1, 2, 4, 8, 16)
+        for block_h in (1, 2, 4, 8, 16, 32, 64, 128)
+        for warps in (1, 2, 4, 8)
+        for hint in ("none", "stream")
+        if block_h <= heads and 8 <= block_t * block_h * width // (warps * target.warp_size) <= 128
+    ]
 
-    def backward(self, ctx: Any, dq, dk):
-        """(dq, dk) of an op's autograd Function."""
-        cos, sin = ctx.saved_tensors
-        if dq is not None and dk is not None:
-            return self.operator(dq, dk, cos, sin, *ctx.layout, True)
-        rotary_dim, head_axis, q_inside, k_inside, *how = ctx.layout
-        alone, inside = (dk, k_inside) if dq is None else (dq, q_inside)
-        if alone is not None:
-            alone = self.operator(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, *how, True)[0]
-        return (None, alone) if dq is None else (alone, None)
+
+def valid_tile(config: LaunchConfig, key: Key) -> str | None:
+    """`Tunable.valid` of a kernel with tiles of tokens x heads."""
+    expected = {"BLOCK_T", "BLOCK_H"}
+    return None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
+
+
+def _small_launch(key: Key) -> bool:
+    q_heads, k_heads, head_dim, tokens_bucket, _ = key
+    return few((q_heads + k_heads) * head_dim << tokens_bucket)
+
+
+def _is_flat(key: Key) -> bool:
+    """Whether `_flat_rotary_kernel` serves a key: widths that are no power of two, and even, as pairs begin at even
+    ones."""
+    return key[2] % 2 == 0 and key[2] & (key[2] - 1) != 0
+
+
+def _flat_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """1024 elements a program and 8 a thread; half of both where halves are whole 16-byte loads or elements are few,
+    256 where they are very few."""
+    heads, _, width, tokens_bucket, itemsize = key
+    elements = heads * width << tokens_bucket
+    if elements <= 256 * target.multiprocessors:
+        block = 256
+    elif elements <= 16384 * target.multiprocessors or width // 2 * itemsize % 16 == 0:
+        block = 512
+    else:
+        block = 1024
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, block // 128, 8))
 
 
 def _tunable(op: str, variant: str, flat: bool) -> Tunable:
-    kernels = (_rotary_kernel, program_of, begin, row_offsets, _load_pairs, _store_pairs, load_angles, _rotate, _load)
-    how = {"key": _key, "heuristic": _heuristic, "safe": _safe, "space": _space, "valid": _valid}
-    if flat:
-        kernels, how = kernels + _rotary_flat.KERNELS, _rotary_flat.TUNABLES
-    neutral = frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"})
-    return Tunable(op, variant, kernels=kernels, dims=_DIMS, neutral=neutral, ahead=few_tokens, **how)
+    """flat: the op launches `_flat_rotary_kernel` for the keys that it serves."""
+
+    def by_kernel(of_tile, of_flat):
+        return lambda asked, key: (of_flat if flat and _is_flat(key) else of_tile)(asked, key)
+
+    return Tunable(
+        op,
+        variant,
+        kernels=(_rotary_kernel, _flat_rotary_kernel) if flat else (_rotary_kernel,),
+        key=rotary_key,
+        dims=DIMS,
+        heuristic=by_kernel(_heuristic, _flat_heuristic),
+        safe=by_kernel(_safe, flat_safe),
+        space=by_kernel(_space, flat_space),
+        neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"}),
+        valid=by_kernel(valid_tile, flat_valid),
+        ahead=_small_launch,
+    )
 
 
-def alignment(strides: tuple[int, ...]) -> int:
-    """ALIGN of the kernels here: 8 where every stride is a multiple of it."""
-    return 1 if gcd(*strides) & 7 else 8
+# -- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def readable_angles(cos, sin, trig):
+def _dense_strides(shape: tuple[int, ...], head_axis: int, heads_inside: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor; in memory, heads lie inside tokens or tokens inside heads."""
+    _, second, third, width = shape
+    if heads_inside == (head_axis == 2):
+        return second * third * width, third * width, width, 1
+    return second * third * width, width, second * width, 1
+
+
+def dense_like(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Tensor:
+    """An empty dense tensor of `x`'s shape, with heads inside tokens or tokens inside heads."""
+    strides = _dense_strides(x.shape, head_axis, heads_inside)
+    if x.stride() == strides:
+        return torch.empty_like(x)  # the cheapest call that makes one
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
+    """Whether one token's heads lie closer in memory than one head's tokens."""
+    strides = x.stride()
+    return strides[head_axis] <= strides[3 - head_axis]
+
+
+class Geometry(NamedTuple):
+    """What of a launch follows from shapes and strides alone."""
+
+    tokens: int
+    key: tuple[int, ...]  # of `rotary_key`, less the bytes an element
+    axes: tuple[int, int, int]  # the tensor axes that stand for batch, head and token in the kernel
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]  # tokens, seq_len, heads of q, heads of k
+    widths: tuple[int, ...]  # HALF, TAIL, BLOCK_HALF, BLOCK_TAIL
+    q_strides: tuple[int, ...] | None  # of the outputs, where they are not the inputs'
+    k_strides: tuple[int, ...] | None
+    launches: dict  # what is to be launched, by plan and flags: (kernel, grid, flags, numbers)
+
+
+@lru_cache(maxsize=1024)
+def geometry_of(
+    q_shape, q_strides, k_shape, k_strides, cos_shape, cos_strides, rotary_dim, head_axis, inside, by_position
+) -> Geometry:
+    """The geometry of q, k (shape None: there is none) and cos; kept, since it takes longer than the rest of a launch.
+
+    Where sequences share their angles and a token has at most `by_position` heads of q and k, batch and token change
+    places: programs take one position of every sequence, then the next, and cos and sin of a position come from memory
+    once. In the usual order they come again for every sequence, since what lies between evicts them. Of many heads the
+    angles are too small a part of what is read to make up for jumping from sequence to sequence.
+    """
+    token_axis = 3 - head_axis
+    batch, seq_len, n_q_heads, head_dim = q_shape[0], q_shape[token_axis], q_shape[head_axis], q_shape[3]
+    n_k_heads = 0 if k_shape is None else k_shape[head_axis]
+    shared = cos_shape[0] == 1 or cos_strides[0] == 0
+    swapped = shared and batch > 1 and n_q_heads + n_k_heads <= by_position
+    axes = (token_axis, head_axis, 0) if swapped else (0, head_axis, token_axis)
+
+    def kernel_strides(strides):
+        return (0, 0, 0) if strides is None else tuple(strides[axis] for axis in axes)
+
+    dense_q = _dense_strides(q_shape, head_axis, inside[0])
+    dense_k = None if k_shape is None else _dense_strides(k_shape, head_axis, inside[1])
+    angles = (cos_strides[1], 0) if swapped else (0 if cos_shape[0] == 1 else cos_strides[0], cos_strides[1])
+    half, tail = rotary_dim // 2, head_dim - rotary_dim
+    return Geometry(
+        batch * seq_len,
+        rotary_key(batch, seq_len, n_q_heads, n_k_heads, head_dim, 0)[:-1],
+        axes,
+        (*(n for strides in (q_strides, k_strides, dense_q, dense_k) for n in kernel_strides(strides)), *angles),
+        (batch * seq_len, batch if swapped else seq_len, n_q_heads, n_k_heads),
+        (half, tail, next_power_of_2(half), next_power_of_2(tail)),
+        None if dense_q == q_strides else dense_q,
+        None if dense_k == k_strides else dense_k,
+        {},
+    )
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a contiguous copy where the elements of a row are not side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def readable_angles(cos, sin, angles):
     """cos and sin with contiguous columns and one set of strides; complex ones with contiguous numbers too."""
-    if trig == COMPLEX:
+    if angles == COMPLEX:
         return (cos if cos.stride()[-2:] == (2, 1) else cos.contiguous()), None
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         return cos.contiguous(), sin.contiguous()
     return cos, sin
 
 
-def _reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
-    out_q = _dense(q, head_axis, q_inside).copy_(turned(q, cos, sin, rotary_dim, head_axis, *how))
-    if k is None:
-        return out_q, q.new_empty(0)
-    return out_q, _dense(k, head_axis, k_inside).copy_(turned(k, cos, sin, rotary_dim, head_axis, *how))
+def alignment(strides: tuple[int, ...]) -> int:
+    """ALIGN of the tile kernels: 8 where every stride is a multiple of it."""
+    return 1 if gcd(*strides) & 7 else 8
 
 
-def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *how):
-    return _dense(q, head_axis, q_inside), q.new_empty(0) if k is None else _dense(k, head_axis, k_inside)
+# -- launcher, operator and autograd ---------------------------------------------------------------------------------
+
+_MOST_BATCHES = 65535
+"""What a grid's second axis can hold."""
 
 
-# -- what ops check alike --------------------------------------------------------------------------------------------
+class Rotary:
+    """The tunables `<op>.fwd`, `<op>.bwd`, the operator `liger_hw::<op>` and the autograd of a rotary op.
+
+    The operator takes (q, k or None, cos, sin or None, rotary_dim, head_axis, q_inside, k_inside, the op's `Form`,
+    backward): cos [1 or B, T, width], with sections [3, B, T, width], COMPLEX [1 or B, T, half, 2]. by_position: see
+    `geometry_of`; heads_first: see `_rotary_kernel` flat: heads whose width is even and no power of two go through
+    `_flat_rotary_kernel`, which takes halves with HALVES or SHARED, or pairs, in and out, with COMPLEX
+    """
+
+    def __init__(self, op: str, by_position: int = 0, heads_first: bool = True, flat: bool = False) -> None:
+        self.by_position, self.heads_first, self.flat = by_position, heads_first, flat
+        self.tunables = self.fwd, self.bwd = _tunable(op, "fwd", flat), _tunable(op, "bwd", flat)
+        self.operator = define(
+            f"{op}(Tensor q, Tensor? k, Tensor cos, Tensor? sin, int rotary_dim, int head_axis, bool q_inside,"
+            " bool k_inside, bool pairs_in, bool pairs_out, int angles, int section_0, int section_1, bool backward)"
+            " -> (Tensor, Tensor)",
+            launcher=self._launch,
+            reference=_reference,
+            fake=_fake,
+        )
+
+    def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
+        q, k = readable(q), None if k is None else readable(k)
+        _, _, angles, _, section_1, backward = flags
+        cos, sin = readable_angles(cos, sin, angles)
+        cos_shape, cos_strides, plane_stride = cos.shape, cos.stride(), 0
+        if section_1:
+            cos_shape, (plane_stride, *cos_strides) = cos_shape[1:], cos_strides
+            cos_strides = tuple(cos_strides)
+        k_layout = (None, None) if k is None else (k.shape, k.stride())
+        layouts = q.shape, q.stride(), *k_layout, cos_shape, cos_strides
+        geometry = geometry_of(*layouts, rotary_dim, head_axis, (q_inside, k_inside), self.by_position)
+        out_q = _empty(q, geometry.q_strides)
+        out_k = None if k is None else _empty(k, geometry.k_strides)
+        if geometry.tokens:
+            plan = (self.bwd if backward else self.fwd).plan(q.device, (*geometry.key, q.itemsize))
+            name = plan, flags, plane_stride
+            known = geometry.launches.get(name)
+            if known is None:
+                known = geometry.launches[name] = self._numbers(geometry, plan, flags, plane_stride)
+            kernel, grid, constants, numbers = known
+            launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), constants)
+        return out_q, q.new_empty(0) if k is None else out_k
+
+    def _numbers(self, geometry: Geometry, plan: Plan, flags: tuple, plane_stride: int) -> tuple:
+        """Kernel, grid, flags and runtime numbers of a launch.
+
+        Batches have a grid axis of their own where that leaves few programs' tokens idle. Every head loads its angles
+        where a thread holds at most 8 elements of q: it then has what it needs, and nothing passes through shared
+        memory.
+        """
+        if self.flat and _is_flat(plan.key):
+            return self._flat_numbers(geometry, plan, flags)
+        tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
+        block_t, block_h = plan.config.blocks["BLOCK_T"], plan.config.blocks["BLOCK_H"]
+        head_tiles, threads = cdiv(n_q_heads, block_h), plan.config.num_warps * plan.target.warp_size
+        angles_per_head = block_t * block_h * geometry.widths[2] <= 4 * threads
+        batches, programs = tokens // seq_len, cdiv(seq_len, block_t)
+        batch_on_grid = batches <= _MOST_BATCHES and (batches == 1 or 16 * programs * block_t <= 17 * seq_len)
+        if batch_on_grid:
+            grid, tokens = (programs * head_tiles, batches), seq_len
+        else:
+            grid = (cdiv(tokens, block_t) * head_tiles,)
+        tiles = next_power_of_2(cdiv(n_k_heads, head_tiles)), head_tiles, batch_on_grid, angles_per_head
+        pairs_in, pairs_out, *how, backward = flags
+        pairs = (pairs_out, pairs_in) if backward else (pairs_in, pairs_out)
+        strides = (*geometry.strides, plane_stride)
+        constants = (*geometry.widths, *tiles, *pairs, *how, alignment(strides), self.heads_first, backward)
+        return _rotary_kernel, grid, constants, (*strides, tokens, seq_len, n_q_heads, n_k_heads)
+
+    def _flat_numbers(self, geometry: Geometry, plan: Plan, flags: tuple) -> tuple:
+        """`_numbers` for `_flat_rotary_kernel`."""
+        tokens, seq_len, n_q_heads, n_k_heads = geometry.sizes
+        _, _, angles, *_, backward = flags
+        half, tail, *_ = geometry.widths
+        heads = gcd(n_q_heads, n_k_heads)
+        groups = max(n_q_heads, n_k_heads) // heads
+        programs = cdiv(tokens * heads * (2 * half + tail), plan.config.blocks["BLOCK_SIZE"]) * groups
+        align = gcd(8, *geometry.strides)
+        constants = (half, tail, heads, groups, seq_len < tokens, align, angles == COMPLEX, angles == SHARED, backward)
+        numbers = (*[stride // align for stride in geometry.strides], *geometry.sizes)
+        return _flat_rotary_kernel, (programs,), constants, numbers
+
+    def forward(self, ctx: Any, q, k, cos, sin, rotary_dim: int, head_axis: int, form: Form):
+        """The forward of an op's autograd Function: saves cos and sin."""
+        ctx.layout = rotary_dim, head_axis, heads_inside(q, head_axis), heads_inside(k, head_axis)
+        ctx.form = form
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)  # an unused q or k costs no tensor of zeros
+        return self.operator(q, k, cos, sin, *ctx.layout, *form, False)
+
+    def backward(self, ctx: Any, dq, dk):
+        """(dq, dk) of an op's autograd Function."""
+        cos, sin = ctx.saved_tensors
+        if dq is not None and dk is not None:
+            return self.operator(dq, dk, cos, sin, *ctx.layout, *ctx.form, True)
+        rotary_dim, head_axis, q_inside, k_inside = ctx.layout
+        alone, inside = (dk, k_inside) if dq is None else (dq, q_inside)
+        if alone is not None:
+            alone = self.operator(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, *ctx.form, True)[0]
+        return (None, alone) if dq is None else (alone, None)
 
 
-def misfit(q: torch.Size, k: torch.Size, head_axis: int) -> str:
+def _empty(x: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    return torch.empty_like(x) if strides is None else x.new_empty_strided(x.shape, strides)
+
+
+def _reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
+    how = cos, sin, rotary_dim, head_axis, Form(*flags[:-1]), flags[-1]
+    out_q = dense_like(q, head_axis, q_inside).copy_(turned(q, *how))
+    return out_q, q.new_empty(0) if k is None else dense_like(k, head_axis, k_inside).copy_(turned(k, *how))
+
+
+def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
+    return dense_like(q, head_axis, q_inside), q.new_empty(0) if k is None else dense_like(k, head_axis, k_inside)
+
+
+# -- what ops check and sample alike ---------------------------------------------------------------------------------
+
+SMALL = ((1, 7, 3, 2, 22), (1, 3, 1, 1, 6), (2, 3, 5, 2, 16))
+"""Test sizes: widths and heads that are no power of two, one token too few, one of everything."""
+
+
+def heads_misfit(q: torch.Size, k: torch.Size, head_axis: int) -> str:
     """What is wrong with the shapes of q and k and what was expected, or nothing."""
     if type(head_axis) is not int or head_axis not in (1, 2):
         return f"unsqueeze_dim must be 1 ([B, heads, T, D]) or 2 ([B, T, heads, D]), got {head_axis!r}"
-    token_axis = 3 - head_axis
-    if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, token_axis, 3)):
+    if len(q) != 4 or len(k) != 4 or any(q[axis] != k[axis] for axis in (0, 3 - head_axis, 3)):
         return f"q and k must be 4-D and differ in heads only, got {tuple(q)} and {tuple(k)}"
     if not q[head_axis] or not k[head_axis]:
         return f"q and k need at least one head, got {tuple(q)} and {tuple(k)}"
     return ""
 
 
-def no_gradient(op: str, *angles: torch.Tensor) -> None:
+def check_no_gradient(op: str, *angles: torch.Tensor) -> None:
     """Raise where an angle tensor asks for a gradient: it gets none."""
     if torch.is_grad_enabled() and any([t.requires_grad for t in angles]):
         check(False, op, "the angles get no gradient; pass them detached")
+
+
+def rotary_sample(sizes, dtype, device, generator, angles, kwargs=None, head_axis=1, transposed=False) -> Sample:
+    """q and k, then `angles`. transposed: q and k are views of the other layout, as Hugging Face passes them."""
+    batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
+
+    def states(heads):
+        middle = (seq_len, heads) if transposed == (head_axis == 1) else (heads, seq_len)
+        x = torch.randn(batch, *middle, head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype)
+        return (x.transpose(1, 2) if transposed else x).requires_grad_()
+
+    return Sample(
+        args=(states(n_q_heads), states(n_k_heads), *angles),
+        kwargs=kwargs or {},
+        reduction=2,
+        grad_reduction=2,
+        moved=4 * batch * seq_len * (n_q_heads + n_k_heads) * head_dim * dtype.itemsize,
+    )

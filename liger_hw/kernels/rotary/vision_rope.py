@@ -3,10 +3,10 @@
     q'[:h] = q[:h] * cos[:h] - q[h:] * sin[:h]        h = D // 2
     q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
 
-Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T, width],
-width even and at most D (dimensions from width on pass through). Both halves of cos and sin are read unless shared_halves
-says that they are equal. Dtypes: fp32, fp16 or bf16; cos and sin may differ, and usually are fp32. Arithmetic in fp32,
-rounded once. Saved for backward: cos and sin. They get no gradient.
+Shapes: q [T, n_q_heads, D], k [T, n_k_heads, D], of any strides (they are slices of one projection); cos, sin [T,
+width], width even and at most D (dimensions from width on pass through). Both halves of cos and sin are read unless
+shared_halves says that they are equal. Dtypes: fp32, fp16 or bf16; cos and sin may differ, and usually are fp32.
+Arithmetic in fp32, rounded once. Saved for backward: cos and sin. They get no gradient.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -18,7 +18,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
-from .rotary import HALVES, SHARED, SMALL, Rotary, no_gradient, turned
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turned
 
 _HEAD_AXIS = 2
 
@@ -29,8 +29,12 @@ def vision_rope_reference(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
-    how = (cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
+    how = cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
     return turned(q[None], *how)[0], turned(k[None], *how)[0]
+
+
+def _form(shared_halves: bool) -> Form:
+    return Form(angles=SHARED if shared_halves else HALVES)
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -43,7 +47,7 @@ class LigerVisionRopeFunction(Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, shared_halves=False):
-        layout = (cos.shape[-1], _HEAD_AXIS, False, False, SHARED if shared_halves else HALVES)
+        layout = cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
         q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
         return q[0], k[0]
 
@@ -70,7 +74,7 @@ def liger_vision_rope(
     check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
     if reason := _misfit(q.shape, k.shape, cos.shape, sin.shape):
         check(False, "liger_vision_rope", reason)
-    no_gradient("liger_vision_rope", cos, sin)
+    check_no_gradient("liger_vision_rope", cos, sin)
     check_flags("liger_vision_rope", shared_halves=shared_halves)
     return LigerVisionRopeFunction.apply(q, k, cos, sin, shared_halves)
 
@@ -101,8 +105,8 @@ WORKLOADS = {
     "qwen2_5_vl": (16, 1024, 16, 16, 80),
     "qwen3_vl": (16, 1024, 16, 16, 72),
 }
-"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. Halves of
-cos and sin are equal and the op is told so, as patched models do."""
+"""Problem sizes (batch, seq_len, n_q_heads, n_k_heads, head_dim) of real models: images and the patches of each. They
+come with shared_halves, as patched models pass it."""
 
 
 def _sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
@@ -128,7 +132,7 @@ OP = registry.register(
         name="vision_rope",
         function=liger_vision_rope,
         reference=vision_rope_reference,
-        tunables=(_rotary.fwd, _rotary.bwd),
+        tunables=_rotary.tunables,
         workloads=WORKLOADS,
         sample=_sample,
         small=(*SMALL, (1, 5, 3, 2, 7)),

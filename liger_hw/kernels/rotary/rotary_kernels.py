@@ -1,0 +1,419 @@
+"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py says what they compute."""
+
+from __future__ import annotations
+
+from ...runtime.dependent_launch import begin
+from ...runtime.triton_import import tl, triton
+
+# -- helpers of tiles [heads, tokens, columns] or [tokens, heads, columns] -------------------------------------------
+
+
+@triton.jit
+def rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
+    """The rotated pairs, in their own dtype."""
+    a, b = x1.to(tl.float32), x2.to(tl.float32)
+    if BACKWARD:
+        y1 = a * cos1 + b * sin2
+        y2 = b * cos2 - a * sin1
+    else:
+        y1 = a * cos1 - b * sin1
+        y2 = b * cos2 + a * sin2
+    return y1.to(x1.dtype), y2.to(x2.dtype)
+
+
+@triton.jit
+def of_tokens(x, HEADS_FIRST: tl.constexpr):
+    """A vector over the tokens of a tile, as a tile of three dimensions."""
+    if HEADS_FIRST:
+        y = x[None, :, None]
+    else:
+        y = x[:, None, None]
+    return y
+
+
+@triton.jit
+def of_heads(x, HEADS_FIRST: tl.constexpr):
+    """A vector over the heads of a tile, as a tile of three dimensions."""
+    if HEADS_FIRST:
+        y = x[:, None, None]
+    else:
+        y = x[None, :, None]
+    return y
+
+
+@triton.jit
+def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """A tile of one head, repeated for N_HEADS."""
+    if HEADS_FIRST:
+        y = tl.broadcast_to(x, [N_HEADS, x.shape[1], x.shape[2]])
+    else:
+        y = tl.broadcast_to(x, [x.shape[0], N_HEADS, x.shape[2]])
+    return y
+
+
+@triton.jit
+def row_offsets(
+    batch,
+    token,
+    heads,
+    batch_stride,
+    head_stride,
+    token_stride,
+    ALIGN: tl.constexpr,
+    HEADS_FIRST: tl.constexpr = True,
+):
+    """Where each (head, token) begins, [heads, tokens, 1] or [tokens, heads, 1]: all multiples of ALIGN elements.
+
+    The hints stand on vectors: one on a tile, whose sizes may all be 1, fails Triton's coalescing pass (3.6 to 3.9).
+    """
+    rows = of_tokens(tl.multiple_of(batch * batch_stride + token * token_stride, ALIGN), HEADS_FIRST)
+    return rows + of_heads(tl.multiple_of(heads.to(tl.int64) * head_stride, ALIGN), HEADS_FIRST)
+
+
+@triton.jit
+def load(ptrs, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+
+
+@triton.jit
+def load_heads(
+    ptrs,
+    mask,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    IS_PAIRS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """x1 and x2 of every pair of the heads at `ptrs` [., ., 1], [., ., BLOCK_HALF] each, and the tail that does not
+    turn (x1 again where there is none), as they are stored."""
+    if IS_PAIRS:
+        both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        x = load(ptrs + both, mask & (both < 2 * HALF), LOAD_CACHE, LOAD_EVICT)
+        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], BLOCK_HALF, 2]))
+    else:
+        cols = tl.arange(0, BLOCK_HALF)[None, None, :]
+        x1 = load(ptrs + cols, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
+        x2 = load(ptrs + cols + HALF, mask & (cols < HALF), LOAD_CACHE, LOAD_EVICT)
+    x3 = x1
+    if TAIL:
+        tail = tl.arange(0, BLOCK_TAIL)[None, None, :]
+        x3 = load(ptrs + tail + 2 * HALF, mask & (tail < TAIL), LOAD_CACHE, LOAD_EVICT)
+    return x1, x2, x3
+
+
+@triton.jit
+def store_heads(ptrs, y1, y2, y3, mask, HALF: tl.constexpr, TAIL: tl.constexpr, IS_PAIRS: tl.constexpr):
+    """The opposite of `load_heads`."""
+    dtype: tl.constexpr = ptrs.dtype.element_ty
+    if IS_PAIRS:
+        both = tl.arange(0, 2 * y1.shape[2])[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * y1.shape[2]])
+        tl.store(ptrs + both, y.to(dtype), mask=mask & (both < 2 * HALF))
+    else:
+        cols = tl.arange(0, y1.shape[2])[None, None, :]
+        tl.store(ptrs + cols, y1.to(dtype), mask=mask & (cols < HALF))
+        tl.store(ptrs + cols + HALF, y2.to(dtype), mask=mask & (cols < HALF))
+    if TAIL:
+        tail = tl.arange(0, y3.shape[2])[None, None, :]
+        tl.store(ptrs + tail + 2 * HALF, y3.to(dtype), mask=mask & (tail < TAIL))
+
+
+@triton.jit
+def load_angles(
+    Cos_ptr,
+    Sin_ptr,
+    offsets,
+    mask,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ANGLES: tl.constexpr,
+    HEADS_FIRST: tl.constexpr = True,
+):
+    """cos1, cos2, sin1, sin2 in fp32, [., ., BLOCK] each; `offsets` [., ., 1 or BLOCK] of the tokens' rows."""
+    if ANGLES >= 2:
+        both = tl.arange(0, 2 * BLOCK)[None, None, :]
+        inside = mask & (both < 2 * HALF)
+        cos = tl.load(Cos_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
+        cos1, cos2 = tl.split(tl.reshape(cos, [cos.shape[0], cos.shape[1], BLOCK, 2]))
+        if ANGLES == 3:
+            sin1 = cos2
+            sin2 = cos2
+            cos2 = cos1
+        else:
+            sin = tl.load(Sin_ptr + offsets + both, mask=inside, other=0.0).to(tl.float32)
+            sin1, sin2 = tl.split(tl.reshape(sin, [sin.shape[0], sin.shape[1], BLOCK, 2]))
+    else:
+        cols = tl.arange(0, BLOCK)[None, None, :]
+        inside = mask & (cols < HALF)
+        if not HEADS_FIRST:  # one sum of offsets for cos and sin spares such tiles registers
+            offsets = offsets + cols
+            cols = 0
+        cos1 = tl.load(Cos_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
+        sin1 = tl.load(Sin_ptr + offsets + cols, mask=inside, other=0.0).to(tl.float32)
+        cos2 = cos1
+        sin2 = sin1
+        if ANGLES == 1:
+            cos2 = tl.load(Cos_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
+            sin2 = tl.load(Sin_ptr + offsets + cols + HALF, mask=inside, other=0.0).to(tl.float32)
+    return cos1, cos2, sin1, sin2
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_tokens", "seq_len"])
+def _rotary_kernel(
+    Q_ptr,
+    K_ptr,
+    Cos_ptr,
+    Sin_ptr,
+    OutQ_ptr,
+    OutK_ptr,
+    Q_batch_stride,
+    Q_head_stride,
+    Q_token_stride,
+    K_batch_stride,
+    K_head_stride,
+    K_token_stride,
+    OutQ_batch_stride,
+    OutQ_head_stride,
+    OutQ_token_stride,
+    OutK_batch_stride,
+    OutK_head_stride,
+    OutK_token_stride,
+    cos_batch_stride,
+    cos_token_stride,
+    cos_plane_stride,
+    n_tokens,
+    seq_len,
+    n_q_heads,
+    n_k_heads,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    BATCH_ON_GRID: tl.constexpr,
+    ANGLES_PER_HEAD: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    ANGLES: tl.constexpr,
+    SECTION_0: tl.constexpr,
+    SECTION_1: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. Every load stands before the first store, to
+    keep as many bytes in flight as there are.
+
+    K_ptr may be None. BATCH_ON_GRID: a program's tokens are of one batch, the grid's second axis, and n_tokens is that
+    batch's; else programs go over the tokens of all batches, at the price of a division. ANGLES_PER_HEAD: every head
+    loads the angles it needs. HEADS_FIRST: heads are the outermost dimension of a tile, so that a thread holds all
+    heads of one column where a program's threads cover its tokens, and the angles are its own; else tokens are, as in
+    memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
+    """
+    begin(AHEAD)
+    pid = tl.program_id(0)
+    tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if BATCH_ON_GRID:
+        batch = tl.program_id(1).to(tl.int64)
+        token = tokens.to(tl.int64)
+    else:
+        batch = (tokens // seq_len).to(tl.int64)
+        token = (tokens % seq_len).to(tl.int64)
+    q_heads = (pid % HEAD_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_heads = (pid % HEAD_TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
+    token_mask = of_tokens(tokens < n_tokens, HEADS_FIRST)
+    q_mask = token_mask & of_heads(q_heads < n_q_heads, HEADS_FIRST)
+    k_mask = token_mask & of_heads(k_heads < n_k_heads, HEADS_FIRST)
+
+    rows = row_offsets(batch, token, q_heads, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN, HEADS_FIRST)
+    q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, PAIRS_IN, LOAD_CACHE, LOAD_EVICT)
+    if K_ptr is not None:
+        rows = row_offsets(batch, token, k_heads, K_batch_stride, K_head_stride, K_token_stride, ALIGN, HEADS_FIRST)
+        k1, k2, k3 = load_heads(
+            K_ptr + rows, k_mask, HALF, TAIL, BLOCK_HALF, BLOCK_TAIL, PAIRS_IN, LOAD_CACHE, LOAD_EVICT
+        )
+
+    angles = of_tokens(tl.multiple_of(batch * cos_batch_stride + token * cos_token_stride, ALIGN), HEADS_FIRST)
+    if SECTION_1:
+        cols = tl.arange(0, BLOCK_HALF)
+        plane = (cols >= SECTION_0).to(tl.int64) + (cols >= SECTION_1).to(tl.int64)
+        angles = angles + tl.multiple_of(plane * cos_plane_stride, ALIGN)[None, None, :]
+    if ANGLES_PER_HEAD:
+        k_angles = per_head(angles, BLOCK_K, HEADS_FIRST)
+        angles = per_head(angles, BLOCK_H, HEADS_FIRST)
+    cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST)
+    k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
+    if ANGLES_PER_HEAD and K_ptr is not None:
+        k_cos1, k_cos2, k_sin1, k_sin2 = load_angles(
+            Cos_ptr, Sin_ptr, k_angles, token_mask, HALF, BLOCK_HALF, ANGLES, HEADS_FIRST
+        )
+
+    out = OutQ_ptr + row_offsets(
+        batch, token, q_heads, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN, HEADS_FIRST
+    )
+    q1, q2 = rotate(q1, q2, cos1, cos2, sin1, sin2, BACKWARD)
+    store_heads(out, q1, q2, q3, q_mask, HALF, TAIL, PAIRS_OUT)
+    if K_ptr is not None:
+        out = OutK_ptr + row_offsets(
+            batch, token, k_heads, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN, HEADS_FIRST
+        )
+        k1, k2 = rotate(k1, k2, k_cos1, k_cos2, k_sin1, k_sin2, BACKWARD)
+        store_heads(out, k1, k2, k3, k_mask, HALF, TAIL, PAIRS_OUT)
+
+
+@triton.jit
+def _element_offsets(batch, token, head, column, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr):
+    """Strides count ALIGN elements each: a hint on a product is lost on the way to some devices."""
+    return (batch * batch_stride + head * head_stride + token * token_stride) * ALIGN + column
+
+
+@triton.jit
+def _partner(column, HALF: tl.constexpr):
+    """From a column to the other of its pair. (A `where` of two constants costs vectors from Triton 3.8 on.)"""
+    return HALF - (column >= HALF).to(tl.int32) * (2 * HALF)
+
+
+@triton.jit
+def _load_partners(
+    ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr
+):
+    """(x, what x is paired with); for pairs the second is x again, which holds both."""
+    x = load(ptrs, mask, CACHE, EVICT)
+    y = x
+    if not IS_PAIRS:
+        y = load(ptrs + _partner(column, HALF), mask & (column < 2 * HALF), CACHE, EVICT)
+    return x, y
+
+
+@triton.jit
+def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, TAIL: tl.constexpr):
+    """The elements rotated, in their own dtype; those past the rotary width as they are."""
+    if IS_PAIRS:
+        x1, x2 = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0] // 2, 2]))
+        z = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), [x.shape[0]])
+    else:
+        z = x.to(tl.float32) * cos + y.to(tl.float32) * sin
+    z = z.to(x.dtype)
+    if TAIL:
+        z = tl.where(turned, z, x)
+    return z
+
+
+@triton.jit(do_not_specialize=["n_tokens", "seq_len"])
+def _flat_rotary_kernel(
+    Q_ptr,
+    K_ptr,
+    Cos_ptr,
+    Sin_ptr,
+    OutQ_ptr,
+    OutK_ptr,
+    Q_batch_stride,
+    Q_head_stride,
+    Q_token_stride,
+    K_batch_stride,
+    K_head_stride,
+    K_token_stride,
+    OutQ_batch_stride,
+    OutQ_head_stride,
+    OutQ_token_stride,
+    OutK_batch_stride,
+    OutK_head_stride,
+    OutK_token_stride,
+    cos_batch_stride,
+    cos_token_stride,
+    n_tokens,
+    seq_len,
+    n_q_heads,
+    n_k_heads,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    IS_PAIRS: tl.constexpr,
+    SHARED_HALVES: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads leaves many columns idle.
+
+    A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. What an
+    element is paired with is loaded as well, which the first-level cache answers: accesses stay 16 bytes wide. It is a
+    kernel of its own because no tile of it has the shape of a head.
+
+    HEADS divides the heads of q and of k, which are at most GROUPS times as many. Strides count ALIGN elements each.
+    K_ptr may be None. IS_PAIRS: pairs lie together and their angles are complex numbers in Cos_ptr; else a pair is (i,
+    i + HALF) and every element has its own cos and sin, or with SHARED_HALVES those of its pair's first. SEQUENCES:
+    there is more than one.
+    """
+    begin(AHEAD)
+    WIDTH: tl.constexpr = 2 * HALF + TAIL
+    pid = tl.program_id(0)
+    first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE
+    first_token = first // (HEADS * WIDTH)
+    element = (first - first_token * (HEADS * WIDTH)).to(tl.int32) + tl.arange(0, BLOCK_SIZE)
+    column = element % WIDTH
+    group = (pid % GROUPS) * HEADS
+    head = (group + (element // WIDTH) % HEADS).to(tl.int64)
+    tokens = first_token.to(tl.int32) + element // (HEADS * WIDTH)
+    mask = tokens < n_tokens
+    q_mask = mask & (group < n_q_heads)
+    k_mask = mask & (group < n_k_heads)
+    turned = column < 2 * HALF
+    batch, token = tl.zeros_like(tokens).to(tl.int64), tokens.to(tl.int64)
+    if SEQUENCES:
+        batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
+
+    q_ptrs = Q_ptr + _element_offsets(batch, token, head, column, Q_batch_stride, Q_head_stride, Q_token_stride, ALIGN)
+    q, q_partner = _load_partners(q_ptrs, column, q_mask, HALF, IS_PAIRS, LOAD_CACHE, LOAD_EVICT)
+    if K_ptr is not None:
+        k_ptrs = K_ptr + _element_offsets(
+            batch, token, head, column, K_batch_stride, K_head_stride, K_token_stride, ALIGN
+        )
+        k, k_partner = _load_partners(k_ptrs, column, k_mask, HALF, IS_PAIRS, LOAD_CACHE, LOAD_EVICT)
+
+    angles = _element_offsets(batch, token, head, column, cos_batch_stride, 0, cos_token_stride, ALIGN)
+    inside = mask & turned
+    if IS_PAIRS:
+        both = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
+        cos, sin = tl.split(tl.reshape(both, [BLOCK_SIZE // 2, 2]))
+        if BACKWARD:
+            sin = -sin
+    else:
+        if SHARED_HALVES:
+            angles -= (column >= HALF).to(tl.int32) * HALF
+        cos = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
+        sin_ptrs = Sin_ptr + angles
+        if BACKWARD and not SHARED_HALVES:  # the transposed rotation: the partner's sin
+            sin_ptrs += _partner(column, HALF)
+        sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
+        if BACKWARD:
+            sin = tl.where(column < HALF, sin, -sin)
+        else:
+            sin = tl.where(column < HALF, -sin, sin)
+
+    out = OutQ_ptr + _element_offsets(
+        batch, token, head, column, OutQ_batch_stride, OutQ_head_stride, OutQ_token_stride, ALIGN
+    )
+    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, TAIL), mask=q_mask)
+    if K_ptr is not None:
+        out = OutK_ptr + _element_offsets(
+            batch, token, head, column, OutK_batch_stride, OutK_head_stride, OutK_token_stride, ALIGN
+        )
+        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, TAIL), mask=k_mask)
