@@ -79,12 +79,14 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def tail_columns(positions, head, n_body, n_cols, VECTOR: tl.constexpr):
-    """The columns of a tile that holds the body's end and then the edges; n_cols stands for none."""
-    cols = positions
+def tail_columns(positions, n_body, VECTOR: tl.constexpr):
+    """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
+
+    Columns from -head to n_cols - head are the row's. The others of these two vectors belong to its neighbours: they
+    may be loaded (a vector that holds a column of the row never leaves the allocation, see aligned.py), but not stored.
+    """
     if VECTOR > 1:
         edge = positions - n_body
-        cols = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - head, n_body + edge - VECTOR))
-        exist = ((edge < head) | (edge >= VECTOR)) & (cols < n_cols - head)
-        cols = tl.where(exist, cols, n_cols)
-    return cols
+        behind = n_body + edge - VECTOR
+        positions = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - VECTOR, behind))
+    return positions
