@@ -1,26 +1,27 @@
 """Rows of any width, read and written 16 bytes at a time.
 
-The rows of a tensor of odd width begin anywhere. A compiler that must assume so moves one element at a time: eight times
-the instructions in half precision, and no asynchronous copies. A tile may begin at the last 16-byte boundary at or before
-its row instead:
+The rows of a tensor of odd width begin anywhere. A compiler that must assume so moves one element at a time: eight
+times the instructions in half precision, and no asynchronous copies. A tile may begin at the last 16-byte boundary at
+or before its row instead:
 
-                boundary                                             boundary
-    memory   ...|  of the row before  |  the row's n_cols columns  |  of the next row  |...
-    tile     0 ------- pad -----------|--------------------------- | ----------------------> BLOCK_SIZE
+              boundary
+    memory    |  end of row i - 1  |  the n_cols columns of row i  |  begin of row i + 1
+    tile      |<------ pad ------->|<---------- n_cols ----------->|  ... to BLOCK_SIZE
 
-Position i of the tile holds column i - pad. Loads take every 16-byte vector that holds a column of the row; such a vector
-never leaves the allocation, and what is not of the row becomes `other`. (It may be another program's row, which is being
-overwritten: the value is not used.) Stores write the vectors that are the row's alone whole, and of the vectors at its two
-ends only the row's own elements.
+Position p of the tile holds column p - pad. Loads take every 16-byte vector that holds a column of the row, and
+`load_row` then sets what is not of the row to `other`. Such a vector never leaves the allocation, and it does no harm
+if it holds elements that another program is writing. Stores write the vectors that are all the row's own whole, and of
+the vectors at its two ends only the row's own elements.
 
-VECTOR is the number of elements in a vector, from `row_vector`. It is 1 for rows that are accessed as they come: pad is 0
-then, and every function here is a plain masked access. In a kernel, for a tile of rows [ROWS, 1] or a single row:
+VECTOR is the number of elements in a vector, from `row_vector`. It is 1 for rows that are accessed as they come: pad is
+0 then, and every function here is a plain masked access. In a kernel, for one row (or rows [ROWS, 1], some of which may
+not exist):
 
     pad = row_pad(row * stride, VECTOR)
     ptrs = X_ptr + align_down(row * stride, VECTOR) + tl.arange(0, BLOCK_SIZE)
-    for tile in range(0, tl.cdiv(n_cols + VECTOR - 1, BLOCK_SIZE)):
-        start = tile * BLOCK_SIZE
+    for start in range(0, n_cols + VECTOR - 1, BLOCK_SIZE):
         x = load_row(ptrs, start, None, pad, n_cols, 0.0, VECTOR, "", "")
+        store_row(y_ptrs, f(x), start, None, pad, n_cols, VECTOR)
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def row_vector(n_cols: int, stride: int, *tensors: torch.Tensor, width: int | No
     """VECTOR for rows of `n_cols` columns, `stride` elements from one to the next in the one of `tensors` that may have
     gaps between its rows; the others are contiguous.
 
-    width: positions of a tile that must hold a whole row with its padding; None where the rows are read in many tiles.
-    1 where the compiler sees the alignment itself (multiples of 16 elements), where a tensor does not begin at a 16-byte
-    boundary, and where a gap moves the rows of one tensor against those of the others.
+    width: positions of a tile that must hold a whole row with its padding; None where rows are read in many tiles.
+    1 where the compiler sees the alignment itself (multiples of 16 elements), where a tensor does not begin at a
+    16-byte boundary, and where a gap moves the rows of one tensor against those of the others.
     """
     if n_cols & 15 == 0:
         return 1
@@ -92,6 +93,44 @@ def row_mask(start, rows_exist, pad, n_cols, WIDTH: tl.constexpr, VECTOR: tl.con
 
 
 @triton.jit
+def keep_columns(x, other, start, rows_exist, pad, n_cols, VECTOR: tl.constexpr):
+    """Values computed from `load_vectors` of the positions from `start` on, `other` where there is no column."""
+    if VECTOR > 1:
+        mask = row_mask(start, rows_exist, pad, n_cols, x.shape[len(x.shape) - 1], VECTOR)
+        x = tl.where(mask, x, other).to(x.dtype)
+    return x
+
+
+@triton.jit
+def load_vectors(
+    ptrs,
+    start,
+    rows_exist,
+    pad,
+    n_cols,
+    other,
+    VECTOR: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """The positions from `start` on of a row tile; `ptrs` point at the row's first positions.
+
+    `other` where a vector holds no column. In the vectors at a row's two ends, positions that are not columns hold the
+    neighbours' elements. Not masking those keeps 16-bit rows packed in registers: mask what is computed from them.
+    """
+    WIDTH: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
+    if VECTOR == 1:
+        reached = row_mask(start, rows_exist, pad, n_cols, WIDTH, VECTOR)
+    else:
+        vectors = (start + tl.arange(0, WIDTH)) // VECTOR * VECTOR
+        if rows_exist is None:
+            reached = vectors < pad + n_cols
+        else:
+            reached = rows_exist & (vectors[None, :] < pad + n_cols)
+    return tl.load(ptrs + start, mask=reached, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+
+
+@triton.jit
 def load_row(
     ptrs,
     start,
@@ -103,21 +142,9 @@ def load_row(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """The positions from `start` on, `other` where they are not columns; `ptrs` point at the row's first positions."""
-    WIDTH: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
-    mask = row_mask(start, rows_exist, pad, n_cols, WIDTH, VECTOR)
-    ptrs += start
-    if VECTOR == 1:
-        x = tl.load(ptrs, mask=mask, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-    else:
-        vectors = (start + tl.arange(0, WIDTH)) // VECTOR * VECTOR
-        if rows_exist is None:
-            reached = vectors < pad + n_cols
-        else:
-            reached = rows_exist & (vectors[None, :] < pad + n_cols)
-        x = tl.load(ptrs, mask=reached, other=other, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
-        x = tl.where(mask, x, other).to(x.dtype)
-    return x
+    """As `load_vectors`, with `other` wherever there is no column."""
+    x = load_vectors(ptrs, start, rows_exist, pad, n_cols, other, VECTOR, LOAD_CACHE, LOAD_EVICT)
+    return keep_columns(x, other, start, rows_exist, pad, n_cols, VECTOR)
 
 
 @triton.jit
@@ -137,5 +164,5 @@ def store_row(ptrs, value, start, rows_exist, pad, n_cols, VECTOR: tl.constexpr)
             vectors = vectors[None, :]
             own = rows_exist & (vectors >= pad) & (vectors + VECTOR <= pad + n_cols)
         tl.store(ptrs, value, mask=own)
-        if (start == 0) | (start + WIDTH > n_cols):  # the row's first or last vectors are in this tile
+        if start == 0 or start + WIDTH > n_cols:  # the row's first or last vectors are in this tile
             tl.store(ptrs, value, mask=mask & ~own)
