@@ -3,9 +3,9 @@
 Rows of odd width do not begin at 16-byte boundaries, and a compiler that must assume so accesses them an element at a
 time. The body of a row is what lies between the first and the last boundary in it. Its tiles are accessed 16 bytes at
 a time, with masks that end at a multiple of VECTOR elements. The edges, at most VECTOR - 1 columns before and as many
-behind, are one tile of 2 * VECTOR elements, which is accessed element by element, once a row, and nothing outside the row is
-touched. (A kernel that holds a whole row in one tile shifts the row within the tile instead, see aligned.py: edges need
-reductions of their own.)
+behind, are one tile of 2 * VECTOR elements, which is accessed element by element, once a row, and nothing outside the
+row is touched. (A kernel that holds a whole row in one tile shifts the row within the tile instead, see aligned.py:
+edges need reductions of their own.)
 
 Columns are counted from the body's first: those before it are negative. In a kernel, with VECTOR from `edge_vector`:
 
