@@ -12,6 +12,7 @@ import torch
 
 from liger_hw import registry
 from liger_hw.kernels.losses.cross_entropy import cross_entropy_reference, liger_cross_entropy
+from liger_hw.kernels.losses.cross_entropy_scale import cross_entropy_bwd, cross_entropy_bwd_
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
@@ -149,3 +150,21 @@ def test_a_tensor_that_begins_off_a_boundary_and_rows_with_gaps(lane, generator,
     view = x.detach().requires_grad_()
     (grad,) = torch.autograd.grad(liger_cross_entropy(view, target), view)
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@WIDTHS
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_saved_gradient_times_the_incoming_one(lane, generator, cols, in_place):
+    """A factor a row, of which one is 1, and one factor for all, of tensors whose sizes are no multiple of 16."""
+    grad = torch.randn(ROWS, cols, generator=generator).to(lane.device)
+    stats = torch.empty(0, device=lane.device)
+    for factor in (torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]), torch.tensor(3.0), torch.tensor(1.0)):
+        factor = factor.to(lane.device)
+        expected = grad * (factor[:, None] if factor.dim() else factor)
+        found = grad.clone()
+        with registry.override("cross_entropy.bwd", LaunchConfig({"BLOCK_SIZE": 64}, 1, ctas_per_mp=1)):
+            if in_place:
+                cross_entropy_bwd_(found, factor, stats)
+            else:
+                found = cross_entropy_bwd(grad, factor, stats)
+        assert torch.equal(found, expected)

@@ -331,7 +331,7 @@ def _cross_entropy_sum_kernel(
         tl.store(HIT_ptr, tl.sum(hits) * tl.load(STATS_ptr + 3))
 
 
-def _stats_key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
+def stats_key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
     return ((n_rows - 1).bit_length() if n_rows > 1 else 0,)
 
 
@@ -352,7 +352,7 @@ STATS = Tunable(
     "cross_entropy",
     "stats",
     kernels=(_cross_entropy_stats_kernel, _cross_entropy_sum_kernel),
-    key=_stats_key,
+    key=stats_key,
     dims=DIMS,
     heuristic=_stats_heuristic,
     safe=_stats_safe,
@@ -371,7 +371,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
     n_rows = target.shape[0]
     stats = torch.empty(5, dtype=torch.float32, device=device)
     ok = torch.empty(1, dtype=torch.int32, device=device)
-    plan = STATS.plan(device, _stats_key(n_rows, n_cols, 0))
+    plan = STATS.plan(device, stats_key(n_rows, n_cols, 0))
     args = (target, weight, stats, ok, n_rows, n_cols, options.ignore_index)
     launch(plan, _cross_entropy_stats_kernel, (1,), args, (options.reduction == MEAN,))
     if device.type not in ("cpu", "meta"):
@@ -391,6 +391,6 @@ def launch_sum(rows: RowResults, stats: torch.Tensor, options: Options, dtype: t
         loss = torch.empty((), dtype=dtype, device=device)
         z_loss = None if z_loss is None else torch.empty((), dtype=dtype, device=device)
         hits = None if hits is None else torch.empty((), dtype=torch.float32, device=device)
-        plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
+        plan = STATS.plan(device, stats_key(n_rows, 0, 0))
         launch(plan, _cross_entropy_sum_kernel, (1,), (stats, *rows[:3], loss, z_loss, hits, n_rows))
     return loss, *(absent(stats) if t is None else t for t in (z_loss, hits, top))

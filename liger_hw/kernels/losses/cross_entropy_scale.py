@@ -13,47 +13,63 @@ from ...registry import LaunchConfig, Target, Tunable, row_key
 from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
+from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .cross_entropy_rows import DIMS
 from .softmax_rows import has_block_size
 
 
 @triton.jit
-def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO (/ the late denominator of the mean). In place, where OUT is None, a factor of 1 returns at once."""
+def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
+    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    if OUT_ptr is None:
+        tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """OUT = G * GO (/ the late denominator of the mean). In place, where OUT is None, a factor of 1 returns at once.
+
+    TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
+    """
     scale = tl.load(GO_ptr).to(tl.float32)
     if STATS_ptr is not None:
         scale *= tl.load(STATS_ptr + 4)
-    stop = n_elements
+    n_tiled = n_elements
+    if TAIL:
+        n_tiled = n_elements // 16 * 16
+    stop = n_tiled
     if OUT_ptr is None:
-        stop = tl.where(scale == 1.0, 0, n_elements)
+        stop = tl.where(scale == 1.0, 0, n_tiled)
     first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
     for start in tl.range(first, stop, tl.num_programs(0) * BLOCK_SIZE):
         at = start + tl.arange(0, BLOCK_SIZE)
-        mask = at < n_elements
-        g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-        if OUT_ptr is None:
-            tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+        _scale_tile(G_ptr, OUT_ptr, at, at < n_tiled, scale)
+    if TAIL:
+        at = n_tiled + tl.arange(0, 16).to(tl.int64)
+        _scale_tile(G_ptr, OUT_ptr, at, (at < n_elements) & (first == 0), scale)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _scale_rows_kernel(G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO, one factor a row. In place, where OUT is None, rows with a factor of 1 are left alone."""
+def _scale_rows_kernel(
+    G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """OUT = G * GO, one factor a row. In place, where OUT is None, the tiles of rows with a factor of 1 are skipped."""
     cols = tl.arange(0, BLOCK_SIZE)
     for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
-        stop = n_cols
+        head = row_head(row * n_cols, VECTOR)
+        n_body = body_width(n_cols, head, VECTOR)
+        stop = n_body
         if OUT_ptr is None:
-            stop = tl.where(scale == 1.0, 0, n_cols)
+            stop = tl.where(scale == 1.0, 0, n_body)
         for start in tl.range(0, stop, BLOCK_SIZE):
-            mask = start + cols < n_cols
-            at = row * n_cols + start + cols
-            g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-            if OUT_ptr is None:
-                tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
-            else:
-                tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+            mask = start + cols < n_body
+            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + start + cols, mask, scale)
+        if VECTOR > 1:
+            edge = edge_columns(head, n_body, n_cols, VECTOR)
+            _scale_tile(G_ptr, OUT_ptr, body_start(row * n_cols, head, VECTOR) + edge, edge < n_cols - head, scale)
 
 
 def _bwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
@@ -103,11 +119,13 @@ def _scale(grad, out, grad_output, stats) -> None:
     plan = BWD.plan(grad.device, row_key(n_rows, n_cols, grad.dtype.itemsize))
     if per_row:
         args = (grad, out, grad_output, grad_output.stride(0), n_rows, n_cols)
-        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args)
+        vector = edge_vector(grad, out) if grad.dim() == 2 else 1
+        launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
     else:
         programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
         late = stats if stats.numel() else None
-        launch(plan, _scale_kernel, (programs,), (grad, out, grad_output, late, n_elements))
+        args = (grad, out, grad_output, late, n_elements)
+        launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
 
 
 def _bwd(grad, grad_output, stats):

@@ -113,20 +113,22 @@ def distill_slopes(
 
 
 @triton.jit
-def _logits_tile(PTR, BIAS_ptr, positions, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
+def _logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32. MASKED: the row ends in it, `outside` stands beyond.
 
-    The load is masked by n_stored, which keeps it wide. Behind it, where VECTOR > 1, stand the row's edges.
+    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1.
     """
     if MASKED:
-        x = tl.load(PTR + positions, mask=positions < n_stored, other=0.0)
+        reached = cols < n_stored
         if VECTOR > 1:
-            edges = tl.load(PTR + cols, mask=(positions >= n_stored) & (cols < n_cols), other=0.0)
-            x = tl.where(positions < n_stored, x, edges)
-        x = x.to(tl.float32)
+            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
+        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
+        exist = cols < n_cols
+        if VECTOR > 1:
+            exist = exist & (cols >= -head)
         if BIAS_ptr is not None:
-            x += tl.load(BIAS_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        x = tl.where(cols < n_cols, x, outside)
+            x += tl.load(BIAS_ptr + cols, mask=exist, other=0.0).to(tl.float32)
+        x = tl.where(exist, x, outside)
     else:
         x = tl.load(PTR + cols).to(tl.float32)
         if BIAS_ptr is not None:
@@ -164,6 +166,49 @@ def _row_sum(d, m, top, scale):
 def _log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
     """log2 of both distributions. The maximum is subtracted first, which is exact for logits of any size."""
     return (s - m_s) * scale - l_s, (t - m_t) * scale - l_t
+
+
+@triton.jit
+def _slope_tile(
+    s,
+    t,
+    m_s,
+    l_s,
+    m_t,
+    l_t,
+    l_hard,
+    dot,
+    scale,
+    soft_slope,
+    hard_slope,
+    pull,
+    beta,
+    KIND: tl.constexpr,
+    HARD: tl.constexpr,
+    FAST_LOG2: tl.constexpr,
+):
+    """The gradient of a tile's student logits, but for the hard loss's share at the label."""
+    x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+    if KIND == 5:
+        ds = soft_slope * (dot * s * l_s - t * l_t)
+    elif KIND == 3:
+        y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
+        p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
+        ds = q * (soft_slope * u + pull)
+    else:
+        q = tl.exp2(x)
+        if KIND == 0:
+            ds = q * pull - soft_slope * t
+        elif KIND == 1:
+            ds = q * pull - soft_slope * tl.exp2(y)
+        elif KIND == 2:
+            ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + pull))
+        else:
+            p = tl.exp2(y)
+            ds = q * tl.where(q > p, pull + soft_slope, tl.where(q < p, pull - soft_slope, pull))
+    if HARD == 2:
+        ds += hard_slope * tl.exp2((s - m_s) * 1.4426950408889634 - l_hard)
+    return ds
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -294,19 +339,21 @@ def _distill_kernel(
         three = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         for PART in tl.static_range(2):  # the whole tiles, then the one that the row ends in
             for tile in tl.range(n_full if PART else 0, tiles if PART else n_full, num_stages=STAGES):
-                at = tile * BLOCK_SIZE + block
-                cols = at
+                cols = tile * BLOCK_SIZE + block
                 if PART == 1:
-                    cols = tail_columns(at, head, n_body, n_cols, VECTOR)
-                s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == 1, VECTOR)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == 1, VECTOR)
+                    cols = tail_columns(cols, n_body, VECTOR)
+                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_right, s_stored, outside, PART == 1, VECTOR)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_right, t_stored, t_outside, PART == 1, VECTOR)
                 if COSINE:
                     one += s * s
                     two += t * t
                     three += s * t
                 if LANES_S:
                     if COSINE:
-                        s = tl.where(cols < n_right, s, float("-inf"))
+                        exist = cols < n_right
+                        if VECTOR > 1 and PART == 1:
+                            exist = exist & (cols >= -head)
+                        s = tl.where(exist, s, float("-inf"))
                     top_s, rise_s, low_s = _raised(tl.reshape(s, [LANES, GROUP]), top_s)
                     again_s = tl.exp2(-rise_s * scale)
                     e_s = tl.exp2(low_s * scale)
@@ -370,12 +417,11 @@ def _distill_kernel(
             for PART in tl.static_range(2):  # the other way: what was read last is in cache
                 for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
                     tile = (n_full if PART else tiles) - 1 - done
-                    at = tile * BLOCK_SIZE + block
-                    cols = at
+                    cols = tile * BLOCK_SIZE + block
                     if PART == 0:
-                        cols = tail_columns(at, head, n_body, n_cols, VECTOR)
-                    s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == 0, VECTOR)
-                    t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == 0, VECTOR)
+                        cols = tail_columns(cols, n_body, VECTOR)
+                    s = _logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_right, s_stored, outside, PART == 0, VECTOR)
+                    t = _logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_right, t_stored, t_outside, PART == 0, VECTOR)
                     x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
                     if KIND == 3:
                         y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
@@ -433,41 +479,40 @@ def _distill_kernel(
                     tile = done + (n_full if PART == LAST else 0)
                 else:
                     tile = (tiles if PART == LAST else n_full) - 1 - done
-                at = tile * BLOCK_SIZE + block
-                cols = at
-                if PART == LAST:
-                    cols = tail_columns(at, head, n_body, n_cols, VECTOR)
-                s = _logits_tile(S_ptr, S_BIAS_ptr, at, cols, n_right, s_stored, outside, PART == LAST, VECTOR)
-                t = _logits_tile(T_ptr, T_BIAS_ptr, at, cols, n_right, t_stored, t_outside, PART == LAST, VECTOR)
-                x, y = _log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
-                if COSINE:
-                    ds = soft_slope * (dot * s * l_s - t * l_t)
-                elif KIND == 3:
-                    y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
-                    p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
-                    ds = q * (soft_slope * u + pull)
-                else:
-                    q = tl.exp2(x)
-                    if KIND == 0:
-                        ds = q * pull - soft_slope * t
-                    elif KIND == 1:
-                        ds = q * pull - soft_slope * tl.exp2(y)
-                    elif KIND == 2:
-                        ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + pull))
-                    else:
-                        p = tl.exp2(y)
-                        ds = q * tl.where(q > p, pull + soft_slope, tl.where(q < p, pull - soft_slope, pull))
-                if HARD == 2:
-                    ds += hard_slope * tl.exp2((s - m_s) * LOG2E - l_hard)
+                cols = tile * BLOCK_SIZE + block
+                s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_body, s_stored, outside, PART == LAST, 1)
+                t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_body, t_stored, t_outside, PART == LAST, 1)
+                ds = _slope_tile(
+                    s,
+                    t,
+                    m_s,
+                    l_s,
+                    m_t,
+                    l_t,
+                    l_hard,
+                    dot,
+                    scale,
+                    soft_slope,
+                    hard_slope,
+                    pull,
+                    beta,
+                    KIND,
+                    HARD,
+                    FAST_LOG2,
+                )
                 if HARD:
-                    if VECTOR > 1:
-                        ds = tl.where(cols == label_col, ds - hard_slope, ds)
-                    else:
-                        ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
-                tl.store(DS_ptr + at, ds.to(DS_ptr.dtype.element_ty), mask=at < s_stored)
-                if VECTOR > 1 and PART == LAST:
-                    edges = (at >= s_stored) & (cols < n_right)
-                    tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=edges)
+                    ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
+                tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
+        if VECTOR > 1:
+            cols = edge_columns(head, n_body, n_cols, VECTOR)
+            s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_right, n_right, outside, True, 1)
+            t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_right, n_right, t_outside, True, 1)
+            ds = _slope_tile(
+                s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, pull, beta, KIND, HARD, FAST_LOG2
+            )
+            if HARD:
+                ds = tl.where(cols == label_col, ds - hard_slope, ds)
+            tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from ...runtime.operator import (
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
-from .cross_entropy_rows import STATS, RowResults, _stats_key, launch_sum
+from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradients
 from .softmax_rows import has_block_size
 
@@ -355,7 +355,7 @@ def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: to
         share = 1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row)
         return torch.full((5,), share, dtype=torch.float32, device=device)
     share = torch.empty(5, dtype=torch.float32, device=device)
-    plan = STATS.plan(device, _stats_key(n_rows, 0, 0))
+    plan = STATS.plan(device, stats_key(n_rows, 0, 0))
     launch(plan, _label_share_kernel, (1,), (labels, share, n_rows, ignore_index, float(per_row)))
     return share
 

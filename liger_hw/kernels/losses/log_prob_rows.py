@@ -34,7 +34,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_vector, row_head
 from .softmax_rows import (
     has_block_size,
-    load_edges,
     rows_heuristic,
     rows_safe,
     rows_space,
@@ -176,13 +175,10 @@ def _log_prob_gradient_kernel(
     if B_ptr is not None:
         b = tl.load(B_ptr + row).to(tl.float32) * inv_temperature
         entropy = tl.load(ENTROPY_ptr + row)
-    x_edge = 0.0
-    if VECTOR > 1:
-        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)
     SMOOTHING: tl.constexpr = FLAT_ptr is not None
     ENTROPY: tl.constexpr = B_ptr is not None
     write_gradient(
-        X_ptr, DX_ptr, BIAS_ptr, None, 0.0, x_edge, block_cols, head, n_body, n_full, n_cols, n_stored,
+        X_ptr, DX_ptr, BIAS_ptr, None, 0.0, 0.0, block_cols, head, n_body, n_full, n_cols, n_stored,
         softcap, inv_temperature, y.to(tl.int32) - head, lse, -pull, -a, -flat, b, entropy,
         SOFTCAP, SMOOTHING, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_EVICT, VECTOR,
     )  # fmt: skip

@@ -270,12 +270,14 @@ def write_gradient(
     EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The second sweep. y is counted from the body; KEPT: x_tail is the last tile, else it is loaded; x_edge always is.
+    """The second sweep. y is counted from the body; DX may be X: each element is read and written by the same thread.
 
-    DX may be X: each element is read and written by the same thread.
+    KEPT: x_tail and x_edge are the last tile and the edges, else they are loaded.
     """
     dx_type = DX_ptr.dtype.element_ty
     if VECTOR > 1:
+        if not KEPT:
+            x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)
         if BIAS_ptr is not None:
             BIAS_ptr += head
         if W_ptr is not None:
@@ -288,6 +290,14 @@ def write_gradient(
         SOFTCAP, SMOOTHING, ENTROPY,
     )  # fmt: skip
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=EVICT)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        n_right = n_cols - head
+        g_edge = _gradient_tile(
+            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
+            SOFTCAP, SMOOTHING, ENTROPY,
+        )  # fmt: skip
+        tl.store(DX_ptr + edge, g_edge.to(dx_type), mask=edge < n_right)
     for done in tl.range(0, n_full, num_stages=STAGES):
         cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, "", EVICT)
@@ -296,14 +306,6 @@ def write_gradient(
             SOFTCAP, SMOOTHING, ENTROPY,
         )  # fmt: skip
         tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=EVICT)
-    if VECTOR > 1:
-        edge = edge_columns(head, n_body, n_cols, VECTOR)
-        n_right = n_cols - head
-        g = _gradient_tile(
-            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
-            SOFTCAP, SMOOTHING, ENTROPY,
-        )  # fmt: skip
-        tl.store(DX_ptr + edge, g.to(dx_type), mask=edge < n_right)
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 Rows of odd width do not begin at 16-byte boundaries, and a compiler that must assume so accesses them an element at a
 time. The body of a row is what lies between the first and the last boundary in it. Its tiles are accessed 16 bytes at
 a time, with masks that end at a multiple of VECTOR elements. The edges, at most VECTOR - 1 columns before and as many
-behind, are one tile of 2 * VECTOR elements, which is accessed element by element, once a row. Nothing outside the row
-is touched. (Rows that a single tile holds are rather shifted within it, see aligned.py: an edge costs a reduction of
-its own.)
+behind, are one tile of 2 * VECTOR elements, which is accessed element by element, once a row, and nothing outside the
+row is touched. (A kernel that holds a whole row in one tile shifts the row within the tile instead, see aligned.py:
+edges need reductions of their own.)
 
 Columns are counted from the body's first: those before it are negative. In a kernel, with VECTOR from `edge_vector`:
 
@@ -79,12 +79,14 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def tail_columns(positions, head, n_body, n_cols, VECTOR: tl.constexpr):
-    """The columns of a tile that holds the body's end and then the edges; n_cols stands for none."""
-    cols = positions
+def tail_columns(positions, n_body, VECTOR: tl.constexpr):
+    """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
+
+    Columns from -head to n_cols - head are the row's. The others of these two vectors belong to its neighbours: they
+    may be loaded (a vector that holds a column of the row never leaves the allocation, see aligned.py), but not stored.
+    """
     if VECTOR > 1:
         edge = positions - n_body
-        cols = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - head, n_body + edge - VECTOR))
-        exist = ((edge < head) | (edge >= VECTOR)) & (cols < n_cols - head)
-        cols = tl.where(exist, cols, n_cols)
-    return cols
+        behind = n_body + edge - VECTOR
+        positions = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - VECTOR, behind))
+    return positions
