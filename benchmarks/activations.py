@@ -1,6 +1,7 @@
 """Tokens/s and peak memory of one training step by activation level, against Hugging Face and liger-kernel.
 
-    python benchmarks/activations.py --out activations-h200.json [--model mistral] [--layers 32] [--batch 4] [--seq 4096]
+    python benchmarks/activations.py --out activations-h200.json [--model mistral] [--layers 32] [--batch 4] [--seq
+    4096]
 
 One process a library, forked before any of them touches the device, and liger-kernel once more at the end to see the
 drift. Within a process the arms take turns on one model and one AdamW, one unmeasured step after each change; peak
@@ -30,9 +31,9 @@ import transformers  # noqa: F401  imported once, before the forks
 
 from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.text import table
 from liger_hw.recompute.levels import in_words
 from liger_hw.recompute.planner import Planner, of_module
+from liger_hw.text import table
 
 LEVELS = ("keep", "cheap", "mlp", "full")
 GIB = 1 << 30

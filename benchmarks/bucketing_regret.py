@@ -128,7 +128,8 @@ TARGET = {"median": 0.02, "worst": 0.08}
 
 
 def verdict(rows, target_name, seconds, problems):
-    """What FILE says: regret of shapes (their kernels' sums), of kernels, and of kernels that a stored entry answered."""
+    """What FILE says: regret of shapes (their kernels' sums), of kernels, and of kernels that a stored entry
+    answered."""
     shapes = dict.fromkeys((row["op"], tuple(row["sizes"])) for row in rows)
     sums = [[row for row in rows if (row["op"], tuple(row["sizes"])) == shape] for shape in shapes]
     per_shape = [sum(r["resolved_us"] for r in these) / sum(r["best_us"] for r in these) - 1 for these in sums]

@@ -6,8 +6,8 @@
     python benchmarks/compare_commits.py --old OLD --new NEW --cases cases.json --out FILE.json
 
 For each case, a process of each checkout captures forward and backward as a graph; then the two take turns in replaying
-it, so that clocks and neighbours are the same for both. `ratio` is the newer median over the older. With several GPUs the
-cases are spread over them. A run that is cut short has what it measured.
+it, so that clocks and neighbours are the same for both. `ratio` is the newer median over the older. With several GPUs
+the cases are spread over them. A run that is cut short has what it measured.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""First and second step of patched models with empty kernel caches, each arm in a fresh process: Mistral and a Mixtral-like MoE.
+"""First and second step of patched models with empty kernel caches, each arm in a fresh process: Mistral and a
+Mixtral-like MoE.
 
-python benchmarks/first_step.py [FILE.json] [--models mistral,mixtral] [--arms liger_hw,liger,hf] [--rounds 2] [--budget 90]
+python benchmarks/first_step.py [FILE.json] [--models mistral,mixtral] [--arms liger_hw,liger,hf] [--rounds 2] [--budget
+90]
     [--device cuda] [--small]
 
-Two layers of the published width, 1 x 2048 tokens, bf16. `import` and `patch` are the seconds before the model is built,
-`steps` forward and backward with a synchronisation at the end. The models run side by side, a model's arms one after the
-other, in turn over the rounds. FILE is written after every arm; what the budget ends is there with the steps it made.
+Two layers of the published width, 1 x 2048 tokens, bf16. `import` and `patch` are the seconds before the model is
+built, `steps` forward and backward with a synchronisation at the end. The models run side by side, a model's arms one
+after the other, in turn over the rounds. FILE is written after every arm; what the budget ends is there with the steps
+it made.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/head_options.py --out head-options-h200.json [--tokens 8192] [--hidden 4096] [--vocab 131072]
 
-Forward and backward with the gradients of hidden states and weight, in eager, against the loss's three products on whole
-tensors (`floor`), all in turn, each SETTLE_MS before a call counts, medians; peak is what a call allocates beyond its inputs, gradients included. Errors are
-norm-wise against fp64, with --exact (the first 1024 tokens, 4096 words). The variants with 60% of the rows ignored:
+Forward and backward with the gradients of hidden states and weight, in eager, against the loss's three products on
+whole tensors (`floor`), all in turn, each SETTLE_MS before a call counts, medians; peak is what a call allocates beyond
+its inputs, gradients included. Errors are norm-wise against fp64, with --exact (the first 1024 tokens, 4096 words). The
+variants with 60% of the rows ignored:
 every row computed, rows counted early in the step (`CountedRows`), and counted when asked (waits for the device).
 """
 
@@ -19,11 +20,10 @@ from typing import Any, Callable
 import torch
 from head_sweep import settle_ms, work_of
 
-from liger_hw import env
+from liger_hw import CountedRows, env
 from liger_hw.bench.floors import floor_words
 from liger_hw.bench.runners import Calls
 from liger_hw.bench.timing import Meter, interleave
-from liger_hw import CountedRows
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 from liger_hw.kernels.losses.cross_entropy import liger_cross_entropy
 

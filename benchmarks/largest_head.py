@@ -1,12 +1,15 @@
-"""The largest loss head each implementation trains on one GPU: tokens at a fixed vocabulary, vocabulary at fixed tokens.
+"""The largest loss head each implementation trains on one GPU: tokens at a fixed vocabulary, vocabulary at fixed
+tokens.
 
-    python benchmarks/largest_head.py --out largest-head-h200.json [--arms liger_hw liger torch] [--part 0/2] [--seconds 100]
+    python benchmarks/largest_head.py --out largest-head-h200.json [--arms liger_hw liger torch] [--part 0/2] [--seconds
+    100]
 
-A size fits when forward and backward, with the gradients of hidden states and weight, run without an out-of-memory error
-and the loss is finite. Each arm searches in a process of its own (an arm may crash): four times the size while it fits,
-then halving the gap until it is known to 1/16. A search ends, marked `at least`, where the next size would take longer
-than --call seconds a call by what the last one took, or where --seconds are spent. Hidden states, weight and both
-gradients count: they bound everybody. Memory outside the allocator's reach is left alone (fraction 0.97 of the device).
+A size fits when forward and backward, with the gradients of hidden states and weight, run without an out-of-memory
+error and the loss is finite. Each arm searches in a process of its own (an arm may crash): four times the size while it
+fits, then halving the gap until it is known to 1/16. A search ends, marked `at least`, where the next size would take
+longer than --call seconds a call by what the last one took, or where --seconds are spent. Hidden states, weight and
+both gradients count: they bound everybody. Memory outside the allocator's reach is left alone (fraction 0.97 of the
+device).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 python benchmarks/limits.py [FILE.json] [--device cuda] [--budget SECONDS] [--share DIR] [--ops rms_norm,...]
 
-For each kernel that the op launches, with the configuration that is resolved: microseconds by graph replay, L2-cold; the
-bytes its tensors have, once each (twice where it overwrites them); that over the measured copy rate and over its time
-(`share`); registers, spills and shared memory of the compiled kernel, and the warps a multiprocessor holds with them.
+For each kernel that the op launches, with the configuration that is resolved: microseconds by graph replay, L2-cold;
+the bytes its tensors have, once each (twice where it overwrites them); that over the measured copy rate and over its
+time (`share`); registers, spills and shared memory of the compiled kernel, and the warps a multiprocessor holds with
+them.
 `--share`: one process a GPU, each with the same folder; FILE has everybody's rows.
 """
 

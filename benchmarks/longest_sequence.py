@@ -5,12 +5,13 @@
 
 For each level the planner's longest sequence for the memory that the device has left is trained for one step, with the
 optimizer's state in place: forward, backward and AdamW in bf16. If it runs, one that is predicted to fill the device to
-the last is tried; if it does not, a shorter one. `longest` is the longest that ran. A try that would take more than what
-is left of --seconds, by the rate of the tries before, is left out and said. With --tokens those lengths are tried, and no
-others. A try that ran out of memory says what torch had allocated, and what it had reserved without using it.
+the last is tried; if it does not, a shorter one. `longest` is the longest that ran. A try that would take more than
+what is left of --seconds, by the rate of the tries before, is left out and said. With --tokens those lengths are tried,
+and no others. A try that ran out of memory says what torch had allocated, and what it had reserved without using it.
 
-torch's allocator is asked for expandable segments, unless PYTORCH_CUDA_ALLOC_CONF says otherwise; `allocator` in the output
-is what it was. By default free pieces of different blocks cannot be joined, and blocks of 2 and 6 GiB then leave gaps.
+torch's allocator is asked for expandable segments, unless PYTORCH_CUDA_ALLOC_CONF says otherwise; `allocator` in the
+output is what it was. By default free pieces of different blocks cannot be joined, and blocks of 2 and 6 GiB then leave
+gaps.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from activations import GIB, LEVELS, train_step
 
 from liger_hw.bench import e2e, report, training
 from liger_hw.bench.timing import with_index
-from liger_hw.text import table
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
+from liger_hw.text import table
 
 STEP = 1024  # tokens between the lengths that are considered
 FIRST, FULLER, LESS = 0.98, 0.995, 0.95

@@ -1,6 +1,7 @@
 """docs/activations.png: speed against peak memory by activation level, a panel for each results file of activations.py.
 
-python benchmarks/plot_activations.py docs/activations.png benchmarks/results/activations-{mistral-7b,llama3,qwen3,gemma2}-h200.json
+python benchmarks/plot_activations.py docs/activations.png
+benchmarks/results/activations-{mistral-7b,llama3,qwen3,gemma2}-h200.json
 """
 
 import json

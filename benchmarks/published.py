@@ -18,8 +18,8 @@ DTYPES = {"bfloat16": "", "float32": " fp32"}
 
 
 def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
-    """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one, else of the other of TABLE
-    and ALL_LOSSES; `mark`: of that one, or of `since`."""
+    """(op, sizes, arm) -> the newest row of it, of the files `since` or `last` where they have one, else of the other
+    of TABLE and ALL_LOSSES; `mark`: of that one, or of `since`."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in (ALL_LOSSES if last == TABLE else TABLE, last, *([since] if since else [])):
         if not (RESULTS / name).exists():

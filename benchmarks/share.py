@@ -1,6 +1,8 @@
-"""One list of cases, measured by several processes: each takes the next that nobody has, and leaves its rows in a folder.
+"""One list of cases, measured by several processes: each takes the next that nobody has, and leaves its rows in a
+folder.
 
-    for i in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$i python benchmarks/sweep.py many --share out --json many.json & done; wait
+    for i in 0 1 2 3; do CUDA_VISIBLE_DEVICES=$i python benchmarks/sweep.py many --share out --json many.json & done;
+    wait
 
 A process that dies leaves its case taken and without rows; starting it again goes on with the rest. Works on any file
 system that creates a file only once.

@@ -125,7 +125,8 @@ ROWS = (
     *((16, 1024), (3000, 2560), (16384, 1536), (4096, 2304), (8192, 7168), (2048, 4096), (128, 14336), (65536, 2048)),
     *((8192, 640), (4096, 8192)),
 )
-"""(n_rows, n_cols) from a decode step's to 131072 rows; the order mixes small and large, so that a run cut short has both."""
+"""(n_rows, n_cols) from a decode step's to 131072 rows; the order mixes small and large, so that a run cut short has
+both."""
 
 _HEADS = ((32, 8, 128), (8, 4, 256), (28, 4, 128), (16, 16, 64), (40, 8, 128), (5, 1, 96))
 _TOKENS = ((1, 1), (1, 8192), (1, 512), (4, 4096), (1, 17), (2, 2048), (32, 1), (1, 1000))
@@ -188,8 +189,9 @@ def warm(
     against: Sequence[str] = peers.DEFAULT,
     on_case: Callable[[Case], None] = lambda case: None,
 ) -> None:
-    """Call every arm that compiles once for every case and time nothing: afterwards the compilers' caches on disk have what
-    a timed run of the same cases needs. Many processes may do this on one device at once, each with one compiling thread.
+    """Call every arm that compiles once for every case and time nothing: afterwards the compilers' caches on disk have
+    what a timed run of the same cases needs. Many processes may do this on one device at once, each with one compiling
+    thread.
     """
     from torch._inductor import config
 

@@ -2,8 +2,8 @@
 
     python ci/workflows.py [--check]
 
-Each group of the matrix is one workflow. A lane is one job that checks out the tree, runs one script of this folder with
-the lane's fields in its environment, and uploads what the script kept in ci-out/.
+Each group of the matrix is one workflow. A lane is one job that checks out the tree, runs one script of this folder
+with the lane's fields in its environment, and uploads what the script kept in ci-out/.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ Train = Callable[[argparse.Namespace, bool, Steps], list[float]]
 def compare(train: Train, options: argparse.Namespace, tokens: int = 0, main: bool = True) -> None:
     """Run `train(options, patch, steps)` unpatched and patched, in turn, and print both side by side.
 
-    `train` calls `steps()` after each optimizer step and returns the loss of each. tokens: that a step trains on, if not
-    batch x seq. main: whether this process prints and writes. Raises `AssertionError` when the two are not one training.
+    `train` calls `steps()` after each optimizer step and returns the loss of each. tokens: that a step trains on, if
+    not batch x seq. main: whether this process prints and writes. Raises `AssertionError` when the two are not one
+    training.
     """
     device, tokens = options.device, tokens or options.batch * options.seq
     module = None if device.type == "cpu" else torch.get_device_module(device)

@@ -26,7 +26,8 @@ def train(options, patch: bool, steps) -> list[float]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    # Losses go over a group of their own, which destroy_process_group ends, threads and all. The mesh's is kept by caches
+    # Losses go over a group of their own, which destroy_process_group ends, threads and all. The mesh's is kept
+    # by caches
     # of DTensor (torch 2.13): a gloo thread that lets go of its last tensor while Python exits aborts the process.
     metrics = dist.new_group(backend="gloo")
     losses = []

@@ -47,7 +47,7 @@ class Plan:
 
     layer, config, provenance, source: the registry's answer and where it came from
     constexprs: a value for every name that a kernel's tunable parameters may have: the blocks of the configuration,
-    STAGES, LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and AHEAD (launched with programmatic dependent
+    STAGES, LOAD_CACHE and LOAD_EVICT (the memory hint), FAST_LOG2, and DEPENDENT (launched with programmatic dependent
     launch)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's own)
     programs: programs of a persistent grid, 0 when the configuration is not persistent
@@ -63,14 +63,18 @@ class Plan:
         self.layer, self.config, self.provenance, self.source = chosen.layer, config, chosen.provenance, chosen.source
         cache, evict = vendor.load_hint(config.hint)
         interpreted = interpreting()
-        dependent = vendor.dependent_launch(target) if tunable.ahead and tunable.ahead(key) and not interpreted else {}
+        dependent = (
+            vendor.dependent_launch(target)
+            if tunable.dependent_launch and tunable.dependent_launch(key) and not interpreted
+            else {}
+        )
         self.constexprs = {
             **config.blocks,
             "STAGES": config.num_stages,
             "LOAD_CACHE": cache,
             "LOAD_EVICT": evict,
             "FAST_LOG2": vendor.fast_log2 and not interpreted,
-            "AHEAD": bool(dependent),
+            "DEPENDENT": bool(dependent),
         }
         self.options = vendor.lower(config) | dependent
         self.programs = config.ctas_per_mp * target.multiprocessors
@@ -90,8 +94,8 @@ class Tunable:
     space: (target, key) -> candidates for the tuner
     neutral: knobs that cannot change a result's bits; every other knob may, and is fixed under `deterministic`
     valid: (config, key) -> reason it cannot serve this key, or None; it may rely on every block having a value
-    ahead: key -> whether its kernels, which start with `begin(AHEAD)`, use programmatic dependent launch
-    (`runtime/dependent_launch.py`)
+    dependent_launch: key -> whether its kernels, which start with `wait_for_previous(DEPENDENT)`, use programmatic
+    dependent launch (`runtime/dependent_launch.py`)
     """
 
     resolve: Callable[["Tunable", Any, Key], Plan]
@@ -110,12 +114,12 @@ class Tunable:
         space: Callable[[Target, Key], Iterable[LaunchConfig]],
         neutral: frozenset[str] = frozenset({"num_stages", "hint"}),
         valid: Callable[[LaunchConfig, Key], str | None] | None = None,
-        ahead: Callable[[Key], bool] | None = None,
+        dependent_launch: Callable[[Key], bool] | None = None,
     ) -> None:
         self.op, self.variant, self.name = op, variant, f"{op}.{variant}"
         self.kernels, self.key, self.dims = kernels, key, dims
         self.heuristic, self.safe, self.space = heuristic, safe, space
-        self.neutral, self.valid, self.ahead = neutral, valid, ahead
+        self.neutral, self.valid, self.dependent_launch = neutral, valid, dependent_launch
         self.plans: dict[tuple[Any, Key], Plan] = {}
         self._hash: str | None = None
 

@@ -166,7 +166,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _maxima_of_a_device():
-    """Triton's interpreter up to 3.7 keeps NaN in `tl.maximum` and `tl.minimum` where devices drop it, as later ones do.
+    """Triton's interpreter up to 3.7 keeps NaN in `tl.maximum` and `tl.minimum` where devices drop it, as later ones
+    do.
 
     Its `tl.max` and `tl.min` drop it already; what asks for `propagate_nan` keeps it, here and there.
     """

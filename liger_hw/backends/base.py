@@ -232,11 +232,11 @@ class Backend:
     convolves_channels_last = False
     """torch convolves 16-bit tensors faster with their channels last in memory. True only where measured."""
     gemm_alignment = 1
-    """Bytes. A GEMM operand whose rows are no multiple of this falls off the library's fast kernels, so that a linear head
-    splits an odd vocabulary into two products (`kernels/heads/linear_head.py`). 1: every width is as fast."""
+    """Bytes. A GEMM operand whose rows are no multiple of this falls off the library's fast kernels, so that a linear
+    head splits an odd vocabulary into two products (`kernels/heads/linear_head.py`). 1: every width is as fast."""
     gemm_even_steps_above: int | None = None
-    """GEMMs of more than so many steps of 256 rows want an even number of steps, which is how a linear head cuts its chunks
-    (`kernels/heads/chunk_plan.py`). None: any number of steps is as fast."""
+    """GEMMs of more than so many steps of 256 rows want an even number of steps, which is how a linear head cuts its
+    chunks (`kernels/heads/chunk_plan.py`). None: any number of steps is as fast."""
 
     # -- devices -----------------------------------------------------------------------------------------------------
 

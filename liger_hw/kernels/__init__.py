@@ -1,7 +1,8 @@
 """The ops: one family is one package, one op is one file in it.
 
-`EXPORTS` is the one line an op needs beside its file: where it is and which public names it defines. The registry's table of
-ops, `liger_hw.transformers` and `liger_hw.transformers.functional` read it; importing this module imports none of them.
+`EXPORTS` is the one line an op needs beside its file: where it is and which public names it defines. The registry's
+table of ops, `liger_hw.transformers` and `liger_hw.transformers.functional` read it; importing this module imports none
+of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The losses' own parts of the bench: chunked losses as cases, the floor timed in turn, the error check's sizes; and the
-scripts that draw tokens x vocabulary, search the largest head and time a first call, at toy size on the CPU."""
+"""The losses' own parts of the bench: chunked losses as cases, the floor timed in turn, the error check's sizes; and
+the scripts that draw tokens x vocabulary, search the largest head and time a first call, at toy size on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tables of README, docs/activations.md and docs/losses.md are those that benchmarks/readme.py makes from benchmarks/results/."""
+"""The tables of README, docs/activations.md and docs/losses.md are those that benchmarks/readme.py makes from
+benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def row(arm, ms, errors=(1.5e-5, 2.84e-3), **more):
 
 SWEEP = [(1, 0.9), (1024, 0.8), (1025, 0.6)]
 RESULTS = {
-    "losses": {"rows": [row("liger_hw", 40.0), row("liger", 470.0, method="events"), row("compile", 39.0, (None, None))]},
-    "head-sweep": {
+    "losses": {"rows": [row("liger_hw", 40.0), row("liger", 470.0, method="events"), row("compile", 39.0, (None,
+    None))]}, "head-sweep": {
         "points": [{"tokens": n, "vocab": 1000, "ms": 1.0, "share": share} for n, share in SWEEP],
         "left_out": [[65536, 1000]],
     },

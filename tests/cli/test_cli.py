@@ -208,7 +208,8 @@ def test_explain_of_a_device_that_is_not_here_reads_its_table(capsys):
 
 
 def test_explain_says_what_is_launched(capsys):
-    """By rms_norm's launchers: one row's gradient of the weight needs no second kernel, many rows' does; dots are wide rows'."""
+    """By rms_norm's launchers: one row's gradient of the weight needs no second kernel, many rows' does; dots are wide
+    rows'."""
     said_of = {}
     for rows in (2, 8192):
         _, out, _ = said(capsys, "explain", "rms_norm", "--shape", f"{rows}x4096", "--device", "h200", "--json")

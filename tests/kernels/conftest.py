@@ -40,7 +40,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 
 @pytest.fixture(autouse=True)
 def exact_convolutions():
-    """torch's own convolution, which an op uses, may take TF32 for fp32 and add up in any order: not while it is tested."""
+    """torch's own convolution, which an op uses, may take TF32 for fp32 and add up in any order: not while it is
+    tested."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     yield

@@ -1,5 +1,5 @@
-"""Every op in the interpreter with exactly the configurations of GPUs that are not here: what their tables and heuristics
-would launch at small odd shapes, against fp64. One target for each width of warp and each vendor."""
+"""Every op in the interpreter with exactly the configurations of GPUs that are not here: what their tables and
+heuristics would launch at small odd shapes, against fp64. One target for each width of warp and each vendor."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ PAIRS = sorted({(table, name) for table, entries in TABLES.items() for (name, _,
 
 @pytest.mark.parametrize(("table", "name"), PAIRS)
 def test_shipped_tables(table, name, seed, clean_registry):
-    """The smallest, middle and largest tiles of a shipped table, at a small shape: the key each was tuned for does not fit.
+    """The smallest, middle and largest tiles of a shipped table, at a small shape: the key each was tuned for does not
+    fit.
 
-    Warps, stages and hints mean nothing to the interpreter, so configurations that differ in those are run once, and the
-    tables of TARGETS stand for those of their vendors.
+    Warps, stages and hints mean nothing to the interpreter, so configurations that differ in those are run once, and
+    the tables of TARGETS stand for those of their vendors.
     """
     op, target = registry.get_op(name), known_target(table.split("/")[1].split("-")[0])
     tiles: dict[str, dict[str, LaunchConfig]] = {}

@@ -92,7 +92,8 @@ def test_one_tensor_in_two_places(lane, op, seed):
 
 
 def test_input_used_elsewhere(lane, case, seed):
-    """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others' feet."""
+    """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others'
+    feet."""
     op, options = case
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
     alone = run(op.function, sample, seed)
@@ -207,8 +208,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def test_every_output_of_an_operator_is_written(lane, case, seed):
-    """What only a backward reads too, and of rows that do not count: opcheck and torch.compile compare those bits. Memory
-    that nobody wrote is nan here."""
+    """What only a backward reads too, and of rows that do not count: opcheck and torch.compile compare those bits.
+    Memory that nobody wrote is nan here."""
     op, options = case
     with _Recorder() as recorder:
         run(op.function, make(op, few_sizes(op), torch.float32, lane.device, seed, options), seed)

@@ -159,8 +159,8 @@ _LOSSES = {
 
 @pytest.mark.parametrize("loss", _LOSSES)
 def test_a_transform_around_vmap_is_refused_too(loss):
-    """vmap's tensors do not say that a gradient is wanted outside it: a loss takes no Function then, and torch made zeros of
-    its gradient. Around a backward torch's fallback read memory that was not its own."""
+    """vmap's tensors do not say that a gradient is wanted outside it: a loss takes no Function then, and torch made
+    zeros of its gradient. Around a backward torch's fallback read memory that was not its own."""
     from liger_hw import registry
 
     x, one = torch.randn(3, 4, 8), lambda x: _LOSSES[loss](registry.get_op(loss).function, x)

@@ -19,7 +19,7 @@ from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.observe import observing
 from liger_hw.runtime.operator import LauncherMode
 
-AHEAD = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.ahead]
+DEPENDENT = [tunable for op in registry.ops().values() for tunable in op.tunables if tunable.dependent_launch]
 FEW, MANY = (1, 512, 16, 16, 64), (1, 513, 16, 16, 64)  # 2^20 elements, and as a key has it twice that
 
 
@@ -29,12 +29,12 @@ def _statements(kernel) -> list[ast.stmt]:
 
 
 def _begins(kernel) -> bool:
-    return ast.unparse(_statements(kernel)[0]) == "begin(AHEAD)"
+    return ast.unparse(_statements(kernel)[0]) == "wait_for_previous(DEPENDENT)"
 
 
-@pytest.mark.parametrize("tunable", AHEAD, ids=lambda tunable: tunable.name)
+@pytest.mark.parametrize("tunable", DEPENDENT, ids=lambda tunable: tunable.name)
 def test_begins_before_it_touches_memory(tunable):
-    """Each kernel's first statement is `begin(AHEAD)`."""
+    """Each kernel's first statement is `wait_for_previous(DEPENDENT)`."""
     kernels = [kernel for kernel in tunable.kernels if kernel.fn.__name__.endswith("_kernel")]
     assert kernels
     for kernel in kernels:
@@ -44,7 +44,7 @@ def test_begins_before_it_touches_memory(tunable):
 def test_what_begins_is_asked_whether_it_is_early():
     for op in registry.ops().values():
         for tunable in op.tunables:
-            assert _begins(tunable.kernels[0]) is bool(tunable.ahead), tunable.name
+            assert _begins(tunable.kernels[0]) is bool(tunable.dependent_launch), tunable.name
 
 
 @pytest.mark.parametrize("arch, early", [("sm90", True), ("sm80", False), ("gfx942", False), ("pvc", False)])
@@ -60,13 +60,16 @@ def test_what_begins_is_asked_whether_it_is_early():
 )
 def test_launched_early_where_the_device_can(name, few, many, arch, early):
     """The kernel is told what its launch is: a begin that did not wait would read too early."""
-    tunables = [tunable for tunable in AHEAD if tunable.op == name]
+    tunables = [tunable for tunable in DEPENDENT if tunable.op == name]
     assert tunables
     with registry.pretend(known_target(arch)):
         for tunable in tunables:
             for sizes, expected in ((few, early), (many, False)):
                 plan = tunable.plan(torch.device("cpu"), tunable.key(*sizes, 2))
-                assert plan.options.get("launch_pdl", False) is plan.constexprs["AHEAD"] is expected, (tunable, sizes)
+                assert plan.options.get("launch_pdl", False) is plan.constexprs["DEPENDENT"] is expected, (
+                    tunable,
+                    sizes,
+                )
 
 
 def test_nobody_asks_for_it():
@@ -77,7 +80,8 @@ def test_nobody_asks_for_it():
 
 
 def test_the_fast_launcher_keeps_it(monkeypatch):
-    """It is no part of the metadata that a launch hands on: the launcher object has it, whose C function takes it by 3.6."""
+    """It is no part of the metadata that a launch hands on: the launcher object has it, whose C function takes it by
+    3.6."""
     given = {"launch_cooperative_grid": False, "launch_pdl": True, "launch": "C function"}
     run = SimpleNamespace(**given, global_scratch_size=0, profile_scratch_size=0)
     compiled = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
@@ -106,7 +110,8 @@ def test_tritons_launcher_keeps_it(early):
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [4096, 1 << 20, 1 << 26])
 def test_reads_what_was_just_written(gpu, elements):
-    """A chain of launches, each of which reads what the last one wrote, with and without a wait of the host between them."""
+    """A chain of launches, each of which reads what the last one wrote, with and without a wait of the host between
+    them."""
     relu_squared = registry.get_op("relu_squared").function
     x = torch.rand(elements // 4096, 4096, device=gpu) * 0.5 + 0.5
 
@@ -129,7 +134,7 @@ def test_reads_what_was_just_written(gpu, elements):
 
 CHAIN = ("rms_norm", "swiglu", "rope", "layer_norm", "dyt", "softmax", "interleaved_rope", "relu_squared", "poly_norm")
 CHAIN += ("sparsemax", "geglu", "modulated_rms_norm", "rope", "fused_add_rms_norm")
-CHAIN = tuple(name for name in CHAIN if registry.get_op(name).tunables[0].ahead)
+CHAIN = tuple(name for name in CHAIN if registry.get_op(name).tunables[0].dependent_launch)
 SHAPES = [(4, 512), (33, 2048), (128, 4096)]
 
 
@@ -175,9 +180,14 @@ def test_the_chain_is_launched_early(shape):
     early = {}
 
     def note(plan, *_launch):
-        early.setdefault(plan.tunable.name, set()).add(plan.constexprs["AHEAD"])
+        early.setdefault(plan.tunable.name, set()).add(plan.constexprs["DEPENDENT"])
 
-    with registry.pretend(known_target("sm90")), FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(note)):
+    with (
+        registry.pretend(known_target("sm90")),
+        FakeTensorMode(),
+        LauncherMode(),
+        observing(compile_ahead.Foreseen(note)),
+    ):
         with torch.autograd.set_multithreading_enabled(False):
             _chain(torch.empty(shape), rounds=1)
     assert {name.split(".")[0] for name in early} == set(CHAIN) and early["rope.fwd"] == early["rope.bwd"] == {True}

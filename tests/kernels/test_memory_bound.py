@@ -42,8 +42,8 @@ def test_sparsemax_of_hard_rows(lane, tiles):
 @pytest.mark.parametrize("tiles", [False, True], ids=["whole rows", "column tiles"])
 @pytest.mark.lanes("interpret", "gpu")
 def test_sparsemax_of_ties(lane, tiles, generator):
-    """What equals the threshold is outside the support, whose gradients are a mean: a division that is off by an ulp would
-    take it in. In bf16 one row in 24 of 1024 columns has such a value."""
+    """What equals the threshold is outside the support, whose gradients are a mean: a division that is off by an ulp
+    would take it in. In bf16 one row in 24 of 1024 columns has such a value."""
     op = registry.get_op("sparsemax")
     x = torch.randn(100 if lane.name == "interpret" else 4000, 1024, generator=generator).to(
         lane.device, torch.bfloat16
@@ -121,7 +121,8 @@ def test_groups_shared_by_programs(lane, channels, block, seed, monkeypatch):
 @pytest.mark.parametrize("sizes", [(2, 9, 8), (1, 21, 24)], ids=str)
 @pytest.mark.lanes("interpret", "gpu")
 def test_attention_convolved_channels_last(lane, sizes, bias, seed, monkeypatch):
-    """Between softmax and convolution: what goes in and comes out is contiguous either way, and P is where it can be."""
+    """Between softmax and convolution: what goes in and comes out is contiguous either way, and P is where it can
+    be."""
     op = registry.get_op("multi_token_attention")
     monkeypatch.setattr(registry.backend_of(torch.device(lane.device)), "convolves_channels_last", True)
     with contextlib.ExitStack() as stack:

@@ -86,8 +86,8 @@ def inputs(rows=3, columns=64, dtype=torch.float32):
 
 
 def last(driver) -> tuple:
-    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd of x, residual, w, b, y, sum,
-    rstd; then numbers, of which the sixth is eps."""
+    """(grid and stream, pointers, the rest) of the last launch of rms_norm's forward: x, w, y, rstd of x, residual, w,
+    b, y, sum, rstd; then numbers, of which the sixth is eps."""
     _, *given = driver.seen[-1]
     assert given[4] == "head"
     return tuple(given[:4]), tuple(given[5:12][i] for i in (0, 2, 4, 6)), tuple(given[12:])

@@ -18,7 +18,7 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import few_elements
+from ...runtime.dependent_launch import is_small_launch
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ..rows.aligned import row_vector
 from ..rows.tuning import DIMS, blocks_misfit, row_warps, rows_per_program, safe
@@ -79,7 +79,7 @@ def row_map_tunable(op: str, variant: str, whole_rows_kernel: Any, looped_kernel
         safe=safe,
         space=lambda target, key: _space(target, key, tensors),
         valid=blocks_misfit,
-        ahead=few_elements,
+        dependent_launch=is_small_launch,
     )
 
 

@@ -4,7 +4,8 @@ Shapes: x [..., n_cols] -> y like x. Dtypes: fp32, fp16 or bf16; arithmetic in f
 A row of -inf gives NaN, as in torch. Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
 
 Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of
-rows too wide to hold are those of Milakov and Gimelshein, "Online normalizer calculation", https://arxiv.org/abs/1805.02867
+rows too wide to hold are those of Milakov and Gimelshein, "Online normalizer calculation",
+https://arxiv.org/abs/1805.02867
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.dependent_launch import begin
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
 from ..rows.aligned import align_down, load_row, row_pad, store_row
@@ -85,11 +86,11 @@ def _softmax_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows. A NARROW row is kept in its 16-bit dtype across both reductions and its exponentials are
     computed twice: their fp32 values would not fit the registers."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     first = tl.program_id(0)
     end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
@@ -122,11 +123,11 @@ def _softmax_fwd_looped_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE. Each of a tile's LANES groups of elements, those that a thread loads at once, has a
     running maximum and sum of its own, so that no thread waits for another until the row is read."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     PER_LANE: tl.constexpr = 128 // X_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = BLOCK_SIZE // PER_LANE
@@ -174,10 +175,10 @@ def _softmax_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows; y is contiguous."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     first = tl.program_id(0)
     end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
@@ -209,10 +210,10 @@ def _softmax_bwd_looped_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE; y is contiguous."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):

@@ -21,7 +21,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.dependent_launch import begin
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
 from ..rows.aligned import align_down, load_row, row_pad, store_row
@@ -89,10 +89,10 @@ def _sparsemax_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows, which stay in registers through all of Newton's steps."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -126,10 +126,10 @@ def _sparsemax_fwd_looped_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE, which are read again, from cache, in each of Newton's steps."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
@@ -183,10 +183,10 @@ def _sparsemax_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Tiles of whole rows; y is contiguous."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -216,10 +216,10 @@ def _sparsemax_bwd_looped_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE; y is contiguous."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)
     col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):

@@ -27,7 +27,7 @@ from ...runtime.cooperative import (
     publish,
     resident_options,
 )
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -152,7 +152,7 @@ def _norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c. With a TAIL there is one column tile.
 
@@ -164,7 +164,7 @@ def _norm_bwd_kernel(
     SUM_ROWS: 0, or a power of two of all rows: programs behind those of the rows store dw and db of SUM_COLS columns
     each.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
     if SUM_ROWS:
@@ -304,13 +304,13 @@ def _norm_bwd_means_kernel(
     offset,
     SUBTRACT_MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it: the backward kernel then works on column tiles.
 
     Scale_ptr: of a modulated norm, whose m has a factor 1 + scale and rows_per_mod rows a scale; else None.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     dot = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -379,7 +379,7 @@ def _norm_cooperative_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program g * splits + s takes column tile s of the rows g, g + groups, ...: memory is read once.
 
@@ -389,7 +389,7 @@ def _norm_cooperative_bwd_kernel(
     Words_ptr [n_rows, LANES], zeroed: each tile's sums of m (with SUBTRACT_MEAN) and of m * h.
     Partial_ptr [groups, n_cols], or None: dw; twice as wide if HAS_BIAS, for db behind it.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     split = tl.program_id(0) % splits
     groups = tl.num_programs(0) // splits
     group = tl.program_id(0) // splits
@@ -487,7 +487,7 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
         heuristic=_means_heuristic,
         safe=_means_safe,
         space=_means_space,
-        ahead=few_elements,
+        dependent_launch=is_small_launch,
     )
 
 
@@ -585,7 +585,7 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
         safe=safe,
         space=space,
         valid=lambda config, key: persistent_misfit(config, key) or _splits_misfit(config, key),
-        ahead=few_elements,
+        dependent_launch=is_small_launch,
     )
     sums = column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols)
     return BackwardTunables(bwd, means_tunable(op, means), sums)

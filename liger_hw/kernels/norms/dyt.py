@@ -15,7 +15,7 @@ import torch
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import (
     Function,
     check,
@@ -94,10 +94,10 @@ def _dyt_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (r, c) computes row tile r of column tile c."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     tile = tl.program_id(0).to(tl.int64)
     rows = tile_rows(tile, ROWS, VECTOR)
     row_mask = rows < n_rows
@@ -138,7 +138,7 @@ def _dyt_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
@@ -146,7 +146,7 @@ def _dyt_bwd_kernel(
     are None when no gradient of the parameters is wanted. ONCE: every program has one tile, and no loop delays its
     loads.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     skew = tile_skew(pid, n_cols, VECTOR)
     lanes, col_mask = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, 0, VECTOR)
@@ -275,7 +275,7 @@ FWD = Tunable(
     space=_fwd_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
     valid=blocks_misfit,
-    ahead=few_elements,
+    dependent_launch=is_small_launch,
 )
 BWD = Tunable(
     "dyt",
@@ -287,7 +287,7 @@ BWD = Tunable(
     safe=safe,
     space=_bwd_space,
     valid=persistent_misfit,
-    ahead=few_elements,
+    dependent_launch=is_small_launch,
 )
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 
@@ -318,7 +318,8 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, params, dalpha
     plan = BWD.plan(x.device, _key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # a tile that holds all rows: one for each skew would need a launch that sums dgamma (H200: 7 x 4097 8.92 us, now 3.12)
+    # a tile that holds all rows: one for each skew would need a launch that sums dgamma (H200: 7 x 4097 8.92 us,
+    # now 3.12)
     group = 1 if n_rows <= blocks["ROWS"] else vector_width(n_rows, n_cols, x, dy, whole_rows=False)
     n_tiles = count_tiles(n_rows, blocks["ROWS"], group)
     col_tiles = -(-(n_cols + group - 1) // blocks["BLOCK_SIZE"])

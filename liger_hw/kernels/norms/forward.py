@@ -14,7 +14,7 @@ from typing import Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable
-from ...runtime.dependent_launch import begin
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -120,7 +120,7 @@ def _norm_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program, in one block or two (TAIL). Rows wider than that are read twice, the second time from cache.
 
@@ -128,7 +128,7 @@ def _norm_fwd_kernel(
     LOOP, for whole rows: program p takes the tiles p, p + programs, ... with the next loads in flight, and keeps W and
     B in registers.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     if not LOOP:

@@ -236,7 +236,9 @@ def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, stati
     kernel, cooperative_kernel = plan.tunable.kernels
     if grid.cooperative:
         programs, splits = grid.programs, grid.splits
-        launch_cooperative(plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, (*flags, grid.even), *last)
+        launch_cooperative(
+            plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, (*flags, grid.even), *last
+        )
         return
     numbers = (*sizes, grid.splits, grid.share, grid.parts, *last)
     flags = (*flags, grid.even, grid.whole_group)

@@ -24,7 +24,7 @@ import torch
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
-from ...runtime.dependent_launch import few_elements
+from ...runtime.dependent_launch import is_small_launch
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -165,7 +165,7 @@ def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> Tunable:
-    more = {"key": _wide_key, "ahead": few_elements, **more}
+    more = {"key": _wide_key, "dependent_launch": is_small_launch, **more}
     return Tunable(
         "modulated_rms_norm",
         variant,
@@ -195,7 +195,7 @@ BWD_SUMS = _tunable(
     _sums_heuristic,
     lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
     _sums_space,
-    ahead=None,
+    dependent_launch=None,
 )
 BWD_ALL_SUMS = _tunable(
     "bwd_all_sums",
@@ -203,7 +203,7 @@ BWD_ALL_SUMS = _tunable(
     _all_sums_heuristic,
     lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
     lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
-    ahead=None,
+    dependent_launch=None,
 )
 DW = column_sum_tunable("modulated_rms_norm", _DIMS)
 

@@ -6,7 +6,7 @@ to one group, whose factor (offset + w) * (1 + scale) takes the place of offset 
 
 from __future__ import annotations
 
-from ...runtime.dependent_launch import begin
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     are_columns,
@@ -76,7 +76,7 @@ def _modulated_rms_norm_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (TAIL).
 
@@ -84,7 +84,7 @@ def _modulated_rms_norm_fwd_kernel(
     group, and the modulation of each row is loaded with it: after the row is summed (0), or, by programs of one tile
     each, before (2). Rows too wide to hold are read twice, the second time from cache.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     if KEEP == 1:
         group = (pid // chunks).to(tl.int64)
@@ -347,7 +347,7 @@ def _modulated_rms_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
@@ -358,7 +358,7 @@ def _modulated_rms_norm_bwd_kernel(
     behind those store dscale, dshift and dw themselves, of so many columns each; SUM_MODS and SUM_ROWS are powers of
     two that are no less than the modulations and the rows of one.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     SUMS: tl.constexpr = Partial_ptr is not None and SUM_COLS == 0
     if SUM_COLS:

@@ -18,7 +18,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample, Tunable, row_key
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -77,10 +77,10 @@ def _poly_norm_fwd_kernel(
     ROWS: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program. Rows wider than BLOCK_SIZE are read twice; the second sweep comes from cache."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = rows < n_rows
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -155,13 +155,13 @@ def _poly_norm_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... Rows wider than BLOCK_SIZE are read twice, then from cache.
 
     Partial_ptr [programs, 4]: this program's share of dw and db.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
     w3 = tl.load(W_ptr).to(tl.float32)
@@ -241,7 +241,7 @@ BWD = Tunable(
     safe=safe,
     space=bwd_space,
     valid=persistent_misfit,
-    ahead=few_elements,
+    dependent_launch=is_small_launch,
 )
 DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
 

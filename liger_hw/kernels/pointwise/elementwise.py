@@ -18,7 +18,7 @@ import torch
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key
 from ...runtime import saved_tensors
-from ...runtime.dependent_launch import begin, few_elements
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, check, check_tensors, define, empty_like, launch
 from ...runtime.triton_import import tl, triton
 
@@ -119,14 +119,14 @@ def _activation_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) where b_offset is None (and B_ptr and the multipliers).
 
     B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see
     `launch_activation`.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
     row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     a = A_ptr + row * A_row_stride + cols
@@ -214,10 +214,10 @@ def _activation_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The gradients of the forward kernel's inputs, with its conventions; D_row_stride None: n_cols."""
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
     row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
@@ -315,7 +315,7 @@ def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tu
             space=flat_space,
             neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
             valid=flat_valid,
-            ahead=few_elements,
+            dependent_launch=is_small_launch,
         )
         for variant, kernel, rules in (("fwd", _activation_fwd_kernel, fwd), ("bwd", _activation_bwd_kernel, bwd))
     )

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2
-from ...runtime.dependent_launch import few
+from ...runtime.dependent_launch import is_small
 from ...runtime.operator import cdiv, check, define, launch
 from ..pointwise.elementwise import flat_safe, flat_space, flat_valid
 from .rotary_kernels import _flat_rotary_kernel, _rotary_kernel
@@ -140,7 +140,7 @@ def valid_tile(config: LaunchConfig, key: Key) -> str | None:
 
 def _small_launch(key: Key) -> bool:
     q_heads, k_heads, head_dim, tokens_bucket, _ = key
-    return few((q_heads + k_heads) * head_dim << tokens_bucket)
+    return is_small((q_heads + k_heads) * head_dim << tokens_bucket)
 
 
 def _is_flat(key: Key) -> bool:
@@ -180,7 +180,7 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
         space=by_kernel(_space, flat_space),
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"}),
         valid=by_kernel(valid_tile, flat_valid),
-        ahead=_small_launch,
+        dependent_launch=_small_launch,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...runtime.dependent_launch import begin
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.triton_import import tl, triton
 
 # -- helpers of tiles [heads, tokens, columns] or [tokens, heads, columns] -------------------------------------------
@@ -211,7 +211,7 @@ def _rotary_kernel(
     BLOCK_H: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """BLOCK_T tokens x (BLOCK_H heads of q, BLOCK_K heads of k) a program. Every load stands before the first store, to
     keep as many bytes in flight as there are.
@@ -222,7 +222,7 @@ def _rotary_kernel(
     heads of one column where a program's threads cover its tokens, and the angles are its own; else tokens are, as in
     memory. ALIGN: elements that every stride is a multiple of (Triton itself sees only 16).
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     tokens = (pid // HEAD_TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
     if BATCH_ON_GRID:
@@ -349,7 +349,7 @@ def _flat_rotary_kernel(
     BLOCK_SIZE: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads leaves many columns idle.
 
@@ -362,7 +362,7 @@ def _flat_rotary_kernel(
     i + HALF) and every element has its own cos and sin, or with SHARED_HALVES those of its pair's first. SEQUENCES:
     there is more than one.
     """
-    begin(AHEAD)
+    wait_for_previous(DEPENDENT)
     WIDTH: tl.constexpr = 2 * HALF + TAIL
     pid = tl.program_id(0)
     first = (pid // GROUPS).to(tl.int64) * BLOCK_SIZE

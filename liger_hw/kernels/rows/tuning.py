@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import few_elements
+from ...runtime.dependent_launch import is_small_launch
 from .blocks import held_columns, is_unaligned
 
 DIMS = ("n_rows", "n_cols")
@@ -160,5 +160,5 @@ def forward_tunable(
         safe=safe,
         space=space,
         valid=blocks_misfit,
-        ahead=few_elements,
+        dependent_launch=is_small_launch,
     )
