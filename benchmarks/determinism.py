@@ -2,8 +2,9 @@
 
 python benchmarks/determinism.py [FILE.json] [--ops rms_norm,...] [--device cuda] [--budget 45]
 
-For each op, at its first workload: one cache holds for every kernel that its sample launches the legal configuration of
-the fewest warps and blocks, the other that of the most; the op is called with its backward under each, with and without
+For each op, at its first workload: one cache holds for every kernel that its sample launches the legal configuration
+of the
+fewest warps and blocks, the other that of the most; the op is called with its backward under each, with and without
 `registry.set_deterministic`. An entry is a tensor: outputs, then gradients.
 """
 
@@ -104,8 +105,8 @@ def main() -> None:
     same = all(all(row["deterministic=True"]) for row in found["rows"])
     apart = sum(not all(row["deterministic=False"]) for row in found["rows"])
     print(
-        f"deterministic: {'bit-identical' if same else 'NOT identical'}; without, {apart} of {len(found['rows'])} ops
-        differ"
+        f"deterministic: {'bit-identical' if same else 'NOT identical'}; without, {apart} of {len(found['rows'])} "
+        f"ops differ"
     )
 
 

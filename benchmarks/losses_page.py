@@ -155,8 +155,9 @@ def heads_table() -> str:
                 share = "" if row is None or name in ("liger", "compile") else f" ({floor / row['median']:.0%})"
                 cells.append("-" if row is None else f"{row['median']:.1f}{share}, {row['peak_mib']:.0f} MiB")
             lines.append("| " + " | ".join(cells) + " |")
-    text = f"{found['device']}, {found['date']}, commit {found['commit']}, graph replay, all arms in turn; memory beyond
-    the inputs." return "\n".join([*lines, "", text])
+    text = f"{found['device']}, {found['date']}, commit {found['commit']}, graph replay, all arms in turn; "
+    text += "memory beyond the inputs."
+    return "\n".join([*lines, "", text])
 
 
 TABLES = {

@@ -117,8 +117,9 @@ def behind_table() -> str:
     best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
     lines = ["| op | sizes | liger_hw, us | best peer, us | | speed | timed at |", "|---" * 7 + "|"]
     for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
-        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f} |
-        {one['commit'] or '-'}" lines.append(f"| {one['op']} | {published.size(one)} | {times} |")
+        times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f}"
+        times += f" | {one['commit'] or '-'}"
+        lines.append(f"| {one['op']} | {published.size(one)} | {times} |")
     return "\n".join(lines)
 
 
@@ -196,8 +197,8 @@ def host_table() -> str:
 
 
 def host_limits() -> str:
-    """Ops whose forward and backward take over half of Liger's host time, and how far they are from what cannot be left
-    out."""
+    """Ops whose forward and backward take over half of Liger's host time, and how far they are from what cannot be "
+    "left out."""
     found = published.read("host")
     arms = {(row["op"], row["arm"]): row.get("full_us") for row in found["calls"]}
     lines = [
@@ -278,8 +279,9 @@ TRAINED = {
 
 def models_table() -> str:
     lines = [
-        "| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | over Hugging Face | over Liger | peak GiB | losses
-        apart |", "|---" * 8 + "|",
+        "| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | over Hugging Face | over Liger | peak GiB | "
+        "losses apart |",
+        "|---" * 8 + "|",
     ]
     for model, title in TRAINED.items():
         if (found := published.found(f"e2e-{model}")) is None:

@@ -1,10 +1,11 @@
 """How good a choice without the device would have been, on the one device we have.
 
     python benchmarks/static_regret.py collect OUT.json --seconds 140      on the GPU: candidates measured, with
-    certificates python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices
-    against them python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler,
-    from TTIR alone python benchmarks/static_regret.py fit OUT.json                        the model's constants from
-    them python benchmarks/static_regret.py page                                docs/vendors.md's table from what is
+    certificates
+    python benchmarks/static_regret.py report OUT.json -o REGRET.json      anywhere: the model's choices against them
+    python benchmarks/static_regret.py modelled OUT.json -o REGRET.json    the same without a compiler, from TTIR alone
+    python benchmarks/static_regret.py fit OUT.json                        the model's constants from them
+    python benchmarks/static_regret.py page                                docs/vendors.md's table from what is
     published
 
 `collect` takes every op at up to three workloads and, for each kernel it launches there, the heuristic, what ships for
@@ -57,7 +58,8 @@ def workloads_of(op: Any, itemsize: int = 2, most: int = 3) -> list[tuple[str, t
 
 def candidates_of(tunable: Any, target: Any, key: tuple[int, ...], shipped: Any, most: int) -> list[Any]:
     """The heuristic, the shipped entry, then half neighbours and half a spread of the space; cache hints left out but
-    in these two, as no certificate can tell them apart."""
+    in
+    these two, as no certificate can tell them apart."""
     from liger_hw.autotune import space
 
     legal, _ = space.legal(tunable, target, key)
@@ -306,8 +308,8 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 
 def loss(data: Data, launches: list[dict], rates: Any, latency: float) -> float:
-    """Mean regret of a choice drawn near the predicted best, which is smooth, and a little of the error of the
-    ratios."""
+    """Mean regret of a choice drawn near the predicted best, which is smooth, and a little of the error of the "
+    "ratios."""
     total = 0.0
     for launch in launches:
         predicted = data.predicted(launch, rates, latency)
@@ -319,8 +321,8 @@ def loss(data: Data, launches: list[dict], rates: Any, latency: float) -> float:
 
 
 def fit(data: Data, launches: list[dict], steps: int, seed: int = 0) -> tuple[Any, float]:
-    """Rates (and the latency) that lower the loss on `launches`: a random walk within physical bounds from the
-    middle."""
+    """Rates (and the latency) that lower the loss on `launches`: a random walk within physical bounds from the "
+    "middle."""
     from liger_hw.autotune import static
 
     chances = random.Random(seed)
@@ -391,8 +393,8 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def leave_out(data: Data, steps: int) -> dict[str, Any]:
-    """The constants fitted again without an op, and judged on that op alone: how the model does on what it never
-    saw."""
+    """The constants fitted again without an op, and judged on that op alone: how the model does on what it never "
+    "saw."""
     rows = []
     for op in sorted({launch["op"] for launch in data.launches}):
         rates, latency = fit(data, [launch for launch in data.launches if launch["op"] != op], steps)
@@ -464,9 +466,12 @@ def table(found: dict[str, Any]) -> str:
     where = f"{found['device']}, torch {found['torch']}, Triton {found['triton']}, {found['date'][:10]}"
     return "\n".join(
         [
-            f"{found['as_shipped']['launches']} launches of {ops} ops, {found['candidates']} candidates, at most {most}
-            of a launch ({where}):", "", "| choice | mean regret | 95th percentile | worst | rank correlation |", "| ---
-            | --- | --- | --- | --- |", *rows,
+            f"{found['as_shipped']['launches']} launches of {ops} ops, {found['candidates']} candidates, at most "
+            f"{most} of a launch ({where}):",
+            "",
+            "| choice | mean regret | 95th percentile | worst | rank correlation |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
         ]
     )
 

@@ -1,16 +1,21 @@
 """The shipped tables of GPUs that are not here: choices made by compiling, kept current as kernels change.
 
-    python benchmarks/static_tables.py [ARCH ...]             judge what was never judged, or whose kernels have changed
-    since python benchmarks/static_tables.py --likely [ARCH ...]    of these, first what another architecture's table
-    has an entry for python benchmarks/static_tables.py --recheck [ARCH ...]   only hold entries of changed kernels
-    against the heuristic python benchmarks/static_tables.py --check [ARCH ...]     count what is out of date; 1 if an
-    entry is, and compile nothing
+    python benchmarks/static_tables.py [ARCH ...]             judge what was never judged, or whose kernels have
+    changed since
+    python benchmarks/static_tables.py --likely [ARCH ...]    of these, first what another architecture's table has an
+    entry for
+    python benchmarks/static_tables.py --recheck [ARCH ...]   only hold entries of changed kernels against the heuristic
+    python benchmarks/static_tables.py --check [ARCH ...]     count what is out of date; 1 if an entry is, and compile
+    nothing
 
 A job is one kernel at the key of its op's first workload. What became of each is kept in results/static-tables.json,
-with the source of the kernel and the heuristic it was held against, so that a second run does only what has changed,
-and a run that is ended (or out of --seconds) loses one job. Measured entries stay; a key that was measured on the
-architecture's family gets none. A search takes minutes an architecture on two cores; --recheck compiles the entry and
-the heuristic alone, a few seconds an entry, and leaves jobs without an entry to the heuristic until the next search.
+with
+the source of the kernel and the heuristic it was held against, so that a second run does only what has changed, and a
+run
+that is ended (or out of --seconds) loses one job. Measured entries stay; a key that was measured on the architecture's
+family gets none. A search takes minutes an architecture on two cores; --recheck compiles the entry and the heuristic
+alone,
+a few seconds an entry, and leaves jobs without an entry to the heuristic until the next search.
 """
 
 from __future__ import annotations
@@ -107,8 +112,8 @@ def of_entry(target: Target, name: tables.Name, entry: Entry) -> Job | None:
 
 
 def likely(target: Target) -> set[tables.Name]:
-    """What the tables of other architectures with its width of warp have entries for: most other jobs stay at the
-    heuristic."""
+    """What the tables of other architectures with its width of warp have entries for: most other jobs stay at the "
+    "heuristic."""
     others = (known_target(arch) for arch in archs() if arch != target.arch)
     return {name for other in others if other.warp_size == target.warp_size for name in read(other)}
 
@@ -250,8 +255,8 @@ def check(arguments: argparse.Namespace) -> int:
         behind = sum(not arch._is_judged(job) for job in jobs)
         stale += len(arch.stale)
         print(
-            f"{name}: {entries} entries, {len(arch.stale)} of them stale; {len(jobs)} jobs, {behind} not judged as they
-            are now"
+            f"{name}: {entries} entries, {len(arch.stale)} of them stale; {len(jobs)} jobs, {behind} not judged as "
+            f"they are now"
         )
     return 1 if stale else 0
 

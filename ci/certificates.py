@@ -6,7 +6,8 @@ on.
     python ci/certificates.py FOLDER --ops softmax,dyt --targets gfx942 --depth quick
 
 FOLDER gets, for the Triton at hand: `certificates-VERSION.jsonl`, the journal, a line for each kernel as it is
-compiled, known by what was compiled and by the kernel's source, so that a second run compiles only what is new; and
+compiled, known
+by what was compiled and by the kernel's source, so that a second run compiles only what is new; and
 `compiled-VERSION.json`, which `python ci/support.py compiled` takes: every kernel of this run, and what was left of it.
 Ends with 1 when a kernel does not compile or may not be launched, with 3 when some were left.
 """
@@ -62,8 +63,8 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
 
 
 def plans(targets: list[str], ops: list[str], depth: str, processes: int) -> list[dict[str, Any]]:
-    """`plan` for every architecture, in processes of their own; op by op, so that a run that ends early has whole
-    ones."""
+    """`plan` for every architecture, in processes of their own; op by op, so that a run that ends early has whole "
+    "ones."""
     if processes == 1:
         found = [plan(target, ops, depth) for target in targets]
     else:
@@ -175,14 +176,16 @@ def run(arguments: argparse.Namespace) -> int:
     store.write_atomic(folder / f"compiled-{version}.json", _document(head, records))
     bad = [record for record in records if record["error"] or record["illegal"]]
     for record in bad:
-        where = f"{record['target']} {record['tunable']} {record['key']} {record['layer']} {record['workload']}
-        {record['options']}" print(f"{where}: {record['error'] or record['illegal']}")
+        names = "target", "tunable", "key", "layer", "workload", "options"
+        where = " ".join(str(record[name]) for name in names)
+        print(f"{where}: {record['error'] or record['illegal']}")
     built = [record["resources"] for record in records if record["resources"] and record["level"] == "binary"]
     spilling = sum(resources["spills"] > 0 for resources in built)  # counted in TTIR they are an estimate
     print(
-        f"Triton {version}, depth {arguments.depth}: {len(records)} kernels of {len(ops)} ops for {len(targets)}
-        architectures, " f"{len(bad)} failed or illegal, {spilling} with spills; {sum(left.values())} left;
-        {time.monotonic() - began:.0f} s"
+        f"Triton {version}, depth {arguments.depth}: {len(records)} kernels of {len(ops)} ops for {len(targets)} "
+        f"architectures, "
+        f"{len(bad)} failed or illegal, {spilling} with spills; {sum(left.values())} left; "
+        f"{time.monotonic() - began:.0f} s"
     )
     return 1 if bad else 3 if left else 0
 

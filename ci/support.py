@@ -1,17 +1,22 @@
-"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand. `bash ci/evidence.sh` does all of
-it:
+"""The support matrix, docs/support.md, from evidence; nothing in it is typed by hand. `bash ci/evidence.sh` does all
+of it:
 
     python ci/certificates.py FOLDER; python ci/support.py compiled FOLDER/compiled-3.7.1.json
     TRITON_INTERPRET=1 pytest -m interpret tests/kernels/test_conformance.py --junitxml run.xml; python ci/support.py
-    interpreted run.xml python ci/support.py measured ci-out/bench.json    keep what `liger-hw bench --json` printed on
-    a device, and write the page python ci/support.py            write the page python ci/support.py --check    say
-    whether it is current python ci/support.py --stale    ops whose source is not what was interpreted, as an expression
-    for pytest's -k python ci/support.py --stale 3.7.1 quick sm90,pvc    those that this release did not compile as they
-    are, so deep, for these
+    interpreted run.xml
+    python ci/support.py measured ci-out/bench.json    keep what `liger-hw bench --json` printed on a device, and write
+    the page
+    python ci/support.py            write the page
+    python ci/support.py --check    say whether it is current
+    python ci/support.py --stale    ops whose source is not what was interpreted, as an expression for pytest's -k
+    python ci/support.py --stale 3.7.1 quick sm90,pvc    those that this release did not compile as they are, so deep,
+    for these
 
-`compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a run
-in ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/,
-where `liger-hw bench` leaves it.
+`compiled` (which also takes what `liger-hw compile --json` printed) and `interpreted` keep what the page needs of a
+run in
+ci/evidence/; a run of some ops replaces what is kept of those. What was measured is read from benchmarks/results/,
+where
+`liger-hw bench` leaves it.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ def condense_compiled(document: dict[str, Any]) -> dict[str, Any]:
     """What `ci/certificates.py` or `liger-hw compile --json` left -> counts of distinct kernels by op and architecture.
 
     An op of which kernels were left on an architecture has no count there, and one of which a run compiled only what
-    other ops launch of it has none at all.
+    other
+    ops launch of it has none at all.
     """
     if document.get("kind") != "certificates":
         raise ValueError("no certificates: neither of ci/certificates.py nor of `liger-hw compile --json`")
@@ -89,7 +95,8 @@ def merged_compiled(before: dict[str, Any], now: dict[str, Any]) -> dict[str, An
     """What is kept of one release's runs, with what a new one compiled replaced.
 
     An op's architectures stand beside those of an earlier run only when both compiled the same source to the same
-    depth; a shallower run of the same source without a failure adds nothing to a deeper one.
+    depth; a
+    shallower run of the same source without a failure adds nothing to a deeper one.
     """
     about, ops = dict(before["about"]), dict(before["ops"])
     for op, facts in now["about"].items():
@@ -213,9 +220,12 @@ def page() -> str:
         "",
         *(f"- {sign} *{name}*: {meaning}" for name, (sign, meaning) in STATES.items()),
         "",
-        "A sign is the best that was shown of an op on an architecture; each includes nothing above it. We own no AMD or
-        Intel", "GPU: nothing there was ever run. The last section names the command that closes each gap.", "", "| op |
-        " + " | ".join(archs) + " |", "|---|" + "---|" * len(archs),
+        "A sign is the best that was shown of an op on an architecture; each includes nothing above it. We own no "
+        "AMD or Intel",
+        "GPU: nothing there was ever run. The last section names the command that closes each gap.",
+        "",
+        "| op | " + " | ".join(archs) + " |",
+        "|---|" + "---|" * len(archs),
     ]
     for op in sorted(newest["ops"]):
         cells = [STATES[state][0] if (state := _state(op, arch, timed, newest, interpreted)) else "" for arch in archs]
@@ -229,8 +239,8 @@ def page() -> str:
     days = [days[0], days[-1]][: len(days)]
     tests = [c for found in interpreted["ops"].values() for c in found.values()]
     lines.append(
-        f"- interpreted, {' to '.join(days)}: {sum(c['tests'] for c in tests)} tests, {sum(c['failed'] for c in tests)}
-        failed"
+        f"- interpreted, {' to '.join(days)}: {sum(c['tests'] for c in tests)} tests, "
+        f"{sum(c['failed'] for c in tests)} failed"
     )
     devices = sorted(
         {(f["device"], f["torch"], f["triton"], f["date"], f["file"]) for by in timed.values() for f in by.values()}
@@ -275,9 +285,13 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
     from liger_hw.backends import known_target
 
     lines = [
-        "Run on such a machine, from a clone; it installs, tests, tunes, benchmarks, and leaves `ci-out/`. `python
-        ci/support.py", "measured ci-out/bench-tuned.json` then puts the timings here, and `ci-out/table.json` is the
-        tuned table (ci/README.md).", "", "| architecture | such as | not shown | command |", "|---|---|---|---|",
+        "Run on such a machine, from a clone; it installs, tests, tunes, benchmarks, and leaves `ci-out/`. `python "
+        "ci/support.py",
+        "measured ci-out/bench-tuned.json` then puts the timings here, and `ci-out/table.json` is the tuned table "
+        "(ci/README.md).",
+        "",
+        "| architecture | such as | not shown | command |",
+        "|---|---|---|---|",
     ]
     index = {Path(lane["script"]).stem: lane.get("index") for lane in _vendor_lanes()}
     everything = "that the driver runs it, results on the device, speed; its table holds a model's choices"
@@ -296,8 +310,8 @@ def _unproven(archs: list[str], timed: dict, compiled: dict) -> list[str]:
         what = "all ops" if len(shallow) == len(compiled["about"]) else ", ".join(shallow)
         lines += [
             "",
-            f"`DEPTH=full bash ci/evidence.sh` compiles, anywhere, with the pinned Triton further workloads and options
-            of {what}.",
+            f"`DEPTH=full bash ci/evidence.sh` compiles, anywhere, with the pinned Triton further workloads and "
+            f"options of {what}.",
         ]
     return lines
 
@@ -333,9 +347,10 @@ def _compiler_runs(one: dict[str, Any]) -> list[str]:
         short = sum(c["kernels"] for c in built if c["level"] == "ttir")
         on = {arch for op in ops for arch in one["ops"][op]}
         lines.append(
-            f"- compiled with Triton {one['triton']}, {' to '.join(sorted({days[0], days[-1]}))}, depth {depth}
-            (docs/vendors.md): " f"{kernels} distinct kernels of {len(ops)} ops for {len(on)} architectures, {short} of
-            them to TTIR only; " f"{failed} failed or illegal, {spilling} with spills"
+            f"- compiled with Triton {one['triton']}, {' to '.join(sorted({days[0], days[-1]}))}, depth {depth} "
+            f"(docs/vendors.md): "
+            f"{kernels} distinct kernels of {len(ops)} ops for {len(on)} architectures, {short} of them to TTIR only; "
+            f"{failed} failed or illegal, {spilling} with spills"
         )
     return lines
 
@@ -367,9 +382,12 @@ def _goes_deeper(one: dict, than: dict) -> bool:
 def _by_op(archs: list[str], compiled: dict) -> list[str]:
     """A table of distinct kernels, with how many spill and how many failed."""
     lines = [
-        "Distinct kernels, all compiled and within the device's limits unless said; `s`: how many of them spill
-        registers (not", "told of Intel's, which end at TTIR); **f**: how many failed or are illegal.", "", "| op |
-        depth | " + " | ".join(archs) + " |", "|---|---|" + "---|" * len(archs),
+        "Distinct kernels, all compiled and within the device's limits unless said; `s`: how many of them spill "
+        "registers (not",
+        "told of Intel's, which end at TTIR); **f**: how many failed or are illegal.",
+        "",
+        "| op | depth | " + " | ".join(archs) + " |",
+        "|---|---|" + "---|" * len(archs),
     ]
     for op, facts in compiled["about"].items():
         cells = []

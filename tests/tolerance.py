@@ -9,27 +9,31 @@ The bound of one element:
   errors
                                 of a sum behave like a random walk, hence sqrt(n) (Higham and Mary, "A new approach to
                                 probabilistic rounding error analysis", 2019); 4 is their confidence factor, and 8 u
-                                covers the few ulp of exp, log, rsqrt and tanh
+                                covers
+                                the few ulp of exp, log, rsqrt and tanh
   + 2 spec scale                where the definition rounds an intermediate that is then summed (the cast of llama's
   RMSNorm
                                 before the weight gradient, the 16-bit logits of a fused loss), the plain torch
-                                reference in the same dtype errs too: `spec` is its largest error relative to the scale,
-                                less its own output rounding u |oracle| in quadrature, as errors that know nothing of
-                                each other add.
+                                reference
+                                in the same dtype errs too: `spec` is its largest error relative to the scale, less its
+                                own
+                                output rounding u |oracle| in quadrature, as errors that know nothing of each other add.
                                 Another order of the same roundings may err twice that. One run of the reference is one
                                 draw of a random error, and few elements may show little of it: where a gradient fails,
-                                the largest of three draws counts (the incoming gradient times 0.7 and 1.3 too, which
-                                rounds every intermediate elsewhere). Seen of an op that rounds its gradient before
-                                scaling it
+                                the
+                                largest of three draws counts (the incoming gradient times 0.7 and 1.3 too, which rounds
+                                every intermediate elsewhere). Seen of an op that rounds its gradient before scaling it
   + the smallest number the dtype holds: results below it are lost
 
 scale is the size of the terms behind a row (last dimension) of the result: its largest |oracle|, or, where terms
-cancel, the most that moving every input up or down by u_acc makes in the oracle, over u_acc (`sensitivity`, three
-draws).
+cancel,
+the most that moving every input up or down by u_acc makes in the oracle, over u_acc (`sensitivity`, three draws).
 
 A reference that rounds nothing in the middle grants no allowance for it. And that no allowance hides a wrong result,
-the whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc)
-|size|, with size the larger of |oracle| and the sensitivity, element by element.
+the
+whole tensor must be near in norm, whatever the reference does: |error| <= (4 eps_in + (8 + 4 sqrt(n)) u_acc) |size|,
+with
+size the larger of |oracle| and the sensitivity, element by element.
 
 n is `Sample.reduction` forward and `Sample.grad_reduction` backward. Nothing here was fitted to what passes.
 """
@@ -87,9 +91,10 @@ def assert_close(
     if float(error.flatten()[worst]) > float(limit.flatten()[worst]):
         got, expected = float(result.flatten()[worst]), float(oracle.flatten()[worst])
         raise AssertionError(
-            f"{name}: {int((error > limit).sum())} of {result.numel()} elements of {result.dtype} are off; worst at flat
-            " f"index {worst} of shape {tuple(result.shape)}: {got!r}, exactly {expected!r}, " f"error
-            {float(error.flatten()[worst]):.3g}, allowed {float(limit.flatten()[worst]):.3g}"
+            f"{name}: {int((error > limit).sum())} of {result.numel()} elements of {result.dtype} are off; worst at "
+            f"flat "
+            f"index {worst} of shape {tuple(result.shape)}: {got!r}, exactly {expected!r}, "
+            f"error {float(error.flatten()[worst]):.3g}, allowed {float(limit.flatten()[worst]):.3g}"
         )
     relative = 4 * max(torch.finfo(input_dtype).eps, out.eps) + summed * unit(input_dtype)
     norm, allowed = float(error.norm()), relative * float(size.norm()) + lost * math.sqrt(size.numel())

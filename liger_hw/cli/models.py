@@ -209,9 +209,14 @@ def _page(rows: list[dict[str, Any]]) -> str:
         f"docs/models.md` on {date.today()} with {made}, Python {platform.python_version()}, on the CPU; do not edit.",
         "",
         "For each family a tiny model is built from its configuration class, one training step is taken unpatched, "
-        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of
-        their" " largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes
-        is left " "alone; the reason stands in the last column.", "", f"{_sum(rows)}.", "",
+        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of "
+        "their"
+        " largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes is "
+        "left "
+        "alone; the reason stands in the last column.",
+        "",
+        f"{_sum(rows)}.",
+        "",
     ]
     for title, named in (
         ("Functions of their own (class patch, their defaults)", True),
@@ -243,9 +248,11 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
         "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same "
         "weights. Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A "
         "control is an unpatched run whose weights differ from the start in their last bit; it is made where 32 steps "
-        "carry rounding further than the tolerances, and the patched run may then be at most twice as far away as it. In
-        " "bf16 that is every family, the differences are means, and the furthest of three controls counts. A vision "
-        "encoder on its own sees the bytes' bits as pixels and names them.", "",
+        "carry rounding further than the tolerances, and the patched run may then be at most twice as far away as "
+        "it. In "
+        "bf16 that is every family, the differences are means, and the furthest of three controls counts. A vision "
+        "encoder on its own sees the bytes' bits as pixels and names them.",
+        "",
     ]
     places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)
     for device, dtype in places:

@@ -26,13 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TTIR = """
 module {
-  tt.func public @k(%X_ptr: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("X_ptr"(#l)), %Y_ptr: !tt.ptr<f32>
-  loc("Y"(#l)), %n: i32 loc(#l)) attributes {noinline = false} {
+  tt.func public @k(%X_ptr: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("X_ptr"(#l)), %Y_ptr: !tt.ptr<f32> loc("Y"(#l)), %n: i32 loc(#l)) attributes {noinline = false} {
     %0 = tt.splat %X_ptr : !tt.ptr<bf16> -> tensor<2x64x!tt.ptr<bf16>> loc(#l1)
     %1 = tt.addptr %0, %off : tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xi32> loc(#l1)
     %2 = tt.load %1, %m, %c : tensor<2x64x!tt.ptr<bf16>> loc(#l1)
-    %s = scf.for %i = %a to %b step %c iter_args(%p = %1, %acc = %z) -> (tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xf32>)
-    : i32 {
+    %s = scf.for %i = %a to %b step %c iter_args(%p = %1, %acc = %z) -> (tensor<2x64x!tt.ptr<bf16>>, tensor<2x64xf32>)  : i32 {
       %3 = tt.load %p, %m : tensor<2x64x!tt.ptr<bf16>> loc(#l2)
       %r = "tt.reduce"(%3) <{axis = 1 : i32}> ({
       ^bb0(%x: f32 loc(callsite(#l1 at #l2)), %y: f32 loc(#l2)):

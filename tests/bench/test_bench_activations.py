@@ -105,10 +105,11 @@ def test_given_lengths_are_tried_as_they_are_and_a_failure_says_its_numbers(scri
     device = Device(6000)
     message = (
         "CUDA out of memory. Tried to allocate 6.15 GiB. GPU 0 has a total capacity of 139.80 GiB of which 5.02 GiB is "
-        "free. Including non-PyTorch memory, this process has 134.78 GiB memory in use. Of the allocated memory 127.3
-        GiB is " "allocated by PyTorch, and 6.9 GiB is reserved by PyTorch but unallocated. If reserved but unallocated
-        memory is " "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See
-        documentation"
+        "free. Including non-PyTorch memory, this process has 134.78 GiB memory in use. Of the allocated memory "
+        "127.3 GiB is "
+        "allocated by PyTorch, and 6.9 GiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is "
+        "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
     )
     device.failure = longest.numbers(message)
     row = longest.search(

@@ -204,12 +204,13 @@ def test_states(support):
 
 
 def test_a_failed_interpreter_test_shows(support):
-    case = '<testcase><properties><property name="op" value="{}"/><property name="arch"
-    value="pvc"/></properties>{}</testcase>' cases = case.format("dyt", "") + case.format("dyt", "<failure/>") +
-    "<testcase/>" root = xml.fromstring(f'<testsuites><testsuite
-    timestamp="2026-01-02T03:04:05">{cases}</testsuite></testsuites>') found = support.condense_interpreted(root) assert
-    found["ops"] == {"dyt": {"pvc": {"tests": 2, "failed": 1}}} assert found["about"] == {"dyt": {"date": "2026-01-02",
-    "source": support.source_of("dyt")}}
+    named = '<property name="op" value="{}"/><property name="arch" value="pvc"/>'
+    case = f"<testcase><properties>{named}</properties>{{}}</testcase>"
+    cases = case.format("dyt", "") + case.format("dyt", "<failure/>") + "<testcase/>"
+    root = xml.fromstring(f'<testsuites><testsuite timestamp="2026-01-02T03:04:05">{cases}</testsuite></testsuites>')
+    found = support.condense_interpreted(root)
+    assert found["ops"] == {"dyt": {"pvc": {"tests": 2, "failed": 1}}}
+    assert found["about"] == {"dyt": {"date": "2026-01-02", "source": support.source_of("dyt")}}
 
 
 def test_a_run_of_some_ops_replaces_only_those(support):
