@@ -198,7 +198,9 @@ def _imports() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
                 if whole in modules:
                     known[alias.asname or alias.name] = whole
                 elif alias.name.startswith("_") and not alias.name.startswith("__"):
-                    taken[name].append(alias.name)
+                    beside = home.rpartition("/")[0] == name.rpartition("/")[0]
+                    if not (beside and alias.name.endswith("_kernel")):  # an op's kernels may have a file beside it
+                        taken[name].append(alias.name)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
                 hidden = node.attr.startswith("_") and not node.attr.startswith("__")

@@ -1,4 +1,4 @@
-"""The kernels of modulated_rms_norm; modulated_rms_norm.py says what they compute.
+"""The kernels of modulated_rms_norm and their tunables; modulated_rms_norm.py says what they compute.
 
 They are not those of forward.py and backward.py because rows come in groups, those of one modulation: a program keeps
 to one group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for each row.
@@ -6,11 +6,18 @@ to one group, whose factor (offset + w) * (1 + scale) takes the place of offset 
 
 from __future__ import annotations
 
-from ...runtime.dependent_launch import wait_for_previous
+import math
+from dataclasses import replace
+from typing import Any
+
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...runtime.dependent_launch import wait_for_previous, is_small_launch
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     are_columns,
     as_column,
+    blocks_key,
+    held_columns,
     load_columns,
     load_row_values,
     load_tile,
@@ -22,7 +29,16 @@ from ..rows.blocks import (
     tile_mask,
     to_fp32,
 )
-from .backward import load_scale, normalised, store_partial_sums
+from ..rows.reduce import column_sum_tunable
+from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
+from .backward import (
+    load_scale,
+    means_tunable,
+    normalised,
+    store_partial_sums,
+    two_gradients_heuristic,
+    two_gradients_space,
+)
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
@@ -456,3 +472,123 @@ def _modulated_rms_norm_bwd_kernel(
         store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT, 0)
         if TAIL:
             store_partial_sums(line_ptr, n_cols, first_tail, second_tail, tail, tail_exist, HAS_SHIFT, 0)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+_DIMS = ("n_mods", "n_rows", "n_cols")
+_BWD_STREAMS = 3  # dy, x and scale
+
+
+def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
+    return blocks_key(n_rows, n_cols, itemsize)
+
+
+def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
+    """For launches that do not hold rows."""
+    return row_key(n_rows, n_cols, itemsize)
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor.
+
+    A program keeps the modulation of its rows. Many rows of 1024 columns are best taken singly by as few threads as can
+    hold them.
+    """
+    block = min(key[0], WIDEST_BLOCK)
+    singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
+    rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
+    tile = block * rows
+    ctas = max(1, min(16 if singly else 4, 16384 // tile))
+    in_flight = 3 * held_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
+    stages = min(3, 1 + target.shared_memory // in_flight)
+    if block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors:
+        stages = 1
+    per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, per_thread, 16), stages, ctas)
+
+
+def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas)
+        for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)})
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16)
+        for stages in (1, 2, 3, 4)
+        for ctas in (1, 2, 3, 4, 6, 8, 16)
+        if rows * block <= max(block, 8192)
+        and 8 <= rows * block // (warps * target.warp_size) <= 64
+        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
+        and 3 * (stages - 1) * rows * held_columns(block) * key[2] <= target.shared_memory
+    ]
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """layer_norm's, which keeps two sums in registers as well; where rows are few, 8 elements a thread."""
+    config = two_gradients_heuristic(target, key, _BWD_STREAMS)
+    if 1 << key[1] > target.multiprocessors:
+        return config
+    return replace(config, num_warps=target.warps(math.prod(config.blocks.values()), 8, 16))
+
+
+def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4))
+
+
+def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
+        for rows in (4, 8, 16, 32, 64)
+        for columns in (32, 64, 128, 256)
+        for warps in (1, 2, 4, 8)
+        if 4 <= rows * columns // (warps * target.warp_size) <= 32
+    ]
+
+
+def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Narrow tiles, for there is a program for each column tile only."""
+    return LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32))
+
+
+def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> Tunable:
+    more = {"key": _wide_key, "dependent_launch": is_small_launch, **more}
+    return Tunable(
+        "modulated_rms_norm",
+        variant,
+        kernels=(kernel,),
+        dims=_DIMS,
+        heuristic=heuristic,
+        safe=safe,
+        space=space,
+        **more,
+    )
+
+
+FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, _fwd_heuristic, safe, _fwd_space, key=_key, valid=blocks_misfit)
+BWD = _tunable(
+    "bwd",
+    _modulated_rms_norm_bwd_kernel,
+    _bwd_heuristic,
+    safe,
+    lambda target, key: two_gradients_space(target, key, _BWD_STREAMS),
+    key=_key,
+    valid=persistent_misfit,
+)
+BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
+BWD_SUMS = _tunable(
+    "bwd_sums",
+    _modulated_rms_norm_bwd_sums_kernel,
+    _sums_heuristic,
+    lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
+    _sums_space,
+    dependent_launch=None,
+)
+BWD_ALL_SUMS = _tunable(
+    "bwd_all_sums",
+    _modulated_rms_norm_bwd_all_sums_kernel,
+    _all_sums_heuristic,
+    lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),
+    lambda target, key: [LaunchConfig({"BLOCK_N": n}, warps) for n in (8, 16, 32) for warps in (2, 4, 8, 16)],
+    dependent_launch=None,
+)
+DW = column_sum_tunable("modulated_rms_norm", _DIMS)
