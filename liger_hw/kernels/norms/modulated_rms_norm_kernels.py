@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import wait_for_previous, is_small_launch
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
     are_columns,
