@@ -83,6 +83,7 @@ def ranks(tmp_path: Path, what: str) -> list[str]:
     return [output.strip() for output, _ in outputs]
 
 
+@pytest.mark.by_default(what="failed")
 @pytest.mark.parametrize("what", ["caches", "failed", "failed before"])
 def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
     one, two = ranks(tmp_path, what)
@@ -94,6 +95,7 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
         assert plans[0].count("('safe'") == 1, "what failed on rank 1, with these kernels, is set aside on rank 0 too"
 
 
+@pytest.mark.by_default(what="device")
 @pytest.mark.parametrize(
     "what, word",
     [

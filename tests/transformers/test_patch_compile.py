@@ -16,6 +16,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.by_default(scope="instance")
 @pytest.mark.parametrize("scope", ["classes", "instance"])
 def test_fullgraph_training_step(mistral, batch, calls, scope):
     model, reference = mistral.model(), mistral.model()
@@ -31,6 +32,7 @@ def test_fullgraph_training_step(mistral, batch, calls, scope):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.full
 def test_fullgraph_llama(llama, batch):
     model = llama.model(num_hidden_layers=1)
     expected = model(**batch).loss
@@ -44,7 +46,7 @@ def test_fullgraph_llama(llama, batch):
     "changes",
     [
         {"num_items_in_batch": torch.tensor(9)},
-        {"return_token_accuracy": True},
+        pytest.param({"return_token_accuracy": True}, marks=pytest.mark.full),
         {"labels": None},
     ],
     ids=lambda c: next(iter(c)),
