@@ -9,7 +9,7 @@ elsewhere a process interprets kernels when it was started with LIGER_HW_INTERPR
 
 What repeats a proof with further options, dtypes or architectures is marked `full` beside its lane, and `make test`
 leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its parameters.
-`@pytest.mark.by_default(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
+`@pytest.mark.daily(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
 (default: all that need no GPU); of several such marks on one test each adds what it names. A value is the text of a
 parameter, or a tuple of texts; of a `case` they are `op` and `options`, which is "default" or "other".
 """
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr", "").split(" and ")[0].strip() == "interpret":
         os.environ["LIGER_HW_INTERPRET"] = "1"
     config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
-    config.addinivalue_line("markers", "by_default(*lanes, **values): other values of these parameters are `full`")
+    config.addinivalue_line("markers", "daily(*lanes, **values): other values of these parameters are `full`")
     config.addinivalue_line("markers", "unpoisoned: uninitialised memory is left as it is")
     if str(_ROOT) not in sys.path:
         sys.path.insert(0, str(_ROOT))
@@ -170,21 +170,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 reasons[lane] = why_not(lane, config)
             if reasons[lane]:
                 item.add_marker(pytest.mark.skip(reason=f"lane {lane}: {reasons[lane]}"))
-            if lane in _WITHOUT_GPU and not _runs_by_default(item, lane):
+            if lane in _WITHOUT_GPU and not _runs_daily(item, lane):
                 item.add_marker("full")
 
 
-def _runs_by_default(item: pytest.Item, lane: str) -> bool:
-    """Whether no mark `by_default` leaves a test to `make test LANES=full`."""
+def _runs_daily(item: pytest.Item, lane: str) -> bool:
+    """Whether no mark `daily` leaves a test to `make test LANES=full`."""
     values = _values(item)
-    chosen = [mark.kwargs for mark in item.iter_markers("by_default") if lane in (mark.args or _WITHOUT_GPU)]
+    chosen = [mark.kwargs for mark in item.iter_markers("daily") if lane in (mark.args or _WITHOUT_GPU)]
     if not chosen and lane == "interpret" and values.get("dtype") == "float16":
         # A kernel's branches do not depend on its dtype; float16 adds the casts, which test_numerics.py runs.
         return False
     if unknown := {name for kwargs in chosen for name in kwargs} - values.keys():
-        raise pytest.UsageError(
-            f"{item.nodeid}: by_default names {sorted(unknown)}, which are no parameters of the test"
-        )
+        raise pytest.UsageError(f"{item.nodeid}: daily names {sorted(unknown)}, which are no parameters of the test")
     return not chosen or any(
         all(values[name] in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in kwargs.items())
         for kwargs in chosen
@@ -192,7 +190,7 @@ def _runs_by_default(item: pytest.Item, lane: str) -> bool:
 
 
 def _values(item: pytest.Item) -> dict[str, str]:
-    """Each parameter of a test as a mark `by_default` writes it."""
+    """Each parameter of a test as a mark `daily` writes it."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     if "case" in params and isinstance(params["case"], tuple):
         op, options = params["case"]

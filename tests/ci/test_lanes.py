@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test LANES=full`: the marks `full` and `by_default` of tests/conftest.py."""
+"""What `make test` leaves to `make test LANES=full`: the marks `full` and `daily` of tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import json, pytest, sys
 
 class Lanes:
     def pytest_itemcollected(self, item):
-        if item.get_closest_marker("by_default"):
+        if item.get_closest_marker("daily"):
             items.append(item)
 
 items = []
@@ -46,7 +46,7 @@ def runs(pytestconfig):
         )
         if params:
             item.callspec = SimpleNamespace(params=params)
-        return conftest._runs_by_default(item, lane)
+        return conftest._runs_daily(item, lane)
 
     return ask
 
@@ -74,7 +74,7 @@ def test_a_mark_names_parameters_of_its_test(runs):
 
 def test_a_mark_leaves_something_to_every_run():
     """A value that is misspelt, or of an op that was renamed, would leave a test out for good."""
-    files = [str(path) for path in TESTS.rglob("test_*.py") if "@pytest.mark.by_default(" in path.read_text()]
+    files = [str(path) for path in TESTS.rglob("test_*.py") if "@pytest.mark.daily(" in path.read_text()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-c", LEFT_OUT, "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=200)

@@ -92,7 +92,7 @@ def test_one_tensor_in_two_places(lane, op, seed):
 
 
 # Of other option sets test_nothing_is_overwritten shows as much.
-@pytest.mark.by_default("interpret", options="default")
+@pytest.mark.daily("interpret", options="default")
 def test_input_used_elsewhere(lane, case, seed):
     """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others'
     feet."""
@@ -140,7 +140,7 @@ def test_backward_twice(lane, case, seed):
 
 
 # The interpreter runs one program after another: there it shows only that the default dtype is not asked for.
-@pytest.mark.by_default("interpret", options="default", dtype="float32")
+@pytest.mark.daily("interpret", options="default", dtype="float32")
 def test_two_runs_agree(lane, dtype, case, seed):
     """Bit for bit: no atomics, no order that depends on timing, no number in torch's default dtype."""
     op, options = case
@@ -157,7 +157,7 @@ def test_two_runs_agree(lane, dtype, case, seed):
 
 
 # Whether a gradient is written is a flag of the kernels on its own, whatever the options.
-@pytest.mark.by_default("interpret", options="default")
+@pytest.mark.daily("interpret", options="default")
 def test_each_gradient_alone(lane, case, seed):
     """An input that alone requires grad gets the same gradient as among the others."""
     op, options = case
@@ -181,7 +181,7 @@ def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) ->
 
 
 # The forward of every option set is held against fp64 in test_numerics.py.
-@pytest.mark.by_default("interpret", options="default")
+@pytest.mark.daily("interpret", options="default")
 def test_without_gradients(lane, case, seed):
     """Under no_grad, and with inputs that need none, the outputs are the same bits."""
     op, options = case
@@ -227,8 +227,8 @@ def test_every_output_of_an_operator_is_written(lane, case, seed):
             assert output is None or not output.isnan().any(), f"{func} left some of output {i} as it was"
 
 
-# Option sets share their operators' schemas; test_torch_compile.py and LANES=full see the other ones.
-@pytest.mark.by_default(options="default")
+# An op's other option sets are arguments of the same operators.
+@pytest.mark.daily(options="default")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_operators(lane, case, seed):

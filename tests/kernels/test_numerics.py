@@ -10,8 +10,8 @@ from liger_hw import registry
 
 
 # The interpreter's float16 with default options alone: casts are the same for every option set.
-@pytest.mark.by_default("interpret", dtype="float32")
-@pytest.mark.by_default("interpret", options="default")
+@pytest.mark.daily("interpret", dtype="float32")
+@pytest.mark.daily("interpret", options="default")
 def test_options(lane, dtype, case, seed):
     op, options = case
     for sizes in small_sizes(op):
@@ -19,14 +19,14 @@ def test_options(lane, dtype, case, seed):
 
 
 # test_conformance.py runs the same sizes in the interpreter with every option set.
-@pytest.mark.by_default("interpret", options="default")
+@pytest.mark.daily("interpret", options="default", dtype="float32")
 def test_wide(lane, dtype, case, seed):
     op, options = case
     verify(op, make(op, wide_sizes(op), dtype, lane.device, seed, options), seed)
 
 
 # The middle of the search space lies between two corners that are run.
-@pytest.mark.by_default("interpret", pick=("safe", "narrowest", "widest"))
+@pytest.mark.daily("interpret", pick=("safe", "narrowest", "widest"))
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("pick", ["safe", "narrowest", "widest", "middle"])
 def test_other_configurations(lane, op, pick, seed, monkeypatch):
