@@ -65,7 +65,6 @@ from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_mistral
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops import LigerSiLUMulFunction
-from liger_kernel.functional import rms_norm as bare
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
 from liger_hw.kernels.losses import cross_entropy
@@ -73,7 +72,6 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.pointwise import swiglu
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
 assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
-assert bare is rms_norm.liger_rms_norm
 assert liger_cross_entropy is cross_entropy.liger_cross_entropy
 assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is swiglu.LigerSiLUMulFunction
 assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama
@@ -211,7 +209,36 @@ same(LigerKLDivLossFunction.apply(p, q.exp()), torch.nn.functional.kl_div(p, q.e
 same(LigerTVDLossFunction.apply(p.exp(), q.exp()), (p.exp() - q.exp()).abs().sum() / 2 / 6)
 same(LigerFusedLinearJSDFunction.apply(x, w, x, 2 * w, labels), F.liger_fused_linear_jsd(x, w, x, 2 * w, labels))
 same(LigerFusedLinearKLDivFunction.apply(x, w, q.exp()), F.liger_fused_linear_kl_div(x, w, q.exp()))
-assert liger_kernel.functional.rms_norm is F.liger_rms_norm
+""")
+
+
+def test_liger_kernel_functional():
+    """Liger's own signatures and defaults there; any impl, mode and backend is taken."""
+    passes("""
+import torch, liger_kernel
+import torch.nn.functional as F
+L, same = liger_kernel.functional, torch.testing.assert_close
+x, w = torch.randn(6, 8), torch.randn(8)
+chosen = dict(impl="triton", mode=None, backend="triton")
+same(L.rms_norm(x, w, **chosen), F.rms_norm(x, (8,), w, 1e-6))
+same(L.rms_norm(x, w, 1e-3, row_mode=True), F.rms_norm(x, (8,), w, 1e-3))
+same(L.layer_norm(x, w, **chosen), F.layer_norm(x, (8,), w, None, 1e-6))
+same(L.softmax(x, **chosen), x.softmax(-1))
+same(L.swiglu(x, x, **chosen), F.silu(x) * x)
+same(L.geglu(x, x, **chosen), F.gelu(x, approximate="tanh") * x)
+p, q = x.log_softmax(-1), torch.randn(6, 8).softmax(-1)
+same(L.kl_div(p, q, **chosen), F.kl_div(p, q, reduction="batchmean"))
+same(L.jsd(p, q.log(), beta=0.0, **chosen), F.kl_div(p, q, reduction="batchmean"))
+y = torch.tensor([1, -100, 3, 4, 5, 6])
+loss, z, accuracy, tokens = L.cross_entropy(x, y, None, -100, 0.0, 0.1, "sum", **chosen)
+same(loss, F.cross_entropy(x, y, reduction="sum", label_smoothing=0.1))
+assert z is accuracy is tokens is None
+head = torch.randn(11, 8)
+loss, z, accuracy, tokens = L.fused_linear_cross_entropy(x, head, y, return_token_accuracy=True, **chosen)
+same(loss, F.cross_entropy(x @ head.t(), y))
+same(accuracy, ((x @ head.t()).argmax(-1) == y)[y != -100].float().mean())
+s, r = L.fused_add_rms_norm(x, x, w, **chosen)
+same(s, F.rms_norm(2 * x, (8,), w, 1e-6)); same(r, 2 * x)
 """)
 
 
