@@ -254,9 +254,11 @@ def make_policy(
         check_floats(op, max_completion_length=max_completion_length)
     if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):
         check(False, op, f"loss_type='dr_grpo' divides by max_completion_length: give it, got {max_completion_length}")
-    check(numbers["delta"] > 0, op, f"delta must be positive, or None, got {delta}")
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-        check(numbers[name] > 0, op, f"{name} must be positive, got {numbers[name]}")
+    if loss_type == "sapo":
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            check(numbers[name] > 0, op, f"{name} must be positive, got {numbers[name]}")
+    elif loss_type not in ("cispo", "vespo"):
+        check(numbers["delta"] > 0, op, f"delta must be positive, or None, got {delta}")
     numbers |= {"by_sequence": level == "sequence", "use_bias_correction_kl": bool(use_bias_correction_kl)}
     return Policy(loss_type, **{name: float(value) for name, value in numbers.items()})
 

@@ -13,6 +13,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 from .. import env
 from ..kernels import home_of
+from . import impls
 
 NAME = "liger_kernel"
 VERSION = "0.8.5"
@@ -33,35 +35,83 @@ _TRANSFORMERS = "liger_hw.transformers"
 _LOSSES = "liger_hw.chunked_loss"
 _MODULES = "liger_hw.compat.modules"
 _FUNCTIONS = "liger_hw.compat.functions"
-
-PACKAGES = (
-    "transformers",
-    "transformers.experimental",
-    "transformers.model",
-    "ops",
-    "ops.experimental",
-    "chunked_loss",
-)
+_GRPO = "liger_hw.compat.grpo"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
-    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS),
-    "transformers.monkey_patch": (_TRANSFORMERS, "liger_hw.compat.monkey_patch"),
+    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS, "liger_hw.kernels", _FUNCTIONS),
+    "transformers.monkey_patch": (
+        _TRANSFORMERS,
+        "liger_hw.compat.monkey_patch",
+        "liger_hw.transformers.functional",
+        _MODULES,
+    ),
+    "transformers.trainer_integration": (_TRANSFORMERS,),
+    "transformers.fsdp": ("liger_hw.compat.fsdp",),
     "transformers.mlp": (_MODULES,),
     "transformers.auto_model": (_TRANSFORMERS,),
-    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss",),
+    "transformers.grpo_loss": ("liger_hw.transformers.grpo_loss", _GRPO, _LOSSES + ".grpo_loss"),
     "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
     "transformers.model": (),
     "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
     "ops": ("liger_hw.kernels", _FUNCTIONS),
     "ops.swiglu": ("liger_hw.kernels.pointwise.swiglu", "liger_hw.kernels.pointwise.fused_gate_up_swiglu"),
     "ops.experimental": (),
-    "ops.grpo_loss": (_LOSSES,),
+    "ops.grpo_loss": (_LOSSES, _GRPO),
+    "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
     "functional": ("liger_hw.compat.functional",),
     "utils": ("liger_hw.compat.utils",),
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
+
+_OWN_LOSS = (
+    "; a loss of one's own takes log-probabilities from "
+    "liger_hw.transformers.functional.liger_fused_linear_scaled_cross_entropy"
+)
+
+REPLACED = {
+    r"(.*\.)?(fused_linear_preference|LigerFusedLinearPreferenceBase)": (
+        "liger_hw.chunked_loss has CPO, DPO with its relatives, ORPO and SimPO" + _OWN_LOSS
+    ),
+    r"(.*\.)?(fused_linear_unpaired_preference|LigerFusedLinearUnpairedPreferenceBase)": (
+        "liger_hw.chunked_loss has KTO" + _OWN_LOSS
+    ),
+    r"(.*\.)?(fused_linear_ppo|LigerFusedLinearPPOBase)": (
+        "liger_hw.chunked_loss.LigerFusedLinearGRPOLoss has every loss type of Liger's" + _OWN_LOSS
+    ),
+    r"(.*\.)?(fused_linear_distillation|LigerFusedLinearDistillationBase)": (
+        "liger_hw.chunked_loss has LigerFusedLinearJSDLoss and LigerFusedLinearCosineSimilarityLoss, "
+        "liger_hw.transformers.functional has liger_fused_linear_jsd and liger_fused_linear_kl_div"
+    ),
+    r"(ops|transformers)\.(grpo_loss\.)?GrpoLossFunction": (
+        "call liger_kernel.transformers.grpo_loss.triton_grpo_loss"
+    ),
+    r"transformers\.(model\..*|monkey_patch\..*lce_forward)": (
+        "a family's own forward runs as it is: call apply_liger_kernel_to_<family> or liger_hw.patch(model); a forward "
+        "of one's own takes LigerForCausalLMLoss of liger_kernel.transformers.model.loss_utils"
+    ),
+    r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
+        "liger_hw.patch(model, activations=...) recomputes MLPs"
+    ),
+    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel|fused_moe).*|transformers\.moe(\..*)?": (
+        "liger_hw has no MoE op; transformers' experts run as they are"
+    ),
+    r".*(neighborhood_attention|NeighborhoodAttention|attn_res|AttnRes|mhc|MHC).*": "liger_hw has no such op",
+    r".*(MuseGlimmer|muse_glimmer).*": "liger_hw.patch(model) patches such models, without layers of their own",
+    r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
+    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
+    r"megatron(\..*)?": (
+        "liger_hw has no Megatron adapter; LigerRMSNorm, LigerVocabParallelCrossEntropy and functional.liger_swiglu of "
+        "liger_hw.transformers are what it would put in place"
+    ),
+    r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
+        "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
+    ),
+    r"triton(\..*)?": "liger_hw needs no cache manager of its own",
+    r"ops\.utils\.element_mul_kernel": "multiply in torch",
+}
+"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use in their place."""
 
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
@@ -73,12 +123,17 @@ def homes(name: str) -> tuple[str, ...] | None:
     group, _, op = name.partition(".")
     if group in ("transformers", "ops") and op:
         home = home_of(_RENAMED.get(op, op))
-        more = (_TRANSFORMERS, _MODULES) if group == "transformers" else (_FUNCTIONS,)
+        more = (_TRANSFORMERS, _MODULES, _FUNCTIONS) if group == "transformers" else (_FUNCTIONS,)
         return (home, *more) if home else None
-    if group == "chunked_loss" and op:
+    if group == "chunked_loss" and op and "." not in op:
         home = f"{_LOSSES}.{op}"
         return (home,) if not op.startswith("_") and importlib.util.find_spec(home) else None
     return None
+
+
+def replacement(name: str) -> str | None:
+    """What stands in for a module or name of liger_kernel that is not here, or None where nothing is said."""
+    return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
 
 
 def refuse_to_shadow() -> None:
@@ -104,9 +159,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        if package != NAME or not name or homes(name) is None:
+        if package != NAME or not name:
             return None
-        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
+        if homes(name) is None:
+            instead = replacement(name)
+            if instead:  # without a name, so that `from module import name` says this too
+                raise ModuleNotFoundError(f"{fullname} is not in liger_hw's shim: {instead}")
+            return None
+        # every module is a package: `from module import name` asks for a module `name` where the attribute is missing
+        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         spec.origin = f"{homes(name)} by {__name__}"
         return spec
 
@@ -121,7 +182,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 if found is not _ABSENT:
                     setattr(module, attribute, found)
                     return found
-            raise AttributeError(f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}")
+            instead = replacement(f"{name}.{attribute}")
+            raise AttributeError(
+                f"module {module.__name__!r} (liger_hw's shim) has no attribute {attribute!r}"
+                + (f": {instead}" if instead else "")
+            )
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
         module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
@@ -160,9 +225,11 @@ def take_the_name(module: ModuleType) -> None:
     module.__version__ = VERSION
     module.__path__ = []  # every module below comes from the finder
 
-    def __getattr__(name: str) -> ModuleType:  # a module below that nobody has imported yet, as `functional`
+    def __getattr__(name: str) -> Any:  # a module below that nobody has imported yet, as `functional`
         if name in MODULES:
             return importlib.import_module(f"{NAME}.{name}")
+        if name in impls.__all__:
+            return getattr(impls, name)
         raise AttributeError(f"module {NAME!r} (liger_hw's shim) has no attribute {name!r}")
 
     module.__getattr__ = __getattr__  # type: ignore[method-assign]

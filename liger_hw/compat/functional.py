@@ -1,13 +1,93 @@
-"""Behind `liger_kernel.functional`, whose names are those of `liger_hw.transformers.functional` without `liger_`."""
+"""Behind `liger_kernel.functional`: Liger Kernel's own signatures, with its defaults, over liger_hw's functions.
+
+`impl`, `mode` and `backend` choose among Liger's implementations. There is one here, which the registry configures, so
+they are accepted and mean nothing. Names that Liger does not have here are those of
+`liger_hw.transformers.functional` without `liger_`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import wraps
+from typing import Any, Callable
 
 from ..transformers import functional
+from .loss_utils import unpack_cross_entropy_result
+
+
+def _any_impl(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which takes impl, mode and backend too."""
+
+    @wraps(function)
+    def call(*args: Any, impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any):
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_any_impl
+def rms_norm(x, weight, eps=1e-6, *, offset=0.0, casting_mode="llama", in_place=False, row_mode=None):
+    return functional.liger_rms_norm(x, weight, eps, offset, casting_mode, in_place)
+
+
+@_any_impl
+def layer_norm(x, weight, bias=None, eps=1e-6):
+    return functional.liger_layer_norm(x, weight, bias, eps)
+
+
+@_any_impl
+def fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=False):
+    return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode, in_place)
+
+
+@_any_impl
+def jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
+    return functional.liger_jsd(_input, target, shift_labels, beta, ignore_index)
+
+
+@_any_impl
+def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+    return functional.liger_kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
+
+
+@_any_impl
+def cross_entropy(
+    input,
+    target,
+    weight=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+):
+    """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
+    result = functional.liger_cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
+    return unpack_cross_entropy_result(result)
+
+
+@_any_impl
+def fused_linear_cross_entropy(_input, weight, target, *args, **kwargs):
+    """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked for."""
+    result = functional.liger_fused_linear_cross_entropy(_input, weight, target, *args, **kwargs)
+    return unpack_cross_entropy_result(result)
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    return getattr(functional, f"liger_{name}")
+    return _any_impl(getattr(functional, f"liger_{name}"))

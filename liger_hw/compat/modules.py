@@ -75,11 +75,16 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """A gated MLP of Gemma 4: twice as wide in layers that reuse keys and values, where the config says so."""
 
     def __init__(self, config, layer_idx=None) -> None:
-        modes = getattr(config, "kv_sharing_modes", None)
-        wide = getattr(config, "use_double_wide_mlp", False) and None not in (modes, layer_idx)
-        if wide and modes[layer_idx] == "reuse":
-            config = copy.copy(config)
-            config.intermediate_size *= 2
+        if layer_idx is not None and getattr(config, "use_double_wide_mlp", False):
+            modes = getattr(config, "kv_sharing_modes", None)
+            if modes is not None:
+                reuses = modes[layer_idx] == "reuse"
+            else:  # transformers before the modes: the last num_kv_shared_layers layers
+                layers, shared = (getattr(config, name, 0) for name in ("num_hidden_layers", "num_kv_shared_layers"))
+                reuses = layer_idx >= layers - shared and shared > 0
+            if reuses:
+                config = copy.copy(config)
+                config.intermediate_size *= 2
         super().__init__(config)
 
 

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import logging
 import sys
+import warnings
 from types import ModuleType
 from typing import Any, Callable
 
@@ -94,11 +95,14 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     known = [*(name for name, _ in spec.parameters), *spec.also, "activations"]
 
     def function(*args: Any, **kwargs: Any) -> PatchReport:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
-                raise TypeError(f"{spec.function_name}() got an unexpected keyword argument {name!r}; {hint}")
+        for name in [name for name in kwargs if name not in known]:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
+            said = f"{spec.function_name}() got an unexpected keyword argument {name!r}"
+            if not spec.also:
+                raise TypeError(f"{said}; {hint}")
+            warnings.warn(f"{said}, which is ignored; {hint}", stacklevel=2)  # the default filter shows it once
+            del kwargs[name]
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -111,6 +115,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     function.__name__ = function.__qualname__ = spec.function_name
     function.__module__ = __name__
     function.__signature__ = signature
+    unknown = "is ignored with a warning" if spec.also else "raises `TypeError`"
     parts = ", ".join(name for name in known if name not in ("model", "activations"))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
@@ -122,8 +127,8 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     liger_hw.activations
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
-    Raises `TypeError` for an unknown keyword or a model of another family, `ValueError` for both losses at once or for
-    a second call that asks for the other loss, `ImportError` when transformers has no such family.
+    An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses at once
+    or for a second call that asks for the other loss, `ImportError` when transformers has no such family.
     """
     return function
 

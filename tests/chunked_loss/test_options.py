@@ -103,3 +103,14 @@ def test_a_reference_model_that_is_switched_off_is_not_used(lane, generator):
     torch.testing.assert_close(loss(weight, x, target, bias, *ref)[0], loss(weight, x, target, bias)[0], rtol=0, atol=0)
     with_ref = chunked_loss.LigerFusedLinearDPOLoss(use_ref_model=True)(weight, x, target, bias, *ref)[0]
     assert with_ref.item() != loss(weight, x, target, bias)[0].item()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
+def test_policy_options_are_checked_where_they_are_used(loss_type):
+    chunked_loss.LigerFusedLinearGRPOLoss(loss_type=loss_type, sapo_temperature_neg=0.0, sapo_temperature_pos=-1.0)
+    with pytest.raises(ValueError, match="sapo_temperature_neg must be positive"):
+        chunked_loss.LigerFusedLinearGRPOLoss(loss_type="sapo", sapo_temperature_neg=0.0)
+    chunked_loss.LigerFusedLinearGRPOLoss(loss_type="sapo", delta=-1.0)
+    with pytest.raises(ValueError, match="delta must be positive"):
+        chunked_loss.LigerFusedLinearGRPOLoss(loss_type="grpo", delta=-1.0)

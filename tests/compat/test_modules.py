@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from liger_hw.compat import modules
+from liger_hw.transformers import LigerGroupNorm, LigerLayerNorm, LigerPolyNorm
 
 pytestmark = pytest.mark.cpu
 
@@ -78,6 +80,38 @@ def test_gemma4(layer, width):
     ours = modules.LigerGEGLUMLPForGemma4(config, layer)
     assert ours.gate_proj.out_features == width and config.intermediate_size == 24
     same(ours, theirs("gemma4", "Gemma4TextMLP")(config, layer), 16)
+
+
+@pytest.mark.parametrize("layer, shared, width", [(0, 1, 24), (1, 1, 48), (1, 0, 24), (None, 1, 24)])
+def test_gemma4_by_the_number_of_layers_that_share(layer, shared, width):
+    """A config without modes, as Liger reads it."""
+    config = SimpleNamespace(
+        **{**CONFIG, "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 2},
+        use_double_wide_mlp=True,
+        num_kv_shared_layers=shared,
+    )
+    assert modules.LigerGEGLUMLPForGemma4(config, layer).gate_proj.out_features == width
+
+
+@pytest.mark.parametrize("given", [{}, {"bias": False}, {"bias": True}])
+def test_layer_and_group_norm_have_liger_s_parameters(given):
+    x, state = torch.randn(4, 8, 8), {"weight": torch.full((8,), 2.0), "bias": torch.full((8,), 3.0)}
+    for layer, function, sizes in (
+        (LigerLayerNorm(8, eps=1e-3, **given), F.layer_norm, (8,)),
+        (LigerGroupNorm(8, 2, eps=1e-3, **given), F.group_norm, 2),
+    ):
+        assert layer.eps == layer.variance_epsilon == 1e-3
+        assert layer.state_dict().keys() == state.keys() and not layer.bias.detach().any()
+        layer.load_state_dict(state)
+        torch.testing.assert_close(layer(x), function(x, sizes, layer.weight, layer.bias, 1e-3))
+
+
+def test_norms_take_what_liger_s_take():
+    assert LigerLayerNorm(8, bias=None).bias is None and LigerGroupNorm(8, 2, bias=None).bias is None
+    for chosen in ({"impl": "triton"}, {"backend": "triton"}):
+        layer = LigerLayerNorm(8, mode="persistent", **chosen)
+        assert (layer.impl, layer.backend, layer.mode) == ("triton", "triton", "persistent")
+    assert LigerPolyNorm().bias.item() == 1.0 and LigerPolyNorm().bias.shape == ()
 
 
 def test_mixtral_expert():

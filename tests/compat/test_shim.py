@@ -65,7 +65,6 @@ from liger_kernel.transformers.functional import liger_cross_entropy
 from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_mistral
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops import LigerSiLUMulFunction
-from liger_kernel.functional import rms_norm as bare
 from liger_kernel.transformers import *
 import liger_kernel.ops.swiglu, liger_hw.transformers as ours
 from liger_hw.kernels.losses import cross_entropy
@@ -73,7 +72,6 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.pointwise import swiglu
 assert LigerRMSNorm is again is rms_norm.LigerRMSNorm is ours.LigerRMSNorm
 assert LigerRMSNormFunction is rms_norm.LigerRMSNormFunction
-assert bare is rms_norm.liger_rms_norm
 assert liger_cross_entropy is cross_entropy.liger_cross_entropy
 assert LigerSiLUMulFunction is liger_kernel.ops.swiglu.LigerSiLUMulFunction is swiglu.LigerSiLUMulFunction
 assert apply_liger_kernel_to_llama is ours.apply_liger_kernel_to_llama
@@ -161,39 +159,131 @@ assert len(plain) == 3 and all(abs(a - b) < 1e-4 for a, b in zip(plain, patched)
     assert said
 
 
-LEFT_OUT = {
-    r"transformers\.model\.(?!loss_utils).*": "copies of families' forwards; liger_hw runs a family's own forward",
-    r".*(NeighborhoodAttention|neighborhood_attention).*": "no such op here",
-    r".*(AttnRes|attn_res|MHC|mhc|Mhc).*": "no such op here",
-    r".*(Tiled|tiled)MLP.*|.*apply_tiled_mlp|.*LigerTiled.*|.*LigerMLPFunction": "liger_hw.activations recomputes",
-    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel.*|ops\.configure\..*)|transformers\.moe\..*": "no MoE op",
-    r".*MuseGlimmer.*": "patched where transformers has it, not by layers of its own",
-    r"chunked_loss\.fused_linear_.*Base": "bases to write losses with; liger_hw's are functions (docs/losses.md)",
-    r"ops\.grpo_loss\.GrpoLossFunction|ops\.GrpoLossFunction": "triton_grpo_loss is there",
-    r"transformers\.trainer\..*": "TRL's own ORPO trainer with LigerFusedLinearORPOLoss",
-    r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "apply_liger_kernel_to_llama4 does it",
-}
-"""Names of Liger 0.8.5 that the shim does not answer: pattern -> why."""
-
-
 def test_liger_s_public_names_resolve():
-    """The classes and functions of Liger 0.8.5's modules (liger_names.json, from its wheel; of `ops` the classes)."""
+    """Every class and function of Liger 0.8.5's modules (liger_names.json, from its wheel; of `ops` the classes) is
+    there, or importing it says what to use in its place. The error is an ImportError, so that feature tests work."""
     said = passes(f"""
 import importlib, json
 for module, names in json.load(open({str(NAMES)!r})).items():
-    try:
-        found = importlib.import_module("liger_kernel." + module)
-    except ModuleNotFoundError:
-        found = None
     for name in names:
-        if not hasattr(found, name):
-            print(f"{{module}}.{{name}}")
+        try:
+            exec(f"from liger_kernel.{{module}} import {{name}}")
+        except ImportError as error:
+            print(f"{{module}}.{{name}}: {{error}}")
 """)
-    missing = said.split()
-    unknown = [name for name in missing if not any(re.fullmatch(pattern, name) for pattern in LEFT_OUT)]
-    assert not unknown, unknown
-    idle = [pattern for pattern in LEFT_OUT if not any(re.fullmatch(pattern, name) for name in missing)]
+    missing = dict(line.split(": ", 1) for line in said.splitlines())
+    assert not [name for name, error in missing.items() if "is not in liger_hw's shim: " not in error]
+    idle = [
+        pattern
+        for pattern in compat.REPLACED
+        if not any(re.fullmatch(pattern, name) for name in (*missing, "megatron", "backends", "triton", *UNLISTED))
+    ]
     assert not idle, f"nothing is left out any more for {idle}"
+
+
+UNLISTED = ("ops.utils.element_mul_kernel",)
+"""Names of Liger's that are in REPLACED and not in liger_names.json."""
+
+
+def test_what_is_not_here_names_its_replacement():
+    passes("""
+import liger_kernel.transformers.swiglu as swiglu, liger_kernel.chunked_loss.dpo_loss as dpo
+for code, said in {
+    "import liger_kernel.megatron": "LigerVocabParallelCrossEntropy",
+    "from liger_kernel import megatron": "LigerVocabParallelCrossEntropy",
+    "from liger_kernel.megatron import apply_liger_kernel_to_megatron": "LigerVocabParallelCrossEntropy",
+    "import liger_kernel.ops.backends.registry": "liger_hw.registry",
+    "from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase": "DPO",
+    "from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase": "DPO",
+    "from liger_kernel.transformers.swiglu import LigerExperts": "MoE",
+    "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
+    "from liger_kernel.ops.utils import element_mul_kernel": "multiply in torch",
+}.items():
+    try:
+        exec(code)
+    except ImportError as error:
+        assert said in str(error), (code, error)
+    else:
+        raise AssertionError(code)
+assert not hasattr(swiglu, "LigerExperts") and not hasattr(dpo, "LigerFusedLinearPreferenceBase")
+try:
+    swiglu.LigerExperts
+except AttributeError as error:
+    assert "MoE" in str(error)
+""")
+
+
+def test_small_helpers():
+    passes("""
+import operator, torch, liger_kernel
+from liger_kernel.ops import utils
+from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
+from liger_kernel.transformers.functional import LigerRMSNormFunction, LigerSiLUMulFunction
+from liger_kernel.transformers.grpo_loss import _masked_mean, _reduce_grpo_loss, get_gamma_weights, triton_grpo_loss
+from liger_kernel.transformers.jsd import LigerJSDFunction
+from liger_kernel.transformers.kl_div import LigerKLDivLossFunction
+from liger_kernel.transformers.monkey_patch import liger_cross_entropy, liger_rotary_pos_emb
+from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
+from liger_kernel.transformers.tvd import LigerTVDLossFunction
+same = torch.testing.assert_close
+
+assert liger_kernel.get_impl() is None
+liger_kernel.set_impl("triton")
+assert liger_kernel.get_backend() == "triton" in liger_kernel.available_impls("rms_norm")
+
+assert [utils.calculate_settings(n) for n in (1, 2047, 2048, 5000, 9000)] == [
+    (1, 4), (2048, 8), (2048, 8), (8192, 16), (16384, 16)]
+assert utils.compare_version("torch", operator.ge, "2.0") and not utils.compare_version("no_such", operator.ge, "0")
+seen = utils.ensure_contiguous(lambda ctx, x, y=None: (ctx, x.is_contiguous(), y.is_contiguous()))
+t = torch.ones(2, 3).t()
+assert seen(1, t, y=t) == (1, True, True)
+with utils.device_context(torch.device("cpu")):
+    assert not utils.is_hip()
+
+logits, ids = torch.randn(2, 5, 11), torch.randint(11, (2, 6))
+mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+expected = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[:, -4:, None])[..., 0]
+same(fused_selective_log_softmax(logits, ids), expected)
+same(fused_selective_log_softmax(logits, ids, 0.9, mask), expected * mask)
+
+counted = expected * mask
+same(_masked_mean(expected, mask != 0), counted.sum() / 6)
+for kind, mean in {"grpo": (counted.sum(1) / mask.sum(1)).mean(), "bnpo": counted.sum() / 6, "dapo": counted.sum() / 6,
+                   "dr_grpo": counted.sum() / 14, "luspo": counted.sum() / 2}.items():
+    same(_reduce_grpo_loss(expected, mask, kind, 7), mean)
+same(_reduce_grpo_loss(expected, mask, "dapo", None, 3), counted.sum() / 3)
+given = (logits, None, None, ids[:, -4:], torch.ones(2), mask)
+losses = triton_grpo_loss(*given, beta=0.0, loss_type="bnpo")[0]
+mean = triton_grpo_loss(*given, beta=0.0, loss_type="bnpo", reduce=True)[0]
+same(_reduce_grpo_loss(losses, mask, "bnpo", None), mean)
+""")
+
+
+def test_a_method_runs_inside_the_forward_of_an_fsdp_root(tmp_path):
+    passes(f"""
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.fsdp import FullyShardedDataParallel
+from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
+
+init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+x, seen = torch.randn(2, 4), []
+
+def part(x, *, times):
+    seen.append(model[0].weight.shape)
+    return times * model(x)
+
+torch.testing.assert_close(_FSDPForwardRedirection()(wrapped, part, x, times=2), 2 * wrapped(x))
+assert seen == [(4, 4)] and "forward" not in vars(model)
+try:
+    _FSDPForwardRedirection()(model, part, x)
+except TypeError as error:
+    assert "FullyShardedDataParallel, got Sequential" in str(error)
+destroy_process_group()
+""")
 
 
 def test_functions_that_liger_has_as_classes():
@@ -211,7 +301,36 @@ same(LigerKLDivLossFunction.apply(p, q.exp()), torch.nn.functional.kl_div(p, q.e
 same(LigerTVDLossFunction.apply(p.exp(), q.exp()), (p.exp() - q.exp()).abs().sum() / 2 / 6)
 same(LigerFusedLinearJSDFunction.apply(x, w, x, 2 * w, labels), F.liger_fused_linear_jsd(x, w, x, 2 * w, labels))
 same(LigerFusedLinearKLDivFunction.apply(x, w, q.exp()), F.liger_fused_linear_kl_div(x, w, q.exp()))
-assert liger_kernel.functional.rms_norm is F.liger_rms_norm
+""")
+
+
+def test_liger_kernel_functional():
+    """Liger's own signatures and defaults there; any impl, mode and backend is taken."""
+    passes("""
+import torch, liger_kernel
+import torch.nn.functional as F
+L, same = liger_kernel.functional, torch.testing.assert_close
+x, w = torch.randn(6, 8), torch.randn(8)
+chosen = dict(impl="triton", mode=None, backend="triton")
+same(L.rms_norm(x, w, **chosen), F.rms_norm(x, (8,), w, 1e-6))
+same(L.rms_norm(x, w, 1e-3, row_mode=True), F.rms_norm(x, (8,), w, 1e-3))
+same(L.layer_norm(x, w, **chosen), F.layer_norm(x, (8,), w, None, 1e-6))
+same(L.softmax(x, **chosen), x.softmax(-1))
+same(L.swiglu(x, x, **chosen), F.silu(x) * x)
+same(L.geglu(x, x, **chosen), F.gelu(x, approximate="tanh") * x)
+p, q = x.log_softmax(-1), torch.randn(6, 8).softmax(-1)
+same(L.kl_div(p, q, **chosen), F.kl_div(p, q, reduction="batchmean"))
+same(L.jsd(p, q.log(), beta=0.0, **chosen), F.kl_div(p, q, reduction="batchmean"))
+y = torch.tensor([1, -100, 3, 4, 5, 6])
+loss, z, accuracy, tokens = L.cross_entropy(x, y, None, -100, 0.0, 0.1, "sum", **chosen)
+same(loss, F.cross_entropy(x, y, reduction="sum", label_smoothing=0.1))
+assert z is accuracy is tokens is None
+head = torch.randn(11, 8)
+loss, z, accuracy, tokens = L.fused_linear_cross_entropy(x, head, y, return_token_accuracy=True, **chosen)
+same(loss, F.cross_entropy(x @ head.t(), y))
+same(accuracy, ((x @ head.t()).argmax(-1) == y)[y != -100].float().mean())
+s, r = L.fused_add_rms_norm(x, x, w, **chosen)
+same(s, F.rms_norm(2 * x, (8,), w, 1e-6)); same(r, 2 * x)
 """)
 
 

@@ -12,7 +12,7 @@ import transformers
 
 import liger_hw
 import liger_hw.transformers
-from liger_hw.transformers import verify
+from liger_hw.transformers import apply, verify
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
 
@@ -49,6 +49,16 @@ def test_patch_refuses_what_it_cannot_be(family):
         liger_hw.revert("model")
     with pytest.raises(AttributeError, match="did you mean 'patch'"):
         getattr(liger_hw, "ptach")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", ["nemotron", "llava", "internvl", "smolvlm"])
+def test_functions_that_take_any_keyword_in_liger_warn_of_unknown_ones(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(apply, "_patch_family", lambda spec, model, activations, options: asked.append(options))
+    function = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")
+    with pytest.warns(UserWarning, match=r"unexpected keyword argument 'ropes', which is ignored.*'rope'\?") as said:
+        function(ropes=True, rope=False)
+    assert len(said) == 1 and "ropes" not in asked[0] and asked[0]["rope"] is False
 
 
 def test_patch_parts_can_be_left_out(family):

@@ -74,8 +74,8 @@ def liger_fused_linear_jsd(
     Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
     fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index
     do not count. jsd_beta: 0 is KL(teacher || student), 1 its reverse. accum_dtype=torch.float32 sums the weight's
-    gradient in an fp32 buffer. Returns the loss [] in fp32.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad.
+    gradient in an fp32 buffer. Returns the loss [] in fp32. The teacher gets no gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_fused_linear_jsd", jsd_beta, ignore_index, temperature)
     heads = student_input, student_weight, teacher_input, teacher_weight

@@ -75,8 +75,8 @@ def liger_fused_linear_kl_div(
     student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16
     or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
     count. reduction: batchmean, mean or sum. accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer.
-    Returns the loss [] in fp32.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    Returns the loss [] in fp32. The target gets no gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     op = "liger_fused_linear_kl_div"
     check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)

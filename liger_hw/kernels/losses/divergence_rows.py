@@ -460,9 +460,9 @@ class DivergenceFunction(Function):
     """Autograd for a divergence: saves the finished gradient, or the inputs for reduction="none"."""
 
     @staticmethod
-    def forward(ctx, input, target, labels, operators, options: Divergence):
+    def forward(ctx, input, target, labels, operators, options: Divergence, dtype: torch.dtype):
         ctx.backward_operator, ctx.options = operators[1], options
-        loss, grad, stats = operators[0](input, target, labels, *options, output_dtype(input), True)
+        loss, grad, stats = operators[0](input, target, labels, *options, dtype, True)
         ctx.save_for_backward(*((input, target, labels) if options.reduction == NONE else (grad, stats)))
         return loss
 
@@ -470,31 +470,34 @@ class DivergenceFunction(Function):
     @first_order
     def backward(ctx, grad_output):
         if ctx.options.reduction == NONE:
-            return ctx.backward_operator(grad_output, *ctx.saved_tensors, *ctx.options), None, None, None, None
+            return ctx.backward_operator(grad_output, *ctx.saved_tensors, *ctx.options), *(None,) * 5
         grad, stats = ctx.saved_tensors
-        return *scale_gradients((grad,), grad_output, stats), None, None, None, None
+        return *scale_gradients((grad,), grad_output, stats), *(None,) * 5
 
 
 # -- what the public functions share ---------------------------------------------------------------------------------
 
 
-def output_dtype(input: torch.Tensor) -> torch.dtype:
-    """The input's, or fp32 under autocast, as torch's losses have it."""
-    low = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
-    return torch.float32 if low else input.dtype
+def output_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
+    """What torch promotes the two to, or fp32 under autocast, as torch's losses have it."""
+    dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
+    low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
+    return torch.float32 if low else dtype
 
 
-def divergence(op: str, operators, input, target, labels, options: Divergence) -> torch.Tensor:
-    """Check the arguments of a public function and run it."""
+def divergence(op: str, operators, input, target, labels, options: Divergence, promotes: bool = True) -> torch.Tensor:
+    """Check the arguments of a public function and run it. promotes: the target's dtype counts for the result's."""
     check_tensors(op, input=input, target=target)
     if input.dim() != 2 or not input.shape[1] or input.shape != target.shape:
         shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
         check(False, op, f"input and target must both be [n_rows, n_cols], got {shapes}")
     check_labels(op, labels, input, options.ignore_index)
-    check(not target.requires_grad, op, "the target has no gradient; detach it")
+    dtype = output_dtype(input, target if promotes else input)
+    if target.requires_grad:
+        target = target.detach()
     if torch.is_grad_enabled() and input.requires_grad:
-        return DivergenceFunction.apply(input, target, labels, operators, options)
-    return operators[0](input, target, labels, *options, output_dtype(input), False)[0]
+        return DivergenceFunction.apply(input, target, labels, operators, options, dtype)
+    return operators[0](input, target, labels, *options, dtype, False)[0]
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:

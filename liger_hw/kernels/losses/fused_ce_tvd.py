@@ -150,14 +150,15 @@ def liger_fused_ce_tvd(
 
     student_logits, teacher_logits: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten;
     target: [n_rows] int64 or int32, in 0..n_cols-1 or ignore_index. Returns two fp32 tensors [n_rows].
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a teacher that requires grad;
-    for targets see `liger_cross_entropy`.
+    The teacher gets no gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     check_tensors(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
     if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}")
-    check(not teacher_logits.requires_grad, _NAME, "the teacher's logits have no gradient; detach them")
+    if teacher_logits.requires_grad:
+        teacher_logits = teacher_logits.detach()
     check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
     if torch.is_grad_enabled() and student_logits.requires_grad:
         return LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, ignore_index)

@@ -68,10 +68,12 @@ def liger_jsd(
     """Generalised JSD of student log-probabilities `input` from teacher log-probabilities `target`; see above.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
-    rows at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    rows at ignore_index do not count; beta: in [0, 1]. Returns the loss [] in input's dtype. The target gets no
+    gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
-    return divergence("liger_jsd", OPERATORS, input, target, shift_labels, jsd_options("liger_jsd", beta, ignore_index))
+    options = jsd_options("liger_jsd", beta, ignore_index)
+    return divergence("liger_jsd", OPERATORS, input, target, shift_labels, options, promotes=False)
 
 
 def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:

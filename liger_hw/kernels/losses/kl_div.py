@@ -4,7 +4,8 @@
     term = e^t (t - x)                      with log_target: t a log-probability
     none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
 Shapes: input x [n_rows, n_cols] log-probabilities, target t [n_rows, n_cols] -> loss [] or [n_rows, n_cols].
-Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the input's dtype (fp32 under autocast).
+Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the dtype that torch promotes input and
+target to (fp32 under autocast).
 Saved for backward: the gradient, -t (or -e^t) times the reduction's share, which the forward writes in the same pass;
 with reduction="none" the target. The target has no gradient. See divergence_rows.py for the kernel.
 
@@ -47,7 +48,7 @@ def kl_div_reference(
 ) -> torch.Tensor:
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("kl_div_reference", size_average, reduce, reduction, log_target, eps)
-    return divergence_reference(input, target, None, options).to(input.dtype)
+    return divergence_reference(input, target, None, options).to(torch.promote_types(input.dtype, target.dtype))
 
 
 FWD = divergence_tunable("kl_div")
@@ -69,8 +70,9 @@ def liger_kl_div(
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
     size_average=False and reduce=False are torch's deprecated spellings of sum and none. eps: least value whose
-    logarithm is taken of a target probability. Returns the loss, [] or [n_rows, n_cols], in input's dtype.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    logarithm is taken of a target probability. Returns the loss, [] or [n_rows, n_cols], in the dtype
+    that torch promotes the two to. The target gets no gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)
     return divergence("liger_kl_div", OPERATORS, input, target, None, options)

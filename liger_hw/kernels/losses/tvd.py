@@ -4,7 +4,8 @@
     none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / rows that count     mean  that / n_cols
 Rows whose label is ignore_index do not count; without labels all do. Where none counts the loss is zero.
 Shapes: p, q [n_rows, n_cols] probabilities, shift_labels [n_rows] -> loss [] or [n_rows, n_cols].
-Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in p's dtype (fp32 under autocast).
+Dtypes: fp32, fp16 or bf16, everything computed in fp32, the loss in the dtype that torch promotes p and q to (fp32
+under autocast).
 Saved for backward: the gradient of p, which the forward writes in the same pass; with reduction="none" p and q. q has
 no gradient. See divergence_rows.py for the kernel.
 
@@ -44,7 +45,7 @@ def tvd_reference(
 ) -> torch.Tensor:
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("tvd_reference", reduction, ignore_index)
-    return divergence_reference(input, target, shift_labels, options).to(input.dtype)
+    return divergence_reference(input, target, shift_labels, options).to(torch.promote_types(input.dtype, target.dtype))
 
 
 FWD = divergence_tunable("tvd")
@@ -63,8 +64,9 @@ def liger_tvd(
     """Total variation distance of probabilities `input` and `target`; see the top of this file.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
-    rows at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols].
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit, and for a target that requires grad.
+    rows at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols], in
+    the dtype that torch promotes the two to. The target gets no gradient.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_tvd", reduction, ignore_index)
     return divergence("liger_tvd", OPERATORS, input, target, shift_labels, options)

@@ -379,21 +379,22 @@ def liger_group_norm(
 class LigerGroupNorm(torch.nn.Module):
     """GroupNorm layer over [batch, num_channels, ...].
 
-    num_groups must divide num_channels; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight (the
-    bias starts at zero).
+    num_groups must divide num_channels; init_fn: `ones` or `zeros` for the weight.
+    bias: there is one whether True or False, as in Liger, whose state dicts hold it; it starts at zero. None has none.
     """
 
     def __init__(
-        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool | None = False, init_fn: str = "ones"
     ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerGroupNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
         check_numbers("LigerGroupNorm", num_channels=num_channels, num_groups=num_groups, eps=eps)
         fits = num_groups >= 1 and num_channels % num_groups == 0
         check(fits, "LigerGroupNorm", f"num_channels={num_channels} must be a multiple of num_groups={num_groups}")
-        self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
+        self.num_channels, self.num_groups = num_channels, num_groups
+        self.eps = self.variance_epsilon = eps
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(num_channels))
-        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(num_channels)) if bias else None)
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(torch.zeros(num_channels)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         sizes = self.num_channels, self.num_groups

@@ -182,16 +182,28 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
 class LigerLayerNorm(torch.nn.Module):
     """LayerNorm layer: y = (x - mean) / sqrt(var + eps) * weight + bias.
 
-    hidden_size: size of the last dimension; bias=False has no bias at all; init_fn: `ones` or `zeros` for the weight
-    (the bias starts at zero).
+    hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight.
+    bias: there is one whether True or False, as in Liger, whose state dicts hold it; it starts at zero. None has none.
+    impl, mode, backend: Liger's choice among its implementations; kept as attributes, without effect.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool | None = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerLayerNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
-        self.hidden_size, self.variance_epsilon = hidden_size, eps
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.impl = self.backend = backend if impl is None else impl
+        self.mode = mode
         self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
-        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(hidden_size)) if bias else None)
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(torch.zeros(hidden_size)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)

@@ -352,7 +352,7 @@ def liger_poly_norm(
 
 
 class LigerPolyNorm(torch.nn.Module):
-    """PolyNorm layer: a third of each normalised power at the start, and a bias of zero.
+    """PolyNorm layer: a third of each normalised power at the start, and a bias of one, as in PolyCom.
 
     in_place: as for `liger_poly_norm`.
     """
@@ -361,7 +361,7 @@ class LigerPolyNorm(torch.nn.Module):
         super().__init__()
         self.variance_epsilon, self.in_place = eps, in_place
         self.weight = torch.nn.Parameter(torch.full((3,), 1.0 / 3.0))
-        self.bias = torch.nn.Parameter(torch.tensor(0.0))
+        self.bias = torch.nn.Parameter(torch.tensor(1.0))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, self.in_place)

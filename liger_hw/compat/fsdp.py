@@ -1,0 +1,37 @@
+"""Behind `liger_kernel.transformers.fsdp`: call part of a model whose root is wrapped by FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+
+class _FSDPForwardRedirection:
+    """`redirect(wrapper, method, *args)`: `method(*args)`, run inside the forward of an FSDP root.
+
+    The root gathers its parameters around its own forward alone; a method that calls a part of the model, as its
+    `lm_head`, would meet shards elsewhere. Raises `TypeError` for anything but a FullyShardedDataParallel.
+    """
+
+    def __call__(self, wrapper_module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if not isinstance(wrapper_module, FullyShardedDataParallel):
+            raise TypeError(f"wrapper_module must be a FullyShardedDataParallel, got {type(wrapper_module).__name__}")
+        inner = wrapper_module._fsdp_wrapped_module
+        own = inner.__dict__.get("forward")
+
+        def restore() -> None:
+            if own is None:
+                inner.__dict__.pop("forward", None)
+            else:
+                inner.forward = own
+
+        def redirected(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            restore()  # the method may call the model itself
+            return method(*inner_args, **inner_kwargs)
+
+        inner.forward = redirected
+        try:
+            return wrapper_module(*args, **kwargs)
+        finally:
+            restore()

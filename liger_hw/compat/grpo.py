@@ -1,0 +1,45 @@
+"""Behind `liger_kernel.transformers.grpo_loss` and `liger_kernel.ops.grpo_loss`, beside `triton_grpo_loss`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..chunked_loss.policy import masked_mean as _masked_mean
+from ..chunked_loss.policy import token_shares
+from ..kernels.losses.selected_log_probs import IGNORED, SelectedLogProbsFunction
+
+__all__ = ["fused_selective_log_softmax", "_masked_mean", "_reduce_grpo_loss"]
+
+
+@torch.no_grad()
+def fused_selective_log_softmax(
+    logits: torch.Tensor, input_ids: torch.Tensor, temperature: float = 0.9, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """log softmax(logits / temperature) of each next token: fp32 [batch, length], without gradient.
+
+    logits: [batch, length + 1, vocab], whose last position is not read; input_ids, mask: [batch, at least length], of
+    which the last `length` count. Tokens whose mask is 0 get 0.
+    """
+    batch, length = logits.shape[0], logits.shape[1] - 1
+    ids = input_ids[:, input_ids.shape[1] - length :]
+    if mask is not None:
+        ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, IGNORED)
+    target = torch.nn.functional.pad(ids, (0, 1), value=IGNORED).reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    logp = SelectedLogProbsFunction.apply(rows, target, float(temperature), False).view(batch, length + 1)[:, :-1]
+    return logp if mask is None else torch.where(ids == IGNORED, 0.0, logp)
+
+
+def _reduce_grpo_loss(
+    per_token_loss: torch.Tensor,
+    completion_mask: torch.Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items_in_batch: torch.Tensor | int | float | None = None,
+) -> torch.Tensor:
+    """The mean of losses [batch, length] that the loss type defines, over tokens whose mask is not 0."""
+    mask, dtype = completion_mask != 0, per_token_loss.dtype
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo'")
+    share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, dtype)
+    return torch.where(mask, per_token_loss * share, 0.0).sum()

@@ -1,0 +1,31 @@
+"""Behind `liger_kernel.set_impl` and its like: Liger's choice among its implementations of an op.
+
+There is one implementation here, in Triton. A choice is kept, so that a program reads back what it set, and has no
+effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl"]
+
+_chosen: list[str | None] = [None]
+
+
+def set_impl(name: str | None) -> None:
+    """Keep a name for `get_impl`; None forgets it."""
+    _chosen[0] = name
+
+
+def get_impl() -> str | None:
+    """The name that was set, or None."""
+    return _chosen[0]
+
+
+def available_impls(op_name: str, device: Any = None) -> list[str]:
+    """The implementations of every op on every device: Triton's."""
+    return ["triton"]
+
+
+set_backend, get_backend, available_backends = set_impl, get_impl, available_impls

@@ -1,0 +1,79 @@
+"""Behind `liger_kernel.ops.utils`: helpers that code with kernels of its own takes from Liger Kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import nullcontext
+from typing import Any, Callable
+
+import torch
+from packaging import version
+
+from .utils import infer_device as infer_device
+from .utils import is_npu_available as is_npu_available
+
+_MAX_BLOCK = 65536
+
+
+def is_hip() -> bool:
+    """Whether this torch is built for ROCm."""
+    return torch.version.hip is not None
+
+
+def device_context(device: torch.device) -> Any:
+    """A `with` block in which `device` is the current one of its kind; no-op on the CPU."""
+    kind = torch.device(device).type
+    return nullcontext() if kind == "cpu" else torch.get_device_module(kind).device(device)
+
+
+def ensure_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates an autograd Function's forward or backward: tensors among its arguments come contiguous."""
+
+    def dense(value: Any) -> Any:
+        return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+    @functools.wraps(function)
+    def call(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(ctx, *map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def calculate_settings(n: int) -> tuple[int, int]:
+    """(block size, warps) for rows of n elements that one program holds. Raises `RuntimeError` beyond 65536."""
+    block = 1 << max(n - 1, 0).bit_length()
+    if block > _MAX_BLOCK:
+        raise RuntimeError(f"calculate_settings: rows of {n} elements do not fit one block of {_MAX_BLOCK}")
+    for least, warps in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)):
+        if block >= least:
+            return block, warps
+    return block, 4
+
+
+def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
+    """`operator(installed version, target)`; False where the package is missing."""
+    try:
+        installed = importlib.import_module(package).__version__
+    except ImportError:
+        return False
+    return operator(version.parse(installed), version.parse(target))
+
+
+def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's decorators of an autograd Function's forward and backward under autocast, for `infer_device()`."""
+    kind = infer_device()
+    return tuple(functools.partial(f, device_type=kind) for f in (torch.amp.custom_fwd, torch.amp.custom_bwd))
+
+
+amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
+
+
+def get_npu_core_count(default: int = 20) -> int:
+    """liger_hw has no backend for Ascend NPUs: always `default`."""
+    return default
+
+
+def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
+    """Ask Intel GPUs for 256 registers a thread, in a launch's keyword arguments."""
+    kernel_args["grf_mode"] = "256"
