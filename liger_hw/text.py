@@ -16,6 +16,13 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
     return "\n".join(lines)
 
 
+def printable(text: str) -> str:
+    """`text` with everything that a terminal might obey (control characters, text direction, surrogates) escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class StatusLine:
     """To standard error: on a terminal one line that changes, elsewhere a plain line now and then."""
 

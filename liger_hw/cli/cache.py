@@ -4,7 +4,7 @@ liger-hw cache list                            every stored configuration
 liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
 liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
 liger-hw cache import sm90.json                take over somebody's table
-liger-hw cache clear [--misses|--quarantine|--entries|--journal]
+liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from ..text import printable
 from ..text import table as text_table
 from . import UsageError
 
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = action("clear", "remove stored files")
     for what in ("entries", "misses", "quarantine", "journal"):
         one.add_argument(f"--{what}", action="store_true", help=f"the {what} (default: all four)")
+    one.add_argument("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +59,10 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
     from ..autotune import store
 
     folders = store.device_folders()
-    if not arguments.device:
+    if arguments.device is None:
         return folders
+    if not arguments.device.strip():
+        raise UsageError("cache: --device is empty; leave it out to mean every device")
     wanted = {arguments.device.lower()}
     try:
         target = registry.target_named(arguments.device)
@@ -242,42 +247,32 @@ def _clear(arguments: argparse.Namespace) -> int:
 
     chosen = [what for what in ("entries", "misses", "quarantine", "journal") if getattr(arguments, what)]
     chosen = chosen or ["entries", "misses", "quarantine", "journal"]
-    removed = 0
+    what = f"({', '.join(chosen)}) from {printable(str(store.root()))}"
+    found: list[Path] = []
     for folder in _folders(arguments):
-        try:
-            found = sorted(folder.iterdir())
-        except FileNotFoundError:  # another process cleared it
-            continue
-        for path in found:
-            kind = {"_misses": "misses", "_quarantine": "quarantine", "_journal.jsonl": "journal"}.get(path.name)
-            if kind is None and path.is_dir() and not path.name.startswith("_"):
-                kind = "entries"
-            if kind not in chosen:
-                continue
-            try:
-                removed += _remove(path)
-            except OSError as error:
-                raise UsageError(f"cache clear: {error}") from None
-        with contextlib.suppress(OSError):  # something is left, or was written meanwhile
-            folder.rmdir()
-    print(f"removed {removed} files ({', '.join(chosen)}) from {store.root()}")
+        mine, foreign = store.written_files(folder, chosen)
+        found += mine
+        print(f"{printable(folder.name)}: {len(mine)} files to remove")
+        for path in foreign:
+            print(f"  left: {printable(str(path))}: not written by liger-hw")
+    if found and not arguments.yes:
+        if not sys.stdin.isatty():
+            print(f"would remove {len(found)} files {what}")
+            raise UsageError("cache clear: nothing was removed; add --yes to remove them")
+        if input(f"remove {len(found)} files {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return 1
+    removed = 0
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):  # another process cleared it
+            os.unlink(path)
+            removed += 1
+    for folder in _folders(arguments) if found else ():
+        for path in (*store.sub_folders(folder), folder):
+            with contextlib.suppress(OSError):  # something is left, or was written meanwhile
+                path.rmdir()
+    print(f"removed {removed} files {what}")
     return 0
-
-
-def _remove(path: Path) -> int:
-    """Remove a file, or a folder with all in it; how many files went. Others may remove or write there meanwhile."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return 1
-    count = 0
-    for at, _, names in os.walk(path, topdown=False):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(at, name))
-                count += 1
-        with contextlib.suppress(OSError):  # no longer empty, or no longer there
-            os.rmdir(at)
-    return count
 
 
 _ACTIONS = {"list": _list, "verify": _verify, "export": _export, "import": _import, "clear": _clear}
