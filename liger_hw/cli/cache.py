@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..text import printable
+from .. import files
+from ..text import json_text, printable
 from ..text import table as text_table
 from . import UsageError
 
@@ -110,13 +110,13 @@ def _list(arguments: argparse.Namespace) -> int:
             {"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems}
         )
     if arguments.json:
-        print(json.dumps(devices, indent=2))
+        print(json_text(devices, indent=2))
         return 0
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
         print(
-            f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
+            f"{printable(device['device'])}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
             f"{device['misses']} lists of misses"
         )
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
@@ -138,7 +138,7 @@ def _list(arguments: argparse.Namespace) -> int:
         if len(rows) > 1:
             print(text_table(rows, indent="  "))
         for problem in device["problems"]:
-            print(f"  cannot be read: {problem}")
+            print(f"  cannot be read: {printable(problem)}")
     return 0
 
 
@@ -177,14 +177,14 @@ def _verify(arguments: argparse.Namespace) -> int:
                     problems.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
     print(f"{checked} entries checked, {len(problems)} problems ({store.root()})")
     for problem in problems:
-        print(f"  {problem}")
+        print(f"  {printable(problem)}")
     return 1 if problems else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
 
-    folders = [f for f in _folders(arguments)]
+    folders = _folders(arguments)
     if len(folders) != 1:
         names = ", ".join(f.name for f in folders) or "nothing"
         raise UsageError(f"cache export: choose one device with --device; stored: {names}")
@@ -212,8 +212,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if not arguments.output:
         print(text, end="")
         return 0
-    if not store.write_atomic(Path(arguments.output), text):
-        raise UsageError(f"cache export: cannot write {arguments.output}")
+    files.write_text(arguments.output, text)
     print(f"{arguments.output}: {len(found)} entries" + (f", {skipped} out of date left out" if skipped else ""))
     return 0
 
@@ -237,7 +236,7 @@ def _import(arguments: argparse.Namespace) -> int:
         )
     saved = sum(store.save(target, name, entry) is not None for name, entry in entries.items())
     for problem in wrong:
-        print(f"left out: {problem}")
+        print(f"left out: {printable(problem)}")
     print(f"{saved} of {len(entries) + len(wrong)} entries now in {store.home(target)}")
     return 0 if saved == len(entries) else 1
 
