@@ -67,6 +67,7 @@ _TABLE = (
     Variable("LIGER_HW_SHADOW_LIGER", _flag, False, "let `liger-hw shim` hide an installed liger-kernel"),
     Variable("LIGER_HW_COMPILE_AHEAD", _flag, True, "compile a patched model's kernels in threads, at its first step"),
     Variable("LIGER_HW_FAST_LAUNCH", _flag, True, "launch compiled kernels directly where the backend allows it"),
+    Variable("LIGER_HW_DEBUG", _flag, False, "show the traceback of a bug in the command line"),
     Variable(
         "LIGER_HW_CHECK_TARGETS", _flag, False, "check cross-entropy targets on the host (syncs) and name the row"
     ),

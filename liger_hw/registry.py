@@ -35,6 +35,7 @@ from .answers import LAYERS, Candidate, Entry, Explanation, Key  # noqa: F401  c
 from .autotune import notes, store
 from .autotune.notes import is_quiet
 from .backends import Backend, LaunchConfig, Target, backend, known_target, target_of
+from .locks import fork_safe
 from .ops import (  # noqa: F401
     Op,
     Plan,
@@ -64,7 +65,7 @@ Layers = list[tuple[str, Mapping[tuple[str, str, Key], Entry]]]
 Mark = tuple[str, str, Key, str]
 """A configuration that failed to launch: (arch, tunable, key, text of the configuration)."""
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _overrides: list[tuple[str, LaunchConfig]] = []
 _pretended: list[list[Target]] = []
 _quarantined: dict[Mark, str] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
-from typing import Sequence
+from typing import Any, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
@@ -14,6 +16,26 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
     if header:
         lines.insert(1, indent + "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def json_text(data: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: a number that is not finite becomes null, what JSON has no form for its text."""
+
+    def valid(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, dict):
+            return {name: valid(one) for name, one in value.items()}
+        return [valid(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(valid(data), indent=indent, default=str, allow_nan=False)
+
+
+def printable(text: str) -> str:
+    """`text` with everything that a terminal might obey (control characters, text direction, surrogates) escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class StatusLine:

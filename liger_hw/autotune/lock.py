@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from .. import registry
+from .. import files, registry
 from ..backends import Target
 from ..registry import Entry, Key, Plan, Tunable
-from . import lock_file, store, tables
+from . import lock_file, tables
 from .tables import Name
 
 log = logging.getLogger("liger_hw")
@@ -46,8 +46,7 @@ def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> 
     """Write a lock file; returns its digest. Raises `OSError`."""
     mark = lock_file.digest(table)
     text = tables.render({"kind": "lock", "digest": mark, **about}, table)
-    if not store.write_atomic(path, text):
-        raise OSError(f"cannot write {path}")
+    files.write_text(path, text)
     return mark
 
 

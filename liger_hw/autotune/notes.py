@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Callable, Iterator
 
 from ..answers import Key
 from ..backends import LaunchConfig, Target
+from ..text import printable
 from . import store
 from .tables import Name, to_key
 
@@ -145,7 +146,13 @@ def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, s
         try:
             if data.get("schema") == store.SCHEMA and store.minor(str(data.get("triton", ""))) == here:
                 config = LaunchConfig.from_json(data["config"])
-                yield str(data["tunable"]), to_key(data["key"]), config, str(data["reason"]), str(data["kernel_hash"])
+                yield (
+                    str(data["tunable"]),
+                    to_key(data["key"]),
+                    config,
+                    printable(str(data["reason"])),
+                    str(data["kernel_hash"]),
+                )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             problems.append(f"{path}: {error}")
     store.report(problems, target)

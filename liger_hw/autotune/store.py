@@ -24,14 +24,15 @@ import json
 import logging
 import os
 import re
-import tempfile
+import stat
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Collection, Iterator
 
-from .. import env
+from .. import env, files
 from ..answers import Entry
 from ..backends import LaunchConfig, Target, known_target
+from ..text import printable
 from . import lock_file, tables
 from .tables import SCHEMA, Name
 
@@ -39,6 +40,9 @@ log = logging.getLogger("liger_hw")
 Table = dict[Name, Entry]
 
 _warned: set[str] = set()
+
+ENTRY_BYTES = 4 << 20
+"""The most that one file of the user cache, or one line of the journal, may have to be read."""
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -105,23 +109,11 @@ def digest(data: Any) -> str:
 
 def write_atomic(path: Path, text: str) -> bool:
     """Write a file so that no reader ever sees half of it; False (and one warning) where that is impossible."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        files.replace_file(path, text.encode(), 0o644)
         return True
     except OSError as error:
-        if temporary is not None:
-            try:
-                os.unlink(temporary)
-            except OSError:
-                pass
         warn_once(_warning_topic(path), f"cannot write {path}: {error}; nothing is stored there")
         return False
 
@@ -136,7 +128,7 @@ def warn_once(topic: str, message: str) -> None:
     """One warning a topic and process: a broken cache must not fill a log."""
     if topic not in _warned:
         _warned.add(topic)
-        log.warning("liger_hw: %s", message)
+        log.warning("liger_hw: %s", printable(message))
 
 
 def forget_warnings() -> None:
@@ -156,7 +148,7 @@ def json_files(folder: Path, problems: list[str]) -> Iterator[tuple[Path, Any]]:
     for name in names:
         path = folder / name
         try:
-            yield path, json.loads(path.read_text(encoding="utf-8"))
+            yield path, json.loads(files.read_text(path, ENTRY_BYTES))
         except FileNotFoundError:  # removed since the folder was listed
             continue
         except (OSError, ValueError, RecursionError) as error:
@@ -237,12 +229,67 @@ def _from_file(path: Path, data: Any, device: str) -> tuple[Name, Entry, dict[st
 
 
 def device_folders() -> list[Path]:
-    """The folder of every kind of device that has something in the user cache."""
+    """The folder of every kind of device that has something in the user cache. Raises `OSError` if it is unreadable."""
     base = root()
     try:
         return sorted(path for path in (base / f"v{SCHEMA}").iterdir() if path.is_dir()) if base else []
-    except OSError:
+    except FileNotFoundError:
         return []
+
+
+def sub_folders(folder: Path) -> list[Path]:
+    """The folders of one device's folder, by name; never a symbolic link, and none where the folder itself is one."""
+    if folder.is_symlink() or folder.parent.is_symlink() or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def written_files(folder: Path, kinds: Collection[str]) -> tuple[list[Path], list[Path]]:
+    """(files that this module wrote, others beside them) of one device's folder; nothing is looked at through a link.
+
+    kinds: which of "entries", "misses", "quarantine" and "journal"
+    """
+    mine: list[Path] = []
+    foreign: list[Path] = []
+    for sub in sub_folders(folder):
+        kind = sub.name[1:] if sub.name.startswith("_") else "entries"
+        if kind in kinds and kind in _FIELD_OF:
+            for path in sorted(sub.iterdir()):
+                (mine if _is_written(path, _FIELD_OF[kind]) else foreign).append(path)
+    journal = folder / "_journal.jsonl"
+    if "journal" in kinds and os.path.lexists(journal) and not folder.is_symlink():
+        (mine if _is_journal(journal) else foreign).append(journal)
+    return mine, foreign
+
+
+_FIELD_OF = {"entries": "op", "misses": "misses", "quarantine": "tunable"}
+"""A field that every file of a kind has, beside its schema."""
+
+
+def _is_written(path: Path, field: str) -> bool:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return False
+        if re.fullmatch(r"\.[a-z0-9_]{8}\.tmp", path.name):  # of a writer that was killed
+            with open(path, "rb") as file:
+                return file.read(2) in (b"", b'{"')
+        if not re.fullmatch(r"[0-9a-f]{24}\.json", path.name):
+            return False
+        data = json.loads(files.read_text(path, ENTRY_BYTES))
+        return isinstance(data, dict) and {"schema", field} <= set(data)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_journal(path: Path) -> bool:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            first = file.readline(ENTRY_BYTES)
+        return not first or "stage" in json.loads(first)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------
@@ -371,7 +418,10 @@ class Journal:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | files.NONBLOCK, 0o644)
+                if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                    self.close()
+                    raise OSError("not a regular file")
                 size = os.fstat(self._file).st_size
                 if size and os.pread(self._file, 1, size - 1) != b"\n":  # a full disk tore the last line
                     os.write(self._file, b"\n")
@@ -407,10 +457,10 @@ class Journal:
         if self.path is None:
             return
         try:
-            with open(self.path, encoding="utf-8", errors="replace") as file:
-                for text in file:
+            with files.open_regular(self.path) as file:
+                while text := file.readline(ENTRY_BYTES):
                     try:
-                        line = json.loads(text)
+                        line = json.loads(text.decode(errors="replace"))
                     except (ValueError, RecursionError):
                         continue
                     if isinstance(line, dict):

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
+from .. import files
 from ..answers import Entry, Key
 from ..backends import LaunchConfig
+from ..text import printable
 
 SCHEMA = 1
+TABLE_BYTES = 32 << 20
+"""The most that a table or a lock file may have to be read."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 
@@ -49,14 +53,39 @@ def from_record(record: Any, source: str) -> tuple[Name, Entry]:
     if kernel_hash is not None and not isinstance(kernel_hash, str):
         raise ValueError("provenance.kernel_hash must be a string")
     config = LaunchConfig.from_json(record["config"])
+    if not all(map(_is_harmless, _leaves(record["config"]))):
+        raise ValueError("config has text that cannot be printed or a number that is not finite or too large")
+    if not all(_is_harmless(one) for one in _leaves(provenance) if not isinstance(one, str)):
+        raise ValueError("provenance has a number that is not finite or too large")
+    provenance = {printable(name): printable(v) if isinstance(v, str) else v for name, v in provenance.items()}
     return (op, variant, key), Entry(config, provenance, kernel_hash, source)
 
 
 def to_key(data: Any) -> Key:
     """A key from untrusted JSON data. Raises `ValueError`."""
-    if not isinstance(data, list) or not all(type(part) is int for part in data):
-        raise ValueError(f"key must be a list of integers, got {data!r}")
+    if not isinstance(data, list) or not all(type(part) is int and _is_harmless(part) for part in data):
+        raise ValueError(f"key must be a list of integers of 64 bits, got {str(data)[:200]!r}")
     return tuple(data)
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """Every name and value inside JSON data."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield name
+            yield from _leaves(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _leaves(value)
+    else:
+        yield data
+
+
+def _is_harmless(value: Any) -> bool:
+    """Whether text prints as it is and a number is finite and of 64 bits."""
+    if isinstance(value, str):
+        return value.isprintable()
+    return not isinstance(value, (int, float)) or abs(value) < 2**63
 
 
 def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tuple[Name, Entry]]) -> str:
@@ -71,7 +100,7 @@ def render(header: Mapping[str, Any], table: Mapping[Name, Entry] | Iterable[tup
 def load(path: Path) -> tuple[dict[str, Any], dict[Name, Entry], list[str]]:
     """`parse` of a file. Raises `ValueError` that says why it cannot be read or used."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path, TABLE_BYTES)
     except UnicodeDecodeError:
         raise ValueError("not a table of liger_hw: no text in UTF-8") from None
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any, Callable
 
 import torch
 
+from .. import files
 from ..text import table
 from . import plots as drawing
 from .peers import Absent
@@ -211,6 +212,6 @@ def plots(found: dict[str, Any], folder: str) -> list[Path]:
     figure.suptitle(f"{plan['model']}, {plan['layers']} layers, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}")
     path = Path(folder) / f"e2e-{plan['model']}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    files.write_figure(path, figure, 120)
     plt.close(figure)
     return [path]

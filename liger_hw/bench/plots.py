@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
+from .. import files
 from .peers import OURS, PEERS
 
 COLOURS = {name: f"C{place}" for place, name in enumerate((OURS, *PEERS))}
@@ -58,7 +59,7 @@ def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Pat
             axes.grid(alpha=0.3)
             axes.legend()
             written.append(folder / f"{op}-{mode}.png")
-            figure.savefig(written[-1], dpi=120)
+            files.write_figure(written[-1], figure, 120)
             plt.close(figure)
     for mode in dict.fromkeys(row["mode"] for row in timed):
         written.append(folder / f"ops-{mode}.png")
@@ -88,5 +89,5 @@ def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
     axes.set_ylabel("% of the measured floor\n(geometric mean over sizes)")
     axes.set_title(f"{rows[0]['mode']}: {rows[0].get('device', '')}", fontsize=10)
     axes.legend(ncols=len(arms), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.32))
-    figure.savefig(path, dpi=80)
+    files.write_figure(path, figure, 80)
     plt.close(figure)

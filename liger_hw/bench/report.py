@@ -14,9 +14,9 @@ from typing import Any, Sequence
 
 import torch
 
-from .. import __version__
+from .. import __version__, files
 from ..backends import target_of
-from ..text import table
+from ..text import json_text, table
 from .peers import OURS
 
 SCHEMA = 1
@@ -87,19 +87,15 @@ def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
     """
     document = {"schema": SCHEMA, **document}
     rows = document.pop("rows", None)
-    text = json.dumps(document, indent=1, default=str)
+    text = json_text(document, indent=1)
     if rows is not None:
-        lines = ",\n".join(f"  {json.dumps(_rounded(row), default=str)}" for row in rows)
+        lines = ",\n".join(f"  {json_text(_rounded(row))}" for row in rows)
         text = f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}'
     if str(path) == "-":
         print(text)
         return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     data = (text + "\n").encode()
-    temporary.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-    os.replace(temporary, path)
+    files.write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 def load(path: str | os.PathLike) -> dict[str, Any]:

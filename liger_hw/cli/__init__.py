@@ -16,10 +16,12 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from typing import Sequence
 
-from .. import __version__
+from .. import __version__, env
 from ..env import SettingError
+from ..text import json_text, printable
 
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
@@ -43,22 +45,96 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `liger-hw` with `argv` (default: the process's arguments) and return its exit code.
 
-    0 success, 1 a check failed, 2 wrong usage, 130 interrupted.
+    0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _answer(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `liger-hw info | head`
+        _drop_output()
+        return 0
+    except OSError as error:  # the output cannot be written: a full disk
+        _drop_output()
+        print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _answer(argv: list[str]) -> int:
+    """The exit code of a command; each error becomes one line, and with --json one document too."""
     try:
         return _dispatch(argv)
-    except SystemExit as stop:  # argparse: --help, --version, a wrong argument
+    except SystemExit as stop:  # argparse: --help and --version
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except (UsageError, SettingError) as error:
-        print(f"liger-hw: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("liger-hw: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `liger-hw info | head`
+        return _failed(argv, "interrupted", 130)
+    except BrokenPipeError:
+        raise
+    except (UsageError, SettingError) as error:
+        return _failed(argv, str(error), 2)
+    except Exception as error:
+        message = _one_line(error)
+        if isinstance(error, (OSError, MemoryError, UnicodeError, RecursionError)) or _is_out_of_memory(error):
+            return _failed(argv, message, 2)
+        if env.get("LIGER_HW_DEBUG"):
+            traceback.print_exc()
+        return _failed(
+            argv,
+            f"this is a bug in liger_hw: {message}. Please report it as an issue of liger_hw's repository, with the "
+            "command and the traceback that LIGER_HW_DEBUG=1 shows",
+            3,
+        )
+
+
+def _failed(argv: list[str], message: str, code: int) -> int:
+    message = printable(message) if code != 2 else "\n".join(map(printable, message.splitlines()))
+    print(f"liger-hw: {message}", file=sys.stderr)
+    if _prints_json(argv):
+        print(json_text({"error": message}))
+    return code
+
+
+def _prints_json(argv: list[str]) -> bool:
+    """Whether standard output is to be JSON; `bench --json FILE` writes a file."""
+    for word, following in zip(argv, [*argv[1:], "-"]):
+        if word == "--json=-" or (word == "--json" and (argv[0] != "bench" or following.startswith("-"))):
+            return True
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    """`[Errno 28] No space left on device` as `No space left on device: FILE`; of another error its type as well."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename is not None else "")
+    lines = str(error).splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch had no memory to give, on a GPU or on the CPU."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )
+
+
+def _drop_output() -> None:
+    """Let nothing else fail at standard output, which Python flushes once more at exit."""
+    try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError:
+        pass
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are `UsageError`, so that they are reported as every other one is."""
+
+    def error(self, message: str) -> None:
+        self.print_usage(sys.stderr)
+        raise UsageError(f"{self.prog.partition(' ')[2]}: {message}".removeprefix(": "))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -73,7 +149,7 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UsageError(f"unknown sub-command {name!r}; {hint}")
     module = importlib.import_module(f"{__name__}.{name}")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
@@ -94,7 +170,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _top_parser() -> argparse.ArgumentParser:
     lines = [f"  {name:<9} {text}" for name, text in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="liger-hw",
         usage="liger-hw [--version] COMMAND [options]",
         description="Triton kernels for training language models on NVIDIA, AMD and Intel GPUs.",

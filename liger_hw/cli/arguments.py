@@ -53,23 +53,34 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
+    """argparse type: an integer from 1 to 2**31 - 1."""
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
+    if not 1 <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
 
 
+def seed(text: str) -> int:
+    """argparse type: an integer that torch takes as a seed, from 0 to 2**64 - 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write an integer from 0 to 2**64 - 1")
+    return value
+
+
 def seconds(text: str) -> float:
-    """argparse type: a finite time of more than 0 seconds."""
+    """argparse type: a time of more than 0 seconds and at most ten years."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf"):
+    if not 0.0 < value < 3.2e8:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
 
@@ -80,7 +91,7 @@ def numbers(text: str) -> list[int]:
         values = [int(part) for part in text.split(",") if part]
     except ValueError:
         values = []
-    if not values or min(values) < 1:
+    if not values or min(values) < 1 or max(values) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
     return values
 

@@ -12,14 +12,13 @@ Interrupt it at any time: every measurement is kept, and `--resume` goes on from
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from ..text import table
+from ..text import json_text, table
 from . import UsageError
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes
 
@@ -207,7 +206,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
         rows.append({**job.to_json(), "legal": len(legal), "refused": dict(refused)})
     if arguments.json:
-        print(json.dumps({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))
+        print(json_text({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))
         return 0
     print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
     cells = [("kernel", "key", "sizes", "legal", "refused")]
@@ -291,7 +290,7 @@ def _tune(
             "problems": problems,
             "interrupted": interrupted,
         }
-        print(json.dumps(data, indent=2))
+        print(json_text(data, indent=2))
     else:
         print(as_table(results))
     if interrupted:
@@ -394,7 +393,7 @@ def _choose_without_device(
         facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
         rows = [r.to_json() for r in results]
         print(
-            json.dumps(
+            json_text(
                 {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1
             )
         )

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from typing import Any
 
+from ..text import json_text
 from . import UsageError
 from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
@@ -254,7 +254,7 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     found = e2e.measure(plan, device, timing.Budget(arguments.budget), keep, _progress)
     if arguments.json == "-":
-        print(json.dumps({"machine": facts, **found}, indent=1, default=str))
+        print(json_text({"machine": facts, **found}, indent=1))
         return 0
     if arguments.plot:
         for path in e2e.plots(found, arguments.plot):

@@ -4,18 +4,20 @@ liger-hw cache list                            every stored configuration
 liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
 liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
 liger-hw cache import sm90.json                take over somebody's table
-liger-hw cache clear [--misses|--quarantine|--entries|--journal]
+liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from .. import files
+from ..text import json_text, printable
 from ..text import table as text_table
 from . import UsageError
 
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = action("clear", "remove stored files")
     for what in ("entries", "misses", "quarantine", "journal"):
         one.add_argument(f"--{what}", action="store_true", help=f"the {what} (default: all four)")
+    one.add_argument("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +59,10 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
     from ..autotune import store
 
     folders = store.device_folders()
-    if not arguments.device:
+    if arguments.device is None:
         return folders
+    if not arguments.device.strip():
+        raise UsageError("cache: --device is empty; leave it out to mean every device")
     wanted = {arguments.device.lower()}
     try:
         target = registry.target_named(arguments.device)
@@ -105,13 +110,13 @@ def _list(arguments: argparse.Namespace) -> int:
             {"device": folder.name, "folder": str(folder), "entries": entries, **counts, "problems": problems}
         )
     if arguments.json:
-        print(json.dumps(devices, indent=2))
+        print(json_text(devices, indent=2))
         return 0
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
         print(
-            f"{device['device']}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
+            f"{printable(device['device'])}: {len(device['entries'])} entries, {device['quarantine']} set aside, "
             f"{device['misses']} lists of misses"
         )
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
@@ -133,7 +138,7 @@ def _list(arguments: argparse.Namespace) -> int:
         if len(rows) > 1:
             print(text_table(rows, indent="  "))
         for problem in device["problems"]:
-            print(f"  cannot be read: {problem}")
+            print(f"  cannot be read: {printable(problem)}")
     return 0
 
 
@@ -172,14 +177,14 @@ def _verify(arguments: argparse.Namespace) -> int:
                     problems.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
     print(f"{checked} entries checked, {len(problems)} problems ({store.root()})")
     for problem in problems:
-        print(f"  {problem}")
+        print(f"  {printable(problem)}")
     return 1 if problems else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
 
-    folders = [f for f in _folders(arguments)]
+    folders = _folders(arguments)
     if len(folders) != 1:
         names = ", ".join(f.name for f in folders) or "nothing"
         raise UsageError(f"cache export: choose one device with --device; stored: {names}")
@@ -207,8 +212,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if not arguments.output:
         print(text, end="")
         return 0
-    if not store.write_atomic(Path(arguments.output), text):
-        raise UsageError(f"cache export: cannot write {arguments.output}")
+    files.write_text(arguments.output, text)
     print(f"{arguments.output}: {len(found)} entries" + (f", {skipped} out of date left out" if skipped else ""))
     return 0
 
@@ -232,7 +236,7 @@ def _import(arguments: argparse.Namespace) -> int:
         )
     saved = sum(store.save(target, name, entry) is not None for name, entry in entries.items())
     for problem in wrong:
-        print(f"left out: {problem}")
+        print(f"left out: {printable(problem)}")
     print(f"{saved} of {len(entries) + len(wrong)} entries now in {store.home(target)}")
     return 0 if saved == len(entries) else 1
 
@@ -242,42 +246,32 @@ def _clear(arguments: argparse.Namespace) -> int:
 
     chosen = [what for what in ("entries", "misses", "quarantine", "journal") if getattr(arguments, what)]
     chosen = chosen or ["entries", "misses", "quarantine", "journal"]
-    removed = 0
+    what = f"({', '.join(chosen)}) from {printable(str(store.root()))}"
+    found: list[Path] = []
     for folder in _folders(arguments):
-        try:
-            found = sorted(folder.iterdir())
-        except FileNotFoundError:  # another process cleared it
-            continue
-        for path in found:
-            kind = {"_misses": "misses", "_quarantine": "quarantine", "_journal.jsonl": "journal"}.get(path.name)
-            if kind is None and path.is_dir() and not path.name.startswith("_"):
-                kind = "entries"
-            if kind not in chosen:
-                continue
-            try:
-                removed += _remove(path)
-            except OSError as error:
-                raise UsageError(f"cache clear: {error}") from None
-        with contextlib.suppress(OSError):  # something is left, or was written meanwhile
-            folder.rmdir()
-    print(f"removed {removed} files ({', '.join(chosen)}) from {store.root()}")
+        mine, foreign = store.written_files(folder, chosen)
+        found += mine
+        print(f"{printable(folder.name)}: {len(mine)} files to remove")
+        for path in foreign:
+            print(f"  left: {printable(str(path))}: not written by liger-hw")
+    if found and not arguments.yes:
+        if not sys.stdin.isatty():
+            print(f"would remove {len(found)} files {what}")
+            raise UsageError("cache clear: nothing was removed; add --yes to remove them")
+        if input(f"remove {len(found)} files {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return 1
+    removed = 0
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):  # another process cleared it
+            os.unlink(path)
+            removed += 1
+    for folder in _folders(arguments) if found else ():
+        for path in (*store.sub_folders(folder), folder):
+            with contextlib.suppress(OSError):  # something is left, or was written meanwhile
+                path.rmdir()
+    print(f"removed {removed} files {what}")
     return 0
-
-
-def _remove(path: Path) -> int:
-    """Remove a file, or a folder with all in it; how many files went. Others may remove or write there meanwhile."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return 1
-    count = 0
-    for at, _, names in os.walk(path, topdown=False):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(at, name))
-                count += 1
-        with contextlib.suppress(OSError):  # no longer empty, or no longer there
-            os.rmdir(at)
-    return count
 
 
 _ACTIONS = {"list": _list, "verify": _verify, "export": _export, "import": _import, "clear": _clear}

@@ -12,12 +12,11 @@ not be launched on the target.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
 from ..autotune.compile import DEPTHS
-from ..text import StatusLine, table
+from ..text import StatusLine, json_text, table
 from . import UsageError
 from .arguments import dtype_name, positive
 
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                 screen.update(f"{len(seen)}/{len(case_of)} kernels" + (f", {bad} FAILED or ILLEGAL" if bad else ""))
     screen.end()
     if arguments.json:
-        print(json.dumps(_evidence(arguments, targets, ops, certificates, case_of), indent=1))
+        print(json_text(_evidence(arguments, targets, ops, certificates, case_of), indent=1))
     else:
         print(_text(certificates, case_of))
     return 1 if bad else 0

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import csv
 import importlib.util
-import json
+import io
 import os
 import re
 import subprocess
@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
-from ..text import table
+from .. import __version__, files
+from ..text import json_text, table
 from . import UsageError
-from .arguments import dtype_name, positive, usable_device
+from .arguments import dtype_name, positive, seed, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="torch device (default: the GPU if there is one, else cpu)")
     add("--dtype", type=dtype_name, help="fp32 or bf16 (default: bf16 on a GPU, fp32 on the CPU)")
     add("--text", metavar="FILE", help="train on this file (default: Python's own documentation)")
-    add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    add("--seed", type=seed, default=0, help="seed of weights and batches (default 0)")
     add("--interpret", action="store_true", help="run the real Triton kernels, in Triton's interpreter on the CPU")
     against = f"what to train, compared with the first (default hf,liger_hw): {', '.join(ARMS)}"
     add("--against", default="hf,liger_hw", metavar="ARMS", help=against)
@@ -425,16 +425,17 @@ def _write(
         },
     }
     numbers = out / "demo.json"
-    numbers.write_text(json.dumps(data, indent=1) + "\n")
+    files.write_text(numbers, json_text(data, indent=1) + "\n")
     try:
         return [numbers, _picture(out / "losses.png", context, runs)]
     except ImportError:
         print("matplotlib is not installed, so the curves are written as CSV (pip install 'liger_hw[bench]')")
     curves = out / "losses.csv"
-    with curves.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", *runs])
-        writer.writerows([i, *losses] for i, losses in enumerate(zip(*(d[0].losses for d in runs.values())), 1))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["step", *runs])
+    writer.writerows([i, *losses] for i, losses in enumerate(zip(*(d[0].losses for d in runs.values())), 1))
+    files.write_text(curves, text.getvalue())
     return [numbers, curves]
 
 
@@ -471,5 +472,5 @@ def _picture(path: Path, context: dict[str, Any], runs: dict[str, list["Run"]]) 
     bottom.set_ylabel("loss difference")
     bottom.set_xlabel("step (a missing point is no difference at all)")
     bottom.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    files.write_figure(path, figure, 120)
     return path

@@ -8,11 +8,11 @@ that is not in this machine: name it (h200) or its architecture (sm90).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from typing import Any
 
+from ..text import json_text
 from . import UsageError
 from .arguments import dtype_name, shape, torch_dtype
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             for name, explanations in found.items()
             for one, launched in explanations
         ]
-        print(json.dumps(items, indent=2))
+        print(json_text(items, indent=2))
         return 0
     for name, explanations in found.items():
         if name:

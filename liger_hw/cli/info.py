@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import sys
@@ -12,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from .. import __version__
-from ..text import table
+from ..text import json_text, table
 from .arguments import dtype_name, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"liger-hw info: {line}", file=sys.stderr)
         return 1 if missing else 0
     facts = collect(arguments.dtype)
-    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
+    print(json_text(facts, indent=2) if arguments.json else as_text(facts))
     return 0
 
 

@@ -7,11 +7,11 @@ what it pins differently from what this machine would choose.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from ..text import json_text, printable
 from . import UsageError
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers
 
@@ -57,16 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not keys:
         raise UsageError(f"lock: nothing to pin for {target.name}")
     table = lock.pin(target, keys)
-    try:
-        mark = lock.write(Path(arguments.output), table, {"device": target.name, "arch": target.arch})
-    except OSError as error:
-        raise UsageError(f"lock: {error}") from None
+    mark = lock.write(Path(arguments.output), table, {"device": target.name, "arch": target.arch})
     kinds: dict[str, int] = {}
     for entry in table.values():
         layer = str(entry.provenance["layer"])
         kinds[layer] = kinds.get(layer, 0) + 1
     if arguments.json:
-        print(json.dumps({"file": arguments.output, "digest": mark, "entries": len(table), "layers": kinds}))
+        print(json_text({"file": arguments.output, "digest": mark, "entries": len(table), "layers": kinds}))
         return 0
     came = ", ".join(f"{count} {layer}" for layer, count in sorted(kinds.items()))
     print(f"{arguments.output}: {len(table)} configurations pinned for {target.name} ({came}), digest {mark}")
@@ -123,7 +120,10 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     try:
         header, table = lock_file.read(Path(arguments.check))
     except ValueError as error:
-        print(f"{arguments.check}: {error}")
+        if arguments.json:
+            print(json_text({"file": arguments.check, "error": str(error)}))
+        else:
+            print(printable(f"{arguments.check}: {error}"))
         return 1
     tunables = registry.tunables()
     illegal, other = [], 0
@@ -137,7 +137,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
             other += 1
     if arguments.json:
         print(
-            json.dumps(
+            json_text(
                 {
                     "file": arguments.check,
                     "digest": header["digest"],

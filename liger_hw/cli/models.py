@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Iterator
 
+from .. import files
+from ..text import json_text
 from . import UsageError
 from .arguments import part, seconds, usable_device
 
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rows:
         rows = [row for path in arguments.rows for row in _read(path)]
         if arguments.output:
-            arguments.output.write_text(_page(rows))
+            files.write_text(arguments.output, _page(rows))
         print(_sum(rows))
         return 1 if any(row["outcome"] == "differs" for row in rows) else 0
     usable_device("models", arguments.device)
@@ -65,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         for job in jobs[first::step]:
             row = worker.ask({**job, "device": arguments.device, "dtype": arguments.dtype})
             rows.append(row)
-            print(json.dumps(row) if arguments.json else _line(row), flush=True)
+            print(json_text(row) if arguments.json else _line(row), flush=True)
     if arguments.output:
-        arguments.output.write_text(_page(rows))
+        files.write_text(arguments.output, _page(rows))
     if not arguments.json:
         print(_sum(rows))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0

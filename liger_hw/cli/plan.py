@@ -10,10 +10,9 @@ planner answers `activations="fit"` and `activations="80GiB"` of a patched model
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from ..text import table
+from ..text import json_text, table
 from . import UsageError
 from .arguments import A_MODEL, dtype_name, positive, share
 
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"plan: {error}") from None
     if arguments.json:
-        print(json.dumps([_as_json(name, found) for name, found in rows], indent=2))
+        print(json_text([_as_json(name, found) for name, found in rows], indent=2))
     else:
         _print(planner, rows)
     return 1 if any(isinstance(found, str) for _, found in rows) else 0

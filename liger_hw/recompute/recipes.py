@@ -26,6 +26,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from ..locks import fork_safe
+
 log = logging.getLogger("liger_hw")
 
 KEEP, CHEAP, MLP = 0, 1, 2
@@ -35,7 +37,7 @@ KEPT, FRESH, SHARED = "kept", "fresh", "shared"
 _MARK = "_liger_hw_recipe"
 _scopes_open = 0  # these two are for all threads: what is not in use costs one comparison
 _casts_seen = False
-_counting = threading.Lock()
+_counting = fork_safe(threading.Lock())
 _said: set[str] = set()
 
 

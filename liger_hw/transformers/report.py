@@ -16,6 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
+from ..locks import fork_safe
+
 log = logging.getLogger("liger_hw")
 _MISSING = object()
 
@@ -25,7 +27,7 @@ ALREADY = "already patched"
 PATCH_MARK = "_liger_hw_part"
 """Attribute of every function that a patch puts in place: (part, kernel)."""
 
-PATCH_LOCK = threading.RLock()
+PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""
 
 

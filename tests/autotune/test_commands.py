@@ -134,7 +134,7 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     assert run(capsys, "cache", "export") == path.read_text()
     # shipped, it answers
     monkeypatch.setattr(store, "shipped_folder", lambda vendor: tmp_path)
-    run(capsys, "cache", "clear")
+    run(capsys, "cache", "clear", "--yes")
     registry.reload()
     assert registry.choose(tunable(), H200, KEY).layer == "shipped-arch"
     # imported, it answers from the user cache
@@ -149,7 +149,7 @@ def test_export_merges_and_leaves_old_kernels_out(cache, capsys, tmp_path):
     fwd = tunable()
     path = tmp_path / "sm90.json"
     run(capsys, "cache", "export", "-o", str(path))
-    run(capsys, "cache", "clear")
+    run(capsys, "cache", "clear", "--yes")
     other = ("rms_norm", "fwd", (2048, 13, 2))
     store.save(H200, other, entry(fwd.safe(H200, other[2]), fwd))
     store.save(
@@ -178,10 +178,10 @@ def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
 def test_clear_takes_what_it_is_told(cache, capsys):
     notes.save_misses(H200, [NAME])
     notes.save_quarantined(H200, "rms_norm.fwd", KEY, tunable().safe(H200, KEY), "x", "h")
-    run(capsys, "cache", "clear", "--quarantine")
+    run(capsys, "cache", "clear", "--yes", "--quarantine")
     assert {p.name for p in cache.iterdir()} == {"rms_norm", "_misses"}
     assert "nothing is stored for 'sm80'" in run(capsys, "cache", "clear", "--device", "sm80", code=2)
-    run(capsys, "cache", "clear", "--device", "sm90")
+    run(capsys, "cache", "clear", "--yes", "--device", "sm90")
     assert not cache.exists()
     assert "nothing is stored" in run(capsys, "cache", "list")
 
@@ -197,8 +197,34 @@ def test_clear_goes_on_where_others_write_or_clear(cache, capsys, monkeypatch):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "unlink", busy)
-    assert "removed 0 files" in run(capsys, "cache", "clear", "--entries")
+    assert "removed 0 files" in run(capsys, "cache", "clear", "--yes", "--entries")
     assert [path.name for path in cache.iterdir()] == ["_misses"]
+
+
+def test_clear_asks_first(cache, capsys):
+    path = next((cache / "rms_norm").iterdir())
+    assert "add --yes" in run(capsys, "cache", "clear", code=2)
+    assert "--device is empty" in run(capsys, "cache", "clear", "--yes", "--device", "", code=2)
+    assert path.exists()
+
+
+def test_clear_removes_only_what_the_store_wrote(cache, capsys, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    written = next((cache / "rms_norm").iterdir())
+    for name in ("keep.txt", written.name):
+        (outside / name).write_text(written.read_text())
+    kept = [cache / "rms_norm" / "notes.json", cache / "rms_norm" / f"{'0' * 24}.json", cache / "mine.txt"]
+    for path in kept:
+        path.write_text('{"mine": 1}')
+    (cache / "swiglu").symlink_to(outside)
+    (cache / "rms_norm" / f"{'1' * 24}.json").symlink_to(outside / written.name)
+    (cache / "_journal.jsonl").symlink_to(outside / "keep.txt")
+    (cache.parent / "cuda-sm80-a100-108mp").symlink_to(cache)
+    out = run(capsys, "cache", "clear", "--yes")
+    assert "removed 1 files" in out and "notes.json: not written by liger-hw" in out
+    assert not written.exists() and all(path.exists() for path in kept)
+    assert sorted(path.name for path in outside.iterdir()) == sorted(["keep.txt", written.name])
 
 
 # -- lock ------------------------------------------------------------------------------------------------------------

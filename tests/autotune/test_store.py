@@ -194,6 +194,55 @@ def test_an_unreadable_entry_is_a_miss(stored, caplog):
     assert len(warnings(caplog)) == 1
 
 
+SPECIAL = {
+    "a FIFO": os.mkfifo,
+    "an endless device": lambda path: os.symlink("/dev/zero", path),
+    "200 MB": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 200_000_000),
+    "a folder": os.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_special_file_in_the_cache_neither_hangs_nor_fills_memory(clean_registry, tmp_path, kind):
+    """In a process of its own, with little memory and time: each of these once took all of either."""
+    folder = store.home(H200)
+    paths = [folder / "rms_norm" / f"{'a' * 24}.json", folder / "_misses" / "b.json", folder / "_quarantine" / "c.json"]
+    paths.append(folder / "_journal.jsonl")
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        SPECIAL[kind](path)
+    script = (
+        "import resource, sys; from liger_hw.autotune import lock_file, notes, store\n"
+        "from pathlib import Path; from tests.autotune.fakes import H200\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30)); problems = []\n"
+        "assert not store.read_user(H200, problems) and len(problems) == 1, problems\n"
+        "notes.read_misses(H200), list(notes.read_quarantined(H200)), store.Past(store.Journal(None), '')\n"
+        "list(store.Journal(store.home(H200) / '_journal.jsonl').read())\n"
+        "try: lock_file.read(Path(sys.argv[1]))\n"
+        "except ValueError as error: print('refused:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(paths[0])], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "refused: cannot be read" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["Infinity", "NaN", "1e999", "1" + "0" * 400])
+def test_a_number_that_no_json_may_have_is_refused(stored, caplog, wrong):
+    _, _, path = stored
+    data = json.loads(path.read_text())
+    data["provenance"]["median_us"] = "here"
+    path.write_text(json.dumps(data).replace('"here"', wrong))
+    registry.reload()
+    assert taken().layer == "heuristic" and "not finite" in warnings(caplog)[0]
+
+
+def test_hostile_text_is_escaped(stored):
+    fwd, config, _ = stored
+    hostile = "\x1b[2J\u202e\ud800\n"
+    store.save(H200, NAME, Entry(config, {"kind": f"me{hostile}", "date": hostile}, fwd.kernel_hash()))
+    shown = store.read_user(H200, [])[0][1].provenance
+    assert shown["kind"] == "me\\x1b[2J\\u202e\\ud800\\n" and shown["date"].isprintable()
+
+
 def test_an_illegal_entry_is_refused_with_its_reason(stored):
     fwd, config, path = stored
     store.save(H200, NAME, entry(replace(config, num_warps=64), fwd))
@@ -209,7 +258,7 @@ def test_a_read_only_cache_costs_one_warning(stored, caplog, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(store.files, "replace_file", refuse)
     for op in ("rms_norm", "rope", "swiglu"):
         assert store.save(H200, (op, "fwd", KEY), entry(config, fwd)) is None
     notes.save_misses(H200, [NAME])

@@ -89,6 +89,62 @@ def test_as_a_module_it_returns_the_exit_code():
     assert done.returncode == 2 and "unknown sub-command" in done.stderr
 
 
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (OSError(28, "No space left on device", "/x"), 2, "No space left on device: /x"),
+        (MemoryError(), 2, "MemoryError"),
+        (RecursionError("too deep\nmore"), 2, "RecursionError: too deep"),
+        (KeyError("BLOCK\x1b[2J"), 3, "this is a bug in liger_hw: KeyError: 'BLOCK\\x1b[2J'"),
+    ],
+)
+def test_every_error_is_one_line_and_one_document(capsys, monkeypatch, error, code, line):
+    def fails(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(info, "run", fails)
+    monkeypatch.delenv("LIGER_HW_DEBUG", raising=False)
+    liger_hw.env.clear()
+    got, out, err = said(capsys, "info", "--json")
+    assert got == code and err.startswith(f"liger-hw: {line}") and err.count("\n") == 1
+    assert json.loads(out)["error"] in err
+    monkeypatch.setenv("LIGER_HW_DEBUG", "1")
+    liger_hw.env.clear()
+    assert ("Traceback" in said(capsys, "info")[2]) == (code == 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nonsense", "--json"),
+        ("info", "--no-such", "--json"),
+        ("lock", "--check", "/no/such", "--json", "--device", "sm90"),
+        ("plan", "--json", "--model", "mistral-7b", "--batch", "1" + "0" * 30, "--seq", "1"),
+        ("models", "--json", "--timeout", "1e30"),
+        ("cache", "list", "--json", "--device", ""),
+        ("lock", "--model", "mistral-7b", "--ops", "rms_norm", "--seq", "512", "--device", "sm90", "--json", "-o", "/"),
+    ],
+)
+def test_json_is_one_valid_document_on_an_error(capsys, words):
+    code, out, _ = said(capsys, *words)
+    assert code in (1, 2) and json.loads(out)["error"]
+
+
+@pytest.mark.parametrize("seed", ["-1", "1" + "0" * 30, "x"])
+def test_a_seed_that_torch_does_not_take_is_refused(capsys, seed):
+    assert said(capsys, "demo", "--seed", seed)[0] == 2
+
+
+def test_a_full_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "liger_hw", "cache", "list"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "liger-hw: No space left on device\n"
+
+
 # -- info ------------------------------------------------------------------------------------------------------------
 
 
