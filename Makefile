@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv once and installs what it needs, every
+# On a fresh machine `make demo`, `make check` and `make test` are all it takes. Each makes .venv once and installs what it needs, every
 # version pinned in ci/constraints.txt.
 #
 # torch comes from pip's own index, whose wheel for Linux serves NVIDIA GPUs (and machines with none). For AMD or Intel
@@ -19,22 +19,27 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constraints.txt)
 
-.PHONY: demo test lint evidence install clean help
+.PHONY: demo check test lint evidence install clean help
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
-	@echo "make test    the lanes that need no GPU  (LANES='cpu gpu' picks lanes)"
-	@echo "make lint    ruff, shellcheck, and whether what is generated in ci/ and docs/ is current"
+	@echo "make check   lint and a quick look at every part: two minutes on two cores"
+	@echo "make test    the lanes that need no GPU: ten minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
+	@echo "make lint    ruff, its formatter, shellcheck, and whether what is generated in ci/ and docs/ is current"
 	@echo "make evidence   what docs/support.md rests on, made again where it is stale  (STEPS, TRITONS: ci/evidence.sh)"
 	@echo "make clean   remove $(VENV)"
 
 demo: $(STAMP)
 	$(BIN)/liger-hw demo $(DEMO)
 
+check: lint
+	PYTHON=$(BIN)/python bash ci/test.sh check kernels
+
 test: $(STAMP)
 	PYTHON=$(BIN)/python bash ci/test.sh $(LANES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR ci/*.sh .ci/run
 	$(BIN)/python ci/workflows.py --check
 	$(BIN)/python ci/support.py --check

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TURNS, CALLS = 5, 12
+TURNS, CALLS = 4, 8
 """Turns of each arm, and replays a turn."""
 
 

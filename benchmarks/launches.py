@@ -35,15 +35,43 @@ _LOCATION = re.compile(r"\s*loc\(.*\)$|^#loc.*$|^\s*loc\(.*$")
 _NAMED = re.compile(r'@"?[\w.$]+"?')
 
 
+_PURE = re.compile(
+    r"(%\w+) = ((arith|math)\.|tt\.(splat|expand_dims|broadcast|addptr|make_range|get_program_id|"
+    r"get_num_programs|bitcast)\b)"
+)
+
+
+def canonical(text: str) -> str:
+    """Triton IR without locations, names and the order of operations that have no effect.
+
+    A pure operation of one line is replaced by a hash of itself and its operands wherever its result is used; what
+    reads or writes memory, loops and reductions stay in their order.
+    """
+    known: dict[str, str] = {}
+    kept: list[str] = []
+
+    def named(match: re.Match) -> str:
+        name, part = match[1], match[2] or ""
+        return known.setdefault(name, f"value{len(known)}") + part
+
+    for line in text.splitlines():
+        line = re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", _LOCATION.sub("", line))).strip()
+        pure = None if line.endswith("{") else _PURE.match(line)
+        if pure:
+            _, _, operation = line.partition(" = ")
+            operation = re.sub(r"(%\w+)(#\d+)?", named, operation)
+            known[pure[1]] = hashlib.sha256(operation.encode()).hexdigest()[:16]
+        elif line:
+            kept.append(re.sub(r"(%\w+)(#\d+)?", named, line))
+    return "\n".join(kept)
+
+
 def ir_hash(launch: ahead.Launch, known: dict) -> str:
-    """A hash of the launched kernel's TTIR, without the names of functions and the locations of lines."""
+    """A hash of the launched kernel's `canonical` Triton IR."""
     key = launch.kernel, launch.args, launch.options
     if key not in known:
         text = ahead.lower(launch.kernel, launch.args, dict(launch.options), capability=90).asm["ttir"]
-        lines = [_LOCATION.sub("", line) for line in text.splitlines()]
-        lines = [re.sub(r"loc\([^()]*(\([^()]*\))*[^()]*\)", "", _NAMED.sub("@f", line)).strip() for line in lines]
-        lines = [re.sub(r"%[A-Za-z_]\w*", "%v", line) for line in lines]
-        known[key] = hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+        known[key] = hashlib.sha256(canonical(text).encode()).hexdigest()[:16]
     return known[key]
 
 

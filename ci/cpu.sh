@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lanes cpu and interpret, on any machine:  bash ci/cpu.sh
+# Lanes cpu and interpret, on any machine:  bash ci/cpu.sh    FULL=1: with what is marked `full`
 # TRANSFORMERS=4.57.6 takes the lane of that version instead; TRL=1.16.0 the trainers of that trl, Lightning and examples/.
 source "$(dirname "$0")/common.sh"
 install
@@ -10,9 +10,9 @@ if [ -n "${TRL:-}" ]; then
     exit
 fi
 case ${TRANSFORMERS:-} in
-    4.*) lanes transformers4 ;;
+    4.*) lanes ${FULL:+full} transformers4 ;;
     *)
         step make lint VENV="$VENV"
-        lanes cpu interpret
+        lanes ${FULL:+full} cpu interpret
         ;;
 esac

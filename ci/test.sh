@@ -1,38 +1,52 @@
 #!/usr/bin/env bash
-# Run test lanes, each in a pytest process of its own:  bash ci/test.sh [LANE ...]
+# Run test lanes, each in a pytest process of its own:  bash ci/test.sh [full] [LANE ...]
 #     cpu interpret aot gpu multigpu   the tests of that marker
 #     trl                              other people's trainers, with the trl of $TRL; ci/cpu.sh installs it
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
-# Without names: those that need no GPU. Fails if any lane fails or runs no test; every lane is run all the same.
+#     check kernels                    `make check`: a quick set of lane cpu, and the default options of every op interpreted
+# Without names: cpu transformers4 interpret aot, which need no GPU. `full` before the names, or alone, runs those lanes
+# with what is marked `full` (tests/conftest.py), which they leave out otherwise; lanes gpu, multigpu and trl run everything.
+# Fails if any lane fails or runs no test; every lane is run all the same.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-python3}
 workers=${PYTEST_WORKERS:-$(nproc 2> /dev/null || echo 2)}
+chosen=" and not full"
+[ "${1:-}" != full ] || { chosen="" && shift; }
 lanes=("$@")
 [ ${#lanes[@]} -gt 0 ] || lanes=(cpu transformers4 interpret aot)
 failed=()
+# Lane check: the structure of the package, the engine, the references, what recognises a model, the tuner's store.
+check=(
+    tests/test_structure.py tests/test_registry.py tests/test_imports.py tests/test_settings.py tests/runtime tests/backends
+    tests/kernels/test_references.py tests/kernels/test_numerics.py tests/chunked_loss/test_numbers.py
+    tests/autotune/test_store.py tests/autotune/test_layers.py tests/transformers/test_probing.py tests/ci
+)
+kernels=(tests/kernels/test_numerics.py -k "test_options and default")
 
 # One thread a test process: the tests are small and the workers already fill the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 for lane in "${lanes[@]}"; do
-    command=("$python" -m pytest -m "$lane" -q)
+    command=("$python" -m pytest -q -n "$workers")
     case $lane in
         transformers4)
             overlay=$(dirname "$(dirname "$python")")/transformers4
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay" "$python" -m pytest -m cpu -q -n "$workers" tests/transformers tests/cli)
+            command=(env PYTHONPATH="$overlay" "${command[@]}" -m "cpu$chosen" tests/transformers tests/cli)
             ;;
         trl)
             overlay=$(dirname "$(dirname "$python")")/trl-${TRL:-}
             [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay" "$python" -m pytest -m cpu -q -n "$workers" tests/compat tests/examples tests/chunked_loss/test_trl.py)
+            command=(env PYTHONPATH="$overlay" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
             ;;
-        cpu | aot) command+=(-n "$workers") ;;
-        interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -n "$workers") ;;
-        gpu | multigpu) ;; # one process: tests share the device, not memory
-        *) echo "ci/test.sh: unknown lane '$lane'; known: cpu transformers4 trl interpret aot gpu multigpu" >&2; exit 2 ;;
+        cpu | aot) command+=(-m "$lane$chosen") ;;
+        interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "$lane$chosen") ;;
+        kernels) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "interpret and not full" "${kernels[@]}") ;;
+        check) command+=(-m "cpu and not full" "${check[@]}") ;;
+        gpu | multigpu) command=("$python" -m pytest -q -m "$lane") ;; # one process: tests share the device, not memory
+        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 trl interpret aot gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"
     started=$SECONDS

@@ -18,17 +18,27 @@ FOLDER = ROOT / ".github" / "workflows"
 HEAD = "# Written by ci/workflows.py from ci/matrix.yaml: change those.\n"
 WHEN = {
     "hosted": {"push": None, "pull_request": None},
+    "full": {
+        "schedule": [{"cron": "0 3 * * 0"}],
+        "workflow_dispatch": None,
+        "push": {"branches": ["release/**"]},
+    },
     "triton": {"schedule": [{"cron": "0 3 * * 1"}], "workflow_dispatch": None},
     "vendors": {"workflow_dispatch": None, "push": {"branches": ["release/**"]}},
 }
 """Group of the matrix -> the events that start it."""
-ENVIRONMENT = {"torch": "TORCH", "index": "INDEX", "triton": "TRITON", "transformers": "TRANSFORMERS", "trl": "TRL"}
+ENVIRONMENT = {
+    "torch": "TORCH",
+    "index": "INDEX",
+    "triton": "TRITON",
+    "transformers": "TRANSFORMERS",
+    "trl": "TRL",
+    "full": "FULL",
+}
 """Field of a lane -> the variable its script reads (ci/common.sh)."""
 FIELDS = {"script", "python", "arch", "runner", *ENVIRONMENT}
-MINUTES, MINUTES_OF_A_VENDOR = (
-    90,
-    240,
-)  # a vendor's lane compiles every kernel on the way, tunes for 15 minutes and times
+MINUTES = 90
+MINUTES_OF_A_VENDOR = 240  # its lane compiles every kernel on the way, tunes for 15 minutes and times
 
 
 def workflow(group: str, lanes: list[dict]) -> dict:

@@ -6,6 +6,12 @@ dtype the lane is exact in when it takes `dtype` too. Fixture `op` is every regi
 option set. Any other test without a lane marker is a cpu test. A lane this process cannot serve is skipped with what it
 would take. `pytest -m interpret` starts the interpreter by itself;
 elsewhere a process interprets kernels when it was started with LIGER_HW_INTERPRET=1.
+
+What repeats a proof with further options, dtypes or architectures is marked `full` beside its lane, and `make test`
+leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its parameters.
+`@pytest.mark.daily(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
+(default: all that need no GPU); of several such marks on one test each adds what it names. A value is the text of a
+parameter, or a tuple of texts; of a `case` they are `op` and `options`, which is "default" or "other".
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from pathlib import Path
 import pytest
 
 LANES = ("cpu", "interpret", "aot", "gpu", "multigpu")
+_WITHOUT_GPU = LANES[:3]
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -48,9 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr", "").strip() == "interpret":
+    if config.getoption("markexpr", "").split(" and ")[0].strip() == "interpret":
         os.environ["LIGER_HW_INTERPRET"] = "1"
     config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
+    config.addinivalue_line("markers", "daily(*lanes, **values): other values of these parameters are `full`")
     config.addinivalue_line("markers", "unpoisoned: uninitialised memory is left as it is")
     if str(_ROOT) not in sys.path:
         sys.path.insert(0, str(_ROOT))
@@ -162,6 +170,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 reasons[lane] = why_not(lane, config)
             if reasons[lane]:
                 item.add_marker(pytest.mark.skip(reason=f"lane {lane}: {reasons[lane]}"))
+            if lane in _WITHOUT_GPU and not _runs_daily(item, lane):
+                item.add_marker("full")
+
+
+def _runs_daily(item: pytest.Item, lane: str) -> bool:
+    """Whether no mark `daily` leaves a test to `make test LANES=full`."""
+    values = _values(item)
+    chosen = [mark.kwargs for mark in item.iter_markers("daily") if lane in (mark.args or _WITHOUT_GPU)]
+    if not chosen and lane == "interpret" and values.get("dtype") == "float16":
+        # A kernel's branches do not depend on its dtype; float16 adds the casts, which test_numerics.py runs.
+        return False
+    if unknown := {name for kwargs in chosen for name in kwargs} - values.keys():
+        raise pytest.UsageError(f"{item.nodeid}: daily names {sorted(unknown)}, which are no parameters of the test")
+    return not chosen or any(
+        all(values[name] in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in kwargs.items())
+        for kwargs in chosen
+    )
+
+
+def _values(item: pytest.Item) -> dict[str, str]:
+    """Each parameter of a test as a mark `daily` writes it."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    if "case" in params and isinstance(params["case"], tuple):
+        op, options = params["case"]
+        params |= {"op": op, "options": "default" if options == op.options[0] else "other"}
+    return {name: getattr(value, "name", str(value).removeprefix("torch.")) for name, value in params.items()}
 
 
 @pytest.fixture(scope="session", autouse=True)

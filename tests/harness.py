@@ -14,6 +14,18 @@ from liger_hw.registry import Op, Sample
 Sizes = tuple[int, ...]
 
 
+ONE_OF_A_FAMILY = (
+    "cross_entropy",
+    "embedding",
+    "fused_linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+)
+"""An op of each family of kernels, for what `make test` proves of some ops and `make test LANES=full` of all."""
+
+
 def small_sizes(op: Op) -> list[Sizes]:
     """Small problem sizes of an op: its own `small`, or its first workload shrunk, odd, single and even."""
     if op.small:

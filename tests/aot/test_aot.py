@@ -3,7 +3,8 @@
 The real launchers are traced (liger_hw/autotune/compile.py) and everything that Triton would compile is compiled: at
 the first workload with the heuristic's configurations (depth `quick`; every option set and fp32 on the architectures
 of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
-target, and hold its registers: a spill needs a reason in SPILLS. Every workload with every option set on every
+target, and hold its registers: a spill needs a reason in SPILLS. Of the architectures that are not in COMPILED_DAILY
+`make test` compiles some ops, `make test LANES=full` all. Every workload with every option set on every
 architecture is `liger-hw compile --target all`.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import few_sizes, shipped_tables, small_sizes
+from harness import ONE_OF_A_FAMILY, few_sizes, shipped_tables, small_sizes
 
 from liger_hw import registry
 from liger_hw.autotune import compile as aot
@@ -29,6 +30,9 @@ RELATIVES = {"sm86": "sm80", "sm89": "sm80", "gfx1151": "gfx1100"}
 """Architecture -> one that the compilers make the same code for: its limits are checked on the other's binaries."""
 ARCHS = tuple(a for vendor in ("cuda", "rocm") for a in backend(vendor).known_archs() if a not in RELATIVES)
 DEEP = ("sm90", "gfx942")
+COMPILED_DAILY = (*DEEP, *sorted(set(RELATIVES.values())))
+"""Every op for the measured families and for those that RELATIVES take their binaries from. Of the other architectures
+`make test` compiles an op of each family of kernels and every shipped table."""
 
 # (tunable, architectures) -> most registers it may spill, why that is so, and with which releases of Triton if not
 # with all
@@ -82,6 +86,8 @@ def _allowed_spills(tunable: str, arch: str) -> int:
     return max(found, default=0)
 
 
+@pytest.mark.daily(arch=COMPILED_DAILY)
+@pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(op, arch, workers, record_property):
@@ -101,6 +107,8 @@ def test_compiles(op, arch, workers, record_property):
     assert reached, f"{op.name} launched nothing"
 
 
+# More releases of the compiler crash for sm89.
+@pytest.mark.daily(arch="sm89")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["sm89", "sm90"])
 def test_small_sizes_compile(op, arch, workers):

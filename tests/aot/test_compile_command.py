@@ -22,7 +22,7 @@ def test_lines_and_progress(capsys, monkeypatch):
     terminal."""
     from liger_hw.cli import compile as command
 
-    monkeypatch.setattr(command._Progress, "EVERY", 0.0)
+    monkeypatch.setattr(command.StatusLine, "EVERY", 0.0)
     assert main(["compile", "--target", "gfx1151", "--ops", "softmax", "--workers", "1", "--depth", "deep"]) == 0
     said = capsys.readouterr()
     lines = [line for line in said.out.splitlines() if line.startswith("gfx1151")]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from liger_hw.autotune import compile as aot
+from liger_hw.autotune.workers import CompilePool
 from liger_hw.backends import known_target
 
 pytestmark = pytest.mark.aot
@@ -21,7 +22,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def workers():
-    with aot.Workers(1) as workers:
+    with CompilePool(1) as workers:
         yield workers
 
 

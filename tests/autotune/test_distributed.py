@@ -83,6 +83,8 @@ def ranks(tmp_path: Path, what: str) -> list[str]:
     return [output.strip() for output, _ in outputs]
 
 
+# Two processes each: one case that holds of caches and of failures.
+@pytest.mark.daily(what="failed")
 @pytest.mark.parametrize("what", ["caches", "failed", "failed before"])
 def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
     one, two = ranks(tmp_path, what)
@@ -94,6 +96,7 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
         assert plans[0].count("('safe'") == 1, "what failed on rank 1, with these kernels, is set aside on rank 0 too"
 
 
+@pytest.mark.daily(what="device")  # what is compared is one table, sent and answered alike
 @pytest.mark.parametrize(
     "what, word",
     [

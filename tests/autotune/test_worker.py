@@ -135,6 +135,8 @@ def wait_for(condition, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
+# The harder end; an interrupt ends the same loop in an orderly way.
+@pytest.mark.daily(how="SIGKILL")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_killed_loses_nothing_and_resumes(tmp_path, how, monkeypatch):
     run = start(tmp_path, seconds=0.3)

@@ -32,7 +32,7 @@ def steps(script, **environment):
     clean = {
         k: v
         for k, v in os.environ.items()
-        if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "OUT", "VENV", "BUDGET")
+        if k not in ("TORCH", "INDEX", "TRITON", "TRANSFORMERS", "TRL", "FULL", "OUT", "VENV", "BUDGET")
     }
     done = subprocess.run(
         ["bash", f"ci/{script}"],
@@ -84,6 +84,25 @@ def test_tuning_can_be_left_out():
 def test_another_triton_is_laid_over_the_environment():
     commands = steps("aot.sh", TRITON="3.9.0")
     assert "--target .venv/triton-3.9.0 triton==3.9.0" in commands[1]
+
+
+@pytest.mark.parametrize(
+    "script, more, lanes",
+    [("cpu.sh", {}, "cpu interpret"), ("cpu.sh", {"TRANSFORMERS": "4.57.6"}, "transformers4")]
+    + [("aot.sh", {}, "aot")],
+)
+def test_full_runs_the_same_lanes_with_everything(script, more, lanes):
+    assert steps(script, **more)[-1].endswith(f"bash ci/test.sh {lanes}")
+    assert steps(script, FULL="1", **more)[-1].endswith(f"bash ci/test.sh full {lanes}")
+
+
+def test_what_a_push_leaves_out_runs_every_week_and_before_a_release(workflows):
+    matrix = yaml.safe_load((ROOT / "ci" / "matrix.yaml").read_text())
+    assert {(lane["script"], lane.get("transformers")) for lane in matrix["full"]} == {
+        (lane["script"], lane.get("transformers")) for lane in matrix["hosted"] if "trl" not in lane
+    }
+    assert all(lane["full"] for lane in (*matrix["full"], *matrix["triton"]))
+    assert {"schedule", "push"} <= workflows.WHEN["full"].keys()
 
 
 def test_a_trl_is_laid_over_the_environment_for_its_own_lane():

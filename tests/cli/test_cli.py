@@ -246,7 +246,10 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
     "words",
     [
         ("explain", "fused_linear_cross_entropy", "--shape", "8192x4096x131072"),
-        ("lock", "--model", "llama-3-8b", "--ops", "fused_linear_cross_entropy", "--seq", "8192", "-o", "lock"),
+        pytest.param(
+            ("lock", "--model", "llama-3-8b", "--ops", "fused_linear_cross_entropy", "--seq", "8192", "-o", "lock"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_kernels_of_ops_that_were_not_asked_for_are_found(words, tmp_path):

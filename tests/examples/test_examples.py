@@ -28,6 +28,8 @@ def test_there_is_no_other_example():
     assert all(f"`{name}.py`" in (FOLDER / "README.md").read_text() for name in NEEDS)
 
 
+# Lane trl runs them all; `fsdp2` and `medusa` need no trl, but a process or two of their own each.
+@pytest.mark.daily(name="trainer_sft")
 @pytest.mark.parametrize("name", NEEDS)
 def test_it_runs_offline_and_trains_as_unpatched(name, tmp_path):
     if missing := [module for module in NEEDS[name] if not importlib.util.find_spec(module)]:

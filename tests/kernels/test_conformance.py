@@ -16,6 +16,9 @@ pytestmark = pytest.mark.interpret
 TARGETS = ("gfx942", "gfx1201", "sm90", "pvc")
 
 
+# Options and targets are independent: every option set on one target, and every target with the default options.
+@pytest.mark.daily(options="default")
+@pytest.mark.daily(arch="sm90")
 @pytest.mark.parametrize("arch", TARGETS)
 def test_heuristic(case, arch, seed, clean_registry, record_property):
     op, options = case

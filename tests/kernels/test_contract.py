@@ -91,6 +91,8 @@ def test_one_tensor_in_two_places(lane, op, seed):
     verify(op, dataclasses.replace(sample, args=tuple(args)), seed)
 
 
+# Of other option sets test_nothing_is_overwritten shows as much.
+@pytest.mark.daily("interpret", options="default")
 def test_input_used_elsewhere(lane, case, seed):
     """x, f(x) and their gradients are used beside the op, before and after: nothing may change under the others'
     feet."""
@@ -137,6 +139,8 @@ def test_backward_twice(lane, case, seed):
         assert a is None or (_same_bits(a, b) and _same_bits(b, c)), f"gradient {i} changed"
 
 
+# The interpreter runs one program after another: there it shows only that the default dtype is not asked for.
+@pytest.mark.daily("interpret", options="default", dtype="float32")
 def test_two_runs_agree(lane, dtype, case, seed):
     """Bit for bit: no atomics, no order that depends on timing, no number in torch's default dtype."""
     op, options = case
@@ -152,6 +156,8 @@ def test_two_runs_agree(lane, dtype, case, seed):
         assert _same_bits(a, b)
 
 
+# Whether a gradient is written is a flag of the kernels on its own, whatever the options.
+@pytest.mark.daily("interpret", options="default")
 def test_each_gradient_alone(lane, case, seed):
     """An input that alone requires grad gets the same gradient as among the others."""
     op, options = case
@@ -174,6 +180,8 @@ def check_same(found: Result, t: torch.Tensor, expected: torch.Tensor | None) ->
         )
 
 
+# The forward of every option set is held against fp64 in test_numerics.py.
+@pytest.mark.daily("interpret", options="default")
 def test_without_gradients(lane, case, seed):
     """Under no_grad, and with inputs that need none, the outputs are the same bits."""
     op, options = case
@@ -219,6 +227,8 @@ def test_every_output_of_an_operator_is_written(lane, case, seed):
             assert output is None or not output.isnan().any(), f"{func} left some of output {i} as it was"
 
 
+# An op's other option sets are arguments of the same operators.
+@pytest.mark.daily(options="default")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_operators(lane, case, seed):

@@ -104,6 +104,8 @@ SORTED = {  # rows of the table, indices
 }
 
 
+# Indices of 32 bits are loaded by the same kernel; test_batches takes both.
+@pytest.mark.daily("interpret", dtype="int64")
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", SORTED)

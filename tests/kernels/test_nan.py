@@ -18,6 +18,8 @@ def _row(sample, rows):
     return int(numbers[0][-1])
 
 
+# What could lose a NaN is a maximum or a mask, which an op's option sets mostly share.
+@pytest.mark.daily("interpret", options="default")
 @pytest.mark.lanes("interpret", "gpu")
 def test_a_nan_is_never_lost(lane, case, seed):
     """In one element of the first input. The interpreter's maxima drop NaN as devices' do (tests/conftest.py)."""

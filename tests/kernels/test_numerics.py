@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from harness import few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
@@ -9,17 +11,24 @@ from harness import few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
 from liger_hw import registry
 
 
+# The interpreter's float16 with default options alone: casts are the same for every option set.
+@pytest.mark.daily("interpret", dtype="float32")
+@pytest.mark.daily("interpret", options="default")
 def test_options(lane, dtype, case, seed):
     op, options = case
     for sizes in small_sizes(op):
         verify(op, make(op, sizes, dtype, lane.device, seed, options), seed)
 
 
+# test_conformance.py runs the same sizes in the interpreter with every option set.
+@pytest.mark.daily("interpret", options="default", dtype="float32")
 def test_wide(lane, dtype, case, seed):
     op, options = case
     verify(op, make(op, wide_sizes(op), dtype, lane.device, seed, options), seed)
 
 
+# The middle of the search space lies between two corners that are run.
+@pytest.mark.daily("interpret", pick=("safe", "narrowest", "widest"))
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("pick", ["safe", "narrowest", "widest", "middle"])
 def test_other_configurations(lane, op, pick, seed, monkeypatch):
@@ -32,6 +41,8 @@ def test_other_configurations(lane, op, pick, seed, monkeypatch):
 
 
 def _picker(tunable, pick):
+    tunable = copy.copy(tunable)  # with its own heuristic: `illegal` asks for it
+
     def choose(target, key):
         legal = [c for c in tunable.space(target, key) if tunable.illegal(target, key, c) is None]
         if not legal:

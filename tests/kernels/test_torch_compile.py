@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from harness import Result, few_sizes, make, run, small_sizes, tensors, wanted
+from harness import ONE_OF_A_FAMILY, Result, few_sizes, make, run, small_sizes, tensors, wanted
 
 ROWS = "n_rows n_tokens tokens rows batch batch_size seq_len".split()
 COUNTS = (5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 23, 24, 31, 32, 33, 48, 63, 64)
@@ -27,6 +27,8 @@ def _close(a: Result, b: Result) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * scale, equal_nan=True)
 
 
+# An op's other option sets are arguments of the same operators.
+@pytest.mark.daily(options="default")
 @pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.unpoisoned
 def test_one_graph(lane, case, seed):
@@ -65,6 +67,8 @@ def test_no_recompilation(lane, op, seed):
     assert counter.frame_count == 1, f"{counter.frame_count - 1} recompilations over {len(COUNTS)} row counts"
 
 
+# Dynamo's symbols go through the checks and the operator, which runtime/ makes alike for all ops.
+@pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.lanes("cpu")
 def test_a_number_that_changes(lane, op, seed):
     """A schedule of a temperature, say: from its second value on Dynamo has a symbol for it."""

@@ -16,6 +16,8 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+# Dynamo traces the same forward for both scopes; eager tests take both.
+@pytest.mark.daily(scope="instance")
 @pytest.mark.parametrize("scope", ["classes", "instance"])
 def test_fullgraph_training_step(mistral, batch, calls, scope):
     model, reference = mistral.model(), mistral.model()
@@ -31,6 +33,7 @@ def test_fullgraph_training_step(mistral, batch, calls, scope):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.full  # mistral stands for the families, which are patched alike
 def test_fullgraph_llama(llama, batch):
     model = llama.model(num_hidden_layers=1)
     expected = model(**batch).loss
@@ -44,7 +47,7 @@ def test_fullgraph_llama(llama, batch):
     "changes",
     [
         {"num_items_in_batch": torch.tensor(9)},
-        {"return_token_accuracy": True},
+        pytest.param({"return_token_accuracy": True}, marks=pytest.mark.full),
         {"labels": None},
     ],
     ids=lambda c: next(iter(c)),

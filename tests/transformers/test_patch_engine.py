@@ -393,6 +393,8 @@ def test_a_patched_model_pickles_and_saves(family, batch, tmp_path, caplog, call
     assert not caplog.records and PickleNote.NAME not in vars(pickled)
 
 
+# A process of its own that imports transformers; the pickle is written alike for every family.
+@pytest.mark.daily(family="mistral")
 def test_a_pickle_of_a_patched_model_needs_no_liger_hw(family, tmp_path):
     model = family.model()
     with family.apply(model=model):

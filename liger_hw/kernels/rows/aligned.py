@@ -45,14 +45,15 @@ def row_vector(n_cols: int, stride: int, *tensors: torch.Tensor, width: int | No
     gaps between its rows; the others are contiguous.
 
     width: positions of a tile that must hold a whole row with its padding; None where rows are read in many tiles.
-    1 where the compiler sees the alignment itself (multiples of 16 elements), where a tensor does not begin at a
-    16-byte boundary, and where a gap moves the rows of one tensor against those of the others.
+    1 where the compiler sees the alignment itself (multiples of 16 elements), where the padding does not fit `width`,
+    where a tensor does not begin at a 16-byte boundary, and where a gap moves the rows of one tensor against those of
+    the others.
     """
     if n_cols & 15 == 0:
         return 1
     vector = 16 // min(t.itemsize for t in tensors)
-    while width is not None and n_cols + vector - math.gcd(vector, n_cols) > width:
-        vector //= 2
+    if width is not None and n_cols + vector - math.gcd(vector, n_cols) > width:
+        return 1
     if (stride - n_cols) % vector or any(address(t) & 15 for t in tensors):
         return 1
     return vector
