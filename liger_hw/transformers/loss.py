@@ -22,6 +22,7 @@ from torch import nn
 
 from ..autotune import compile_ahead
 from ..kernels.heads.counted_rows import CountedRows
+from ..runtime.checks import autocast_dtype
 from .deferred import DeferredLogits, Surroundings
 
 log = logging.getLogger("liger_hw")
@@ -160,7 +161,10 @@ class OutputHead:
                 compact=self.counted or False,
                 **self._more(),
             )
-        return self._loss_of(result).to(logits.dtype)
+        loss = self._loss_of(result)
+        if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
+            return loss
+        return loss.to(logits.dtype)
 
     def _loss_of(self, result: Any) -> torch.Tensor:
         if not self.wants:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
+import liger_hw
 from liger_hw.transformers.deferred import DeferredLogits
 from liger_hw.transformers.loss import OutputHead
 
@@ -184,3 +186,17 @@ def test_the_loss_is_computed_under_the_grad_mode_of_the_head(head, hidden, labe
 def test_head_attributes_are_the_module_s(head):
     stand_in = OutputHead(head, True)
     assert stand_in.weight is head.weight and stand_in.bias is head.bias and stand_in.out_features == VOCAB
+
+
+def test_the_loss_under_autocast_is_fp32_whatever_the_logits():
+    """T5 hands its logits to CrossEntropyLoss as autocast made them; torch's loss is fp32, and so is the fused one."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=61, dropout_rate=0.0, **sizes))
+    batch = {"input_ids": torch.arange(1, 13).view(2, 6), "labels": torch.arange(3, 13).view(2, 5)}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**batch).loss
+        with liger_hw.patch(model) as report:
+            assert "fused_linear_cross_entropy" in {row.kernel for row in report.patched}
+            loss = model(**batch).loss
+    assert loss.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0.0)
