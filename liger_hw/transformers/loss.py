@@ -277,7 +277,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable
     one a position, meaning nothing where the label is ignored); `shift_labels` alone gives a loss too.
     Raises `ValueError` for `skip_logits=True` without labels.
     """
-    from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded now, not in a step
+    from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded before a step
 
     signature = inspect.signature(original)
     names = list(signature.parameters)

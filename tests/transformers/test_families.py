@@ -4,7 +4,9 @@ unpatched ones do, loss and gradients, and the kernels that should have run did.
 from __future__ import annotations
 
 import inspect
+import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +63,11 @@ def test_unnamed_family(name):
 
 def test_signatures_are_those_of_liger_0_8_5():
     found = {}
+    names = json.loads((Path(__file__).parents[1] / "compat" / "liger_names.json").read_text())
+    known = {name for module in names.values() for name in module}
     for name, spec in SPECS.items():
+        if spec.function_name not in known:  # a family that Liger does not have
+            continue
         parameters = inspect.signature(getattr(liger_hw.transformers, spec.function_name)).parameters
         found[name] = ", ".join(f"{p}" for p in parameters.values() if p.name != "activations")
     usual = "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None"
