@@ -149,7 +149,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     opened: list[str] = []
     monkeypatch.setattr(registry, "is_quiet", lambda: True)
     monkeypatch.setattr(notes, "is_quiet", lambda: True)
-    for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (store.tempfile, "mkstemp")):
+    for module, name in ((os, "open"), (os, "scandir"), (Path, "read_text"), (os, "replace")):
         monkeypatch.setattr(
             module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n))
         )
