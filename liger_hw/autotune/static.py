@@ -108,7 +108,7 @@ class StaticTuner:
             candidates.add(near[: max(0, self.most - len(candidates.traced) + 1) // 2])
         times = candidates.times
         winner = min(times, key=lambda config: (times[config], config != heuristic))
-        gain = 1 - times[winner] / times[heuristic]
+        gain = 1 - times[winner] / times[heuristic] if times[heuristic] else 0.0  # a launch too small for the model
         if gain <= min(MARGINS[certificate.level] for certificate in candidates.certificates[winner]):
             winner = heuristic
         elif self._loses_elsewhere(job, tunable, heuristic, winner):
