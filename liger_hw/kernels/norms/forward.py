@@ -136,9 +136,11 @@ def _norm_fwd_kernel(
         row_mask = rows < n_rows
     skew = tile_skew(pid, n_cols, VECTOR)
     if WHOLE_ROW:
-        # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it
+        # wide rows load W and B after the reductions, and stay narrow across them: registers do not hold all of it;
+        # with a residual, unaligned rows need more of them for addresses
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
-        NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
+        UNALIGNED_SUM: tl.constexpr = VECTOR > 1 and R_ptr is not None
+        NARROW: tl.constexpr = LATE if SUBTRACT_MEAN or UNALIGNED_SUM else BLOCK_SIZE > 16384
         lanes, exist = main_lanes(0, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)
         tail = tail_lanes(BLOCK_SIZE, TAIL)
         tail_exist = are_columns(tail, skew, n_cols, VECTOR)
