@@ -30,6 +30,8 @@ def _words(text: str) -> list[str]:
 
 def _modes(text: str) -> list[str]:
     words = _words(text)
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names no mode; expected some of {','.join(MODES)}")
     if wrong := [word for word in words if word not in MODES]:
         raise argparse.ArgumentTypeError(f"unknown mode {wrong[0]!r}; expected some of {','.join(MODES)}")
     return words

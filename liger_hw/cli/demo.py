@@ -404,8 +404,9 @@ _NOTES = {
 
 
 def _rate(done: list["Run"]) -> float:
-    """Tokens a second of all repeats together: by the median step."""
-    return done[0].tokens_per_step / median([s for run in done for s in run.step_seconds])
+    """Tokens a second of all repeats together: by the median step, or the first where there are no more."""
+    seconds = [s for run in done for s in run.step_seconds] or [run.first_step_seconds for run in done]
+    return done[0].tokens_per_step / median(seconds)
 
 
 def _write(

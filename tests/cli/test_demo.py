@@ -47,6 +47,11 @@ def test_the_arms_agree_and_everything_is_told(demo, tmp_path):
     assert original.changes() == []  # the patch is gone
 
 
+def test_one_step(demo):
+    code, out, err = demo("--steps", "1")
+    assert code == 0 and "tokens/s" in out, out + err
+
+
 def test_bf16(demo):
     code, out, err = demo("--dtype", "bf16")
     assert code == 0, out + err
