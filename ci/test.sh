@@ -32,12 +32,12 @@ for lane in "${lanes[@]}"; do
     command=("$python" -m pytest -q -n "$workers")
     case $lane in
         transformers4)
-            overlay=$(dirname "$(dirname "$python")")/transformers4
+            overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/transformers4
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay" "${command[@]}" -m "cpu$chosen" tests/transformers tests/cli)
             ;;
         trl)
-            overlay=$(dirname "$(dirname "$python")")/trl-${TRL:-}
+            overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/trl-${TRL:-}
             [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
             ;;
