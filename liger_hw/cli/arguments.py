@@ -52,48 +52,40 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _number(convert, text: str, fits, expected: str):
+    """convert(text), where that works and fits; else argparse's error, which says what was expected."""
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return value
+
+
 def positive(text: str) -> int:
     """argparse type: an integer from 1 to 2**31 - 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return value
+    return _number(int, text, lambda value: 1 <= value < 2**31, "a positive integer")
 
 
 def seed(text: str) -> int:
     """argparse type: an integer that torch takes as a seed, from 0 to 2**64 - 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 2**64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; write an integer from 0 to 2**64 - 1")
-    return value
+    return _number(int, text, lambda value: 0 <= value < 2**64, "a seed; write an integer from 0 to 2**64 - 1")
 
 
 def seconds(text: str) -> float:
     """argparse type: a time of more than 0 seconds and at most ten years."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 3.2e8:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
+    return _number(float, text, lambda value: 0.0 < value < 3.2e8, "a positive number of seconds")
 
 
 def numbers(text: str) -> list[int]:
     """argparse type: `512,1024` -> [512, 1024], positive integers."""
-    try:
-        values = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1 or max(values) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers, as in 512,1024")
-    return values
+    return _number(
+        lambda joined: [int(part) for part in joined.split(",") if part],
+        text,
+        lambda values: values and min(values) >= 1 and max(values) < 2**31,
+        "a list of positive integers, as in 512,1024",
+    )
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:
@@ -142,10 +134,4 @@ def usable_device(command: str, name: str | None) -> "torch.device":
 
 def share(text: str) -> float:
     """argparse type: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
-    return value
+    return _number(float, text, lambda value: 0.0 <= value <= 1.0, "a share; write a number from 0 to 1")

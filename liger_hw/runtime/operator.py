@@ -263,20 +263,3 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter in this process."""
     return INTERPRET
-
-
-def reference_grads(
-    function: Callable[..., Any], inputs: tuple[torch.Tensor | None, ...], grads: tuple[torch.Tensor | None, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `function(*inputs)` with respect to each input, by autograd: a backward for the CPU path.
-
-    `function` returns one tensor or a tuple, matched with `grads` (None for an output without gradient).
-    """
-    with torch.enable_grad():
-        leaves = tuple(None if t is None else t.detach().requires_grad_() for t in inputs)
-        outputs = function(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None]
-        wanted = [t for t in leaves if t is not None]
-        found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    return tuple(None if t is None else next(found) for t in leaves)
