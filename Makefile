@@ -19,12 +19,14 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 CONSTRAINTS := $(if $(findstring =,$(TORCH)),$(VENV)/constraints.txt,ci/constraints.txt)
 
-.PHONY: demo check test lint evidence install clean help
+.PHONY: demo check test lint docs docs-serve evidence release-check install clean help
 help:
 	@echo "make demo    train a small Mistral before and after patching and compare  (DEMO='--size tiny' adds options)"
 	@echo "make check   lint and a quick look at every part: two minutes on two cores"
 	@echo "make test    the lanes that need no GPU: ten minutes  (LANES=full: with everything; LANES='cpu gpu' picks lanes)"
 	@echo "make lint    ruff, its formatter, shellcheck, and whether what is generated in ci/ and docs/ is current"
+	@echo "make release-check   the wheel in environments of its own, the sdist's tests, types, version and changelog"
+	@echo "make docs    build the site into site/; a broken link fails  (make docs-serve: look at it while writing)"
 	@echo "make evidence   what docs/support.md rests on, made again where it is stale  (STEPS, TRITONS: ci/evidence.sh)"
 	@echo "make clean   remove $(VENV)"
 
@@ -43,9 +45,20 @@ lint: $(STAMP)
 	$(BIN)/shellcheck --external-sources --source-path=SCRIPTDIR ci/*.sh .ci/run
 	$(BIN)/python ci/workflows.py --check
 	$(BIN)/python ci/support.py --check
+	$(BIN)/python ci/distributed_page.py --check
+	$(BIN)/python ci/stubs.py --check
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 evidence: $(STAMP)
 	PYTHON=$(BIN)/python TRITON_AT=$(VENV) bash ci/evidence.sh
+
+release-check: $(STAMP)
+	$(BIN)/python ci/release.py
 
 install: $(STAMP)
 
@@ -60,7 +73,7 @@ $(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
 	@grep -v '^torch==\|^triton==' ci/constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) -c $(CONSTRAINTS) setuptools $(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
-	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,dev]'
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,docs,dev]'
 	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
 	@touch $@
 

@@ -12,7 +12,8 @@ SHOWN = {
     "fused_ce_tvd": ("4096x131072",),
     "vocab_parallel_cross_entropy": ("8192x32768",),
     "fused_linear_cross_entropy": ("8192x4096x32768", "8192x4096x131072", "1024x4096x131072"),
-    "fused_linear_scaled_cross_entropy": ("8192x4096x131072",),
+    "fused_linear_scaled_cross_entropy": ("8192x4096x131072",),  # as runs before 2026-11-23 name the next one
+    "fused_linear_log_probs": ("8192x4096x131072",),
     **dict.fromkeys(("fused_linear_jsd", "fused_linear_kl_div"), ("4096x4096x128256",)),
     **dict.fromkeys(("orpo", "cpo", "simpo", "kto", "dpo", "grpo", "grpo_sequence"), ("8x1024x4096x131072",)),
     **dict.fromkeys(("jsd_distillation", "cosine_distillation"), ("4x1024x4096x131072",)),

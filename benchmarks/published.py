@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,4 +71,4 @@ def not_yet(script: str) -> str:
 def drawn(words: str, plot: str, seen_from: str = "docs") -> list[str]:
     """Lines that show a plot of docs/ on a page in the folder `seen_from`; none where it has not been drawn."""
     place = ROOT / "docs" / plot
-    return ["", f"![{words}]({place.relative_to(ROOT / seen_from)})"] if place.exists() else []
+    return ["", f"![{words}]({os.path.relpath(place, ROOT / seen_from)})"] if place.exists() else []

@@ -1,4 +1,4 @@
-"""Writes the tables of README's performance section, docs/ and examples/ from the JSON in results/.
+"""Writes the tables of README and docs/ from the JSON in results/.
 
     python benchmarks/readme.py            rewrites the pages between their `<!-- benchmarks/readme.py ... -->` marks
     python benchmarks/readme.py --check    only says whether they are current; exit code 1 when one is not
@@ -75,7 +75,7 @@ def ops_table() -> str:
             for figure in (published.worse_error, published.memory):
                 cells.append(" / ".join(figure(rows.get((op, size, arm))) for arm in ("liger_hw", "liger")))
             lines.append(f"| {op} | {size} | {ours['floor_ms']:.3g} | " + " | ".join(cells) + " |")
-    lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="")
+    lines += published.drawn("share of the floor, op by op", "ops.png", seen_from="docs/benchmarks")
     said = {
         "†": f"of another run than the rest (`{published.ALL_LOSSES}`)",
         "‡": f"of a later one (`{published.SINCE}`)",
@@ -299,6 +299,58 @@ def models_table() -> str:
     return "\n".join(lines)
 
 
+def speed_table() -> str:
+    """What README shows of `models_table`: what a training step gains and what memory it takes."""
+    lines = ["| layers of | Hugging Face | + Liger 0.8.5 | + liger_hw | gain | peak GiB |", "|---" * 6 + "|"]
+    for title, arms in trained().items():
+        speed = [f"{arms[arm]['tokens_per_second']:,.0f}" for arm in ("hf", "liger", "liger_hw")]
+        gain = arms["liger_hw"]["tokens_per_second"] / arms["hf"]["tokens_per_second"] - 1
+        peaks = " / ".join(f"{arms[arm]['peak_gib']:.1f}" for arm in ("hf", "liger", "liger_hw"))
+        lines.append("| " + " | ".join([title, *speed, f"{gain:+.0%}", peaks]) + " |")
+    return "\n".join(lines)
+
+
+def trained() -> dict[str, dict[str, dict[str, Any]]]:
+    """Model and layers -> arm -> its row of `liger-hw bench e2e`."""
+    runs = {title: published.found(f"e2e-{model}") for model, title in TRAINED.items()}
+    return {
+        f"{title}, {found['plan']['layers']} of {found['shape']['layers']}": {
+            row["arm"]: row for row in found["summary"]
+        }
+        for title, found in runs.items()
+        if found is not None
+    }
+
+
+def draw_end_to_end(path: Path) -> None:
+    """README's picture: tokens/s against peak memory, each a share of Hugging Face's, an arrow a model from Liger."""
+    plt = plots.pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(figsize=(7.2, 3.9))
+    for title, arms in trained().items():
+        hf = arms["hf"]
+        points = {
+            arm: (arms[arm]["peak_gib"] / hf["peak_gib"], arms[arm]["tokens_per_second"] / hf["tokens_per_second"])
+            for arm in ("liger", "liger_hw")
+        }
+        axes.plot(*zip(*points.values()), color="0.75", linewidth=1, zorder=1)
+        axes.scatter(*points["liger"], color=plots.COLOURS["liger"], s=34, zorder=2)
+        axes.scatter(*points["liger_hw"], color=plots.COLOURS["liger_hw"], s=54, zorder=3)
+        axes.annotate(title.split(",")[0], points["liger_hw"], (6, 4), textcoords="offset points", fontsize=8)
+    axes.scatter(1, 1, color="0.3", marker="s", s=40, label="Hugging Face")
+    axes.scatter([], [], color=plots.COLOURS["liger"], label="+ Liger 0.8.5")
+    axes.scatter([], [], color=plots.COLOURS["liger_hw"], label="+ liger_hw")
+    axes.set_xlabel("peak memory, share of Hugging Face's")
+    axes.set_ylabel("tokens/s, share of Hugging Face's")
+    axes.set_xlim(0.5, 1.06)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 PLANNED = ("llama3", "qwen3", "gemma2")
 ACTIVATION_ARMS = {
     ("hf", "keep"): "Hugging Face",
@@ -340,46 +392,22 @@ def longest_table() -> str:
     return "\n".join(lines)
 
 
-EXAMPLES = {
-    "trainer_sft": "transformers.Trainer",
-    "trl_dpo": "TRL, DPO",
-    "fsdp2": "FSDP2, 2 GPUs",
-    "lightning_sft": "Lightning",
-    "medusa": "Medusa, 3 heads more",
-}
-
-
-def examples_table() -> str:
-    """Unpatched / liger_hw, of the examples that were run."""
-    if (examples := published.found("examples")) is None:
-        return published.not_yet("examples.sh")
-    lines = ["| | layers x hidden, vocabulary | tokens a step | tokens/s | peak GiB | losses apart |", "|---" * 6 + "|"]
-    found = {one["example"]: one for one in examples["examples"]}
-    for name, title in EXAMPLES.items():
-        if name not in found:
-            continue
-        o, arms = found[name]["options"], [found[name]["arms"][arm] for arm in ("unpatched", "liger_hw")]
-        speed = [arm["tokens_per_second"] for arm in arms]
-        cells = [title, f"{o['layers']} x {o['hidden']}, {o['vocab']:,}", f"{found[name]['tokens']:,}"]
-        cells.append(" / ".join(f"{n:,.0f}" for n in speed) + f" ({speed[1] / speed[0] - 1:+.1%})")
-        cells.append(" / ".join(f"{arm['peak_mib'] / 1024:.2f}" for arm in arms))
-        lines.append("| " + " | ".join([*cells, f"{found[name]['largest_loss_difference']:.3f}"]) + " |")
-    return "\n".join(lines)
-
-
 PAGES = {
-    "README.md": {
-        **{"ops": ops_table, "end to end": end_to_end_table, "models": models_table},
-        **{"host": host_table, "host limits": host_limits, "first step": first_step_table, "regret": regret_table},
+    "README.md": {"speed": speed_table},
+    "docs/benchmarks/ops.md": {"ops": ops_table},
+    "docs/benchmarks/end-to-end.md": {
+        "end to end": end_to_end_table,
+        "models": models_table,
+        "first step": first_step_table,
     },
+    "docs/benchmarks/host.md": {"host": host_table, "host limits": host_limits, "regret": regret_table},
     "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
     "docs/activations.md": {"activations": activations_table, "longest": longest_table},
     "docs/losses.md": losses_page.TABLES,
-    "examples/README.md": {"examples": examples_table},
 }
 
 
-def filled(text: str, page: str = "README.md") -> str:
+def filled(text: str, page: str) -> str:
     """`text` of a page with every table between its marks made anew. Raises `ValueError` when a mark is missing."""
     for name, table in PAGES[page].items():
         begin, end = f"<!-- benchmarks/readme.py: {name} -->", "<!-- end -->"
@@ -392,6 +420,7 @@ def filled(text: str, page: str = "README.md") -> str:
 
 
 def draw() -> None:
+    draw_end_to_end(ROOT / "docs" / "assets" / "end-to-end.svg")
     if (published.RESULTS / published.TABLE).exists():
         rows = [
             row

@@ -103,7 +103,7 @@ LOSSES: dict[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {
     "fused_linear_cross_entropy": (
         *(((8192, 4096, 131072), _BF16), ((8192, 4096, 32768), _BF16), ((1024, 4096, 131072), _BF16)),
     ),
-    "fused_linear_scaled_cross_entropy": (((8192, 4096, 131072), _BF16),),
+    "fused_linear_log_probs": (((8192, 4096, 131072), _BF16),),
     "fused_linear_jsd": (((4096, 4096, 128256), _BF16),),
     "fused_linear_kl_div": (((4096, 4096, 128256), _BF16),),
     "cross_entropy": (((8192, 131072), _BF16), ((8192, 32768), _BF16)),

@@ -2,10 +2,12 @@
 # Run test lanes, each in a pytest process of its own:  bash ci/test.sh [full] [LANE ...]
 #     cpu interpret aot gpu multigpu   the tests of that marker
 #     trl                              other people's trainers, with the trl of $TRL; ci/cpu.sh installs it
+#     distributed                      tests/distributed with two gloo ranks; ci/distributed.sh installs the engines
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
+#     fuzz                             tests/fuzz for FUZZ_SECONDS (1200) with FUZZ_SEED (drawn and printed)
 #     check kernels                    `make check`: a quick set of lane cpu, and the default options of every op interpreted
 # Without names: cpu transformers4 interpret aot, which need no GPU. `full` before the names, or alone, runs those lanes
-# with what is marked `full` (tests/conftest.py), which they leave out otherwise; lanes gpu, multigpu and trl run everything.
+# with what is marked `full` (tests/conftest.py), which they leave out otherwise; lanes gpu, multigpu, trl and distributed run everything.
 # Fails if any lane fails or runs no test; every lane is run all the same.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -41,12 +43,21 @@ for lane in "${lanes[@]}"; do
             [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
             command=(env PYTHONPATH="$overlay" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
             ;;
+        distributed)
+            overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/distributed
+            [ -d "$overlay" ] || { echo "ci/test.sh: lane distributed needs $overlay; run bash ci/distributed.sh" >&2; exit 2; }
+            command=(env PYTHONPATH="$overlay" "$python" -m pytest -q -m cpu tests/distributed) # a test is two processes
+            ;;
         cpu | aot) command+=(-m "$lane$chosen") ;;
         interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "$lane$chosen") ;;
         kernels) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "interpret and not full" "${kernels[@]}") ;;
         check) command+=(-m "cpu and not full" "${check[@]}") ;;
+        fuzz)
+            command=("$python" -m tests.fuzz --seconds "${FUZZ_SECONDS:-1200}" ${FUZZ_SEED:+--seed "$FUZZ_SEED"})
+            [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && command+=(--json "$OUT/fuzz.json"); }
+            ;;
         gpu | multigpu) command=("$python" -m pytest -q -m "$lane") ;; # one process: tests share the device, not memory
-        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 trl interpret aot gpu multigpu" >&2; exit 2 ;;
+        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot fuzz gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"
     started=$SECONDS

@@ -23,6 +23,7 @@ WHEN = {
         "workflow_dispatch": None,
         "push": {"branches": ["release/**"]},
     },
+    "nightly": {"schedule": [{"cron": "0 2 * * *"}], "workflow_dispatch": None},
     "triton": {"schedule": [{"cron": "0 3 * * 1"}], "workflow_dispatch": None},
     "vendors": {"workflow_dispatch": None, "push": {"branches": ["release/**"]}},
 }

@@ -1,54 +1,57 @@
 """Data-parallel training with FSDP2 (fully_shard): patch first, then shard.
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py [--steps 10 --hidden 128 ...]
+    torchrun --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen3-8B --seq 4096
 
-On machines without GPUs the ranks use gloo. `distributed.sync()` makes every rank launch with rank 0's configurations.
+On machines without GPUs the ranks use gloo. `--unpatched` trains without liger_hw, to compare.
 """
+
+import argparse
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import arguments, compare, tiny_llama, windows
+from local import load, rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from liger_hw import distributed
-from liger_hw.transformers import apply_liger_kernel_to_llama
+import liger_hw
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--text", type=Path, help="a text file to train on (default: Python's manual)")
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--batch", type=int, default=4, help="rows a process")
+parser.add_argument("--seq", type=int, default=128)
+parser.add_argument("--unpatched", action="store_true")
+options = parser.parse_args()
 
-def train(options, patch: bool, steps) -> list[float]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = tiny_llama(options)
-    if patch:
-        apply_liger_kernel_to_llama(model=model)
-        distributed.sync()
-    mesh = init_device_mesh(options.device.type, (size,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    # Losses go over a group of their own, which destroy_process_group ends, threads and all. The mesh's is kept
-    # by caches
-    # of DTensor (torch 2.13): a gloo thread that lets go of its last tensor while Python exits aborts the process.
-    metrics = dist.new_group(backend="gloo")
-    losses = []
-    for batch in windows(size * options.batch * options.steps, options.seq).split(size * options.batch):
-        mine = batch[rank * options.batch : (rank + 1) * options.batch].to(options.device)
-        loss = model(input_ids=mine, labels=mine).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().to("cpu", copy=True)
-        dist.all_reduce(mean, group=metrics)
-        losses.append(mean.item() / size)
-        steps()
-    return losses
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+device = torch.device("cpu")
+if torch.accelerator.is_available():
+    device = torch.device(torch.accelerator.current_accelerator().type, rank % torch.accelerator.device_count())
+    torch.get_device_module(device).set_device(device)
 
+model, tokenizer = load(options.model)
+model.to(device)
+if not options.unpatched:
+    liger_hw.patch(model)
+mesh = init_device_mesh(device.type, (size,))
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
 
-if __name__ == "__main__":
-    options = arguments(__doc__)
-    dist.init_process_group()
-    if options.device.type != "cpu":
-        options.device = torch.device(options.device.type, dist.get_rank())
-        torch.get_device_module(options.device).set_device(options.device)
-    compare(train, options, dist.get_world_size() * options.batch * options.seq, main=dist.get_rank() == 0)
-    dist.destroy_process_group()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+ids = rows(tokenizer, options.text, options.seq, size * options.batch * options.steps).to(device)
+metrics = dist.new_group(backend="gloo")  # ended below; the mesh's own group is kept by DTensor's caches
+for batch in ids.split(size * options.batch):
+    mine = batch[rank * options.batch : (rank + 1) * options.batch]
+    loss = model(input_ids=mine, labels=mine).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().float().to("cpu", copy=True)
+    dist.all_reduce(mean, group=metrics)
+    if rank == 0:
+        print(f"loss {mean.item() / size}")
+dist.destroy_process_group()

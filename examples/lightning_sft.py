@@ -1,57 +1,50 @@
 """Training with Lightning: the model is patched in `configure_model`, and nothing else differs.
 
-pip install lightning; python examples/lightning_sft.py [--steps 10 --hidden 128 ...]
+    pip install lightning; python examples/lightning_sft.py --model Qwen/Qwen3-0.6B --text my.txt
+
+`--unpatched` trains without liger_hw, to compare.
 """
 
-import logging
+import argparse
+from pathlib import Path
 
 import lightning
 import torch
-from common import arguments, compare, tiny_llama, windows
+from local import load, rows
 
-from liger_hw.transformers import apply_liger_kernel_to_llama
+import liger_hw
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--text", type=Path, help="a text file to train on (default: Python's manual)")
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--seq", type=int, default=128)
+parser.add_argument("--unpatched", action="store_true")
+options = parser.parse_args()
 
 
 class Tuning(lightning.LightningModule):
-    def __init__(self, options, patch: bool, steps) -> None:
-        super().__init__()
-        self.options, self.patch, self.steps = options, patch, steps
-        self.model, self.losses = None, []
+    tokenizer = None
 
     def configure_model(self) -> None:
-        if self.model is None:
-            self.model = tiny_llama(self.options)
-            if self.patch:
-                apply_liger_kernel_to_llama(model=self.model)
+        if self.tokenizer is None:
+            self.model, self.tokenizer = load(options.model)
+            if not options.unpatched:
+                print(liger_hw.patch(self.model))
+
+    def train_dataloader(self):
+        ids = rows(self.tokenizer, options.text, options.seq, options.batch * options.steps)
+        return torch.utils.data.DataLoader(ids, batch_size=options.batch)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.item())
+        print(f"loss {loss.item()}")
         return loss
 
-    def on_train_batch_end(self, *_) -> None:
-        self.steps()
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.options.lr)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(options, patch: bool, steps) -> list[float]:
-    trainer = lightning.Trainer(
-        max_steps=options.steps,
-        accelerator="cpu" if options.device.type == "cpu" else "auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Tuning(options, patch, steps)
-    batches = torch.utils.data.DataLoader(windows(options.batch * options.steps, options.seq), batch_size=options.batch)
-    trainer.fit(module, batches)
-    return module.losses
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    compare(train, arguments(__doc__))
+trainer = lightning.Trainer(max_steps=options.steps, devices=1, logger=False, enable_checkpointing=False)
+trainer.fit(Tuning())

@@ -1,41 +1,49 @@
-"""Supervised fine-tuning with transformers.Trainer, unpatched and patched by one line.
+"""Supervised fine-tuning with transformers' Trainer, with or without LoRA.
 
-    python examples/trainer_sft.py [--steps 10 --hidden 128 ...]
+    python examples/trainer_sft.py --model Qwen/Qwen3-0.6B --text my.txt --lora
+    torchrun --nproc-per-node 8 examples/trainer_sft.py --model Qwen/Qwen3-8B --seq 4096
 
-Where only liger-kernel's switch is to be had, `PYTHONPATH=$(liger-hw shim)` makes `TrainingArguments(
-use_liger_kernel=True)` mean liger_hw, with nothing else changed.
+`--unpatched` trains without liger_hw, to compare.
 """
 
-import tempfile
+import argparse
+from pathlib import Path
 
-from common import Timed, arguments, compare, tiny_llama, windows
+from local import load, rows
 from transformers import Trainer, TrainingArguments
 
-from liger_hw.transformers import apply_liger_kernel_to_llama
+import liger_hw
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--text", type=Path, help="a text file to train on (default: Python's manual)")
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--seq", type=int, default=128)
+parser.add_argument("--lora", action="store_true")
+parser.add_argument("--unpatched", action="store_true")
+options = parser.parse_args()
 
-def train(options, patch: bool, steps) -> list[float]:
-    model = tiny_llama(options)
-    if patch:
-        print(apply_liger_kernel_to_llama(model=model))
-    rows = [{"input_ids": row, "labels": row} for row in windows(options.batch * options.steps, options.seq)]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            max_steps=options.steps,
-            per_device_train_batch_size=options.batch,
-            logging_steps=1,
-            learning_rate=options.lr,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            report_to=[],
-            use_cpu=options.device.type == "cpu",
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model, settings, train_dataset=rows, callbacks=[Timed(steps)])
-        trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+model, tokenizer = load(options.model)
+if options.lora:
+    from peft import LoraConfig, get_peft_model
 
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+if not options.unpatched:
+    print(liger_hw.patch(model))
 
-if __name__ == "__main__":
-    compare(train, arguments(__doc__))
+ids = rows(tokenizer, options.text, options.seq, options.batch * options.steps)
+settings = TrainingArguments(
+    "out",
+    max_steps=options.steps,
+    per_device_train_batch_size=options.batch,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    save_strategy="no",
+    report_to=[],
+)
+trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+trainer.train()
+for entry in trainer.state.log_history[:-1]:
+    print(f"loss {entry['loss']}")

@@ -1,54 +1,42 @@
-"""liger_hw: Triton kernels for training language models, the same on NVIDIA, AMD and Intel GPUs.
+"""Triton kernels for training language models, the same on NVIDIA, AMD and Intel GPUs.
 
-    from liger_hw.transformers import apply_liger_kernel_to_mistral
+    import liger_hw
 
-    apply_liger_kernel_to_mistral()
+    report = liger_hw.patch(model)                 # a live model, or a class of transformers
+    print(report)                                  # what runs on which kernel, what is left alone and why
+    report.revert()                                # or liger_hw.revert(model)
 
-Importing this package imports neither triton nor transformers and touches no GPU; the names below load on first use.
+`liger_hw.transformers` has one function a model family (`apply_liger_kernel_to_mistral`, ...), the layers and the
+kernels as functions; `liger_hw.chunked_loss` the post-training losses. `liger_hw.activations` says what backward keeps,
+`liger_hw.explain` why an op launches as it does. `LIGER_HW_DISABLE=1` makes every patch do nothing.
+
+Importing this package imports neither triton nor transformers and touches no GPU; its names load on first use.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from .lazy import lazy
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "activations": "recompute.dial",
-    "explain": "registry",
-    "override": "registry",
-    "pretend": "registry",
-    "set_deterministic": "registry",
-    "CountedRows": "kernels.heads.counted_rows",
-    "patch": "transformers.apply",
-    "revert": "transformers.report",
-    "LaunchConfig": "backends.base",
-    "Target": "backends.base",
+_SUBMODULES = (
+    *("transformers", "chunked_loss", "distributed", "recompute", "registry", "kernels", "backends", "autotune"),
+    *("bench", "env"),
+)
+
+HOME = {
+    "patch": "liger_hw.transformers.apply",
+    "revert": "liger_hw.transformers.report",
+    "activations": "liger_hw.recompute.dial",
+    "explain": "liger_hw.registry",
+    "override": "liger_hw.registry",
+    "pretend": "liger_hw.registry",
+    "set_deterministic": "liger_hw.registry",
+    "CountedRows": "liger_hw.kernels.heads.counted_rows",
+    "LaunchConfig": "liger_hw.backends.base",
+    "Target": "liger_hw.backends.base",
+    **{name: f"liger_hw.{name}" for name in _SUBMODULES},
 }
 """Public name -> module that defines it."""
 
-_SUBMODULES = (
-    *("autotune", "backends", "bench", "chunked_loss", "distributed", "env", "kernels", "recompute", "registry"),
-    "transformers",
-)
-
-__all__ = [*_HOME, *_SUBMODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOME:
-        import difflib
-
-        near = difflib.get_close_matches(name, __all__, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy(__name__, HOME)

@@ -36,6 +36,13 @@ def _mebibytes(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected a number of seconds, 0 or more")
+    return value
+
+
 def _folder(text: str) -> str:
     try:
         path = Path(text).expanduser()
@@ -58,6 +65,7 @@ class Variable:
 
 
 _TABLE = (
+    Variable("LIGER_HW_DISABLE", _flag, False, "patch nothing, and run every op's reference in torch, on a GPU too"),
     Variable("LIGER_HW_INTERPRET", _flag, False, "run the Triton kernels in Triton's interpreter on CPU tensors"),
     Variable("LIGER_HW_CACHE_DIR", _folder, None, "folder of the user cache (default: $XDG_CACHE_HOME/liger_hw)"),
     Variable("LIGER_HW_LOCK_FILE", str, None, "lock file that pins every configuration (default: none)"),
@@ -66,10 +74,23 @@ _TABLE = (
     Variable("LIGER_HW_DISABLE_SHIPPED", _flag, False, "ignore the tables shipped with the package"),
     Variable("LIGER_HW_SHADOW_LIGER", _flag, False, "let `liger-hw shim` hide an installed liger-kernel"),
     Variable("LIGER_HW_COMPILE_AHEAD", _flag, True, "compile a patched model's kernels in threads, at its first step"),
+    Variable(
+        "LIGER_HW_SYNC_SECONDS",
+        _seconds,
+        300.0,
+        "how long ranks wait for each other where they compare their kernels, as before a patched model's first step "
+        "(default: 300; 0: that step compares nothing)",
+    ),
     Variable("LIGER_HW_FAST_LAUNCH", _flag, True, "launch compiled kernels directly where the backend allows it"),
+    Variable(
+        "LIGER_HW_CPU_REFERENCE", _flag, False, "patched parts run the kernels' references on a CPU, not their own"
+    ),
     Variable("LIGER_HW_DEBUG", _flag, False, "show the traceback of a bug in the command line"),
     Variable(
-        "LIGER_HW_CHECK_TARGETS", _flag, False, "check cross-entropy targets on the host (syncs) and name the row"
+        "LIGER_HW_CHECK_TARGETS",
+        _flag,
+        False,
+        "check targets and expert indices on the host (syncs) and name the row",
     ),
     Variable(
         "LIGER_HW_LOSS_MEMORY_MIB",
@@ -125,6 +146,13 @@ def ignore(name: str) -> None:
     """Take a variable's default whatever is set, until `clear()`."""
     get(name)
     _values[name] = VARIABLES[name].default
+
+
+def prefer(name: str, value: Any) -> None:
+    """Take `value` where the environment says nothing, until `clear()`."""
+    get(name)
+    if name not in os.environ:
+        _values[name] = value
 
 
 def explicit_config(op: str, variant: str) -> tuple[str, str] | None:

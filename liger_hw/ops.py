@@ -138,7 +138,7 @@ class Tunable:
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """Why `config` cannot be launched for `key` on `target`, or None."""
-        reason = backend(target.vendor).illegal(target, config) or self._misnamed(target, key, config)
+        reason = self._misnamed(target, key, config) or backend(target.vendor).illegal(target, config)
         if reason is None and self.valid is not None:
             reason = self.valid(config, key)
         return reason
@@ -175,6 +175,11 @@ class Op:
     """Option sets the shared tests run; the first is the default."""
     small: tuple[tuple[int, ...], ...] = ()
     """Small problem sizes for tests, odd ones among them; empty: the first workload shrunk."""
+
+    @property
+    def small_sizes(self) -> tuple[int, ...]:
+        """Problem sizes that any machine runs in a moment."""
+        return self.small[0] if self.small else tuple(min(n, 256) for n in next(iter(self.workloads.values())))
 
 
 @dataclass

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import sys
+import textwrap
 import time
 from typing import Any, Sequence
 
 
+def columns() -> int | None:
+    """Characters a line may have: what COLUMNS says, else the terminal's width; None where output goes to a file."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdigit() and int(told):
+        return max(40, int(told))
+    try:
+        return max(40, os.get_terminal_size(sys.stdout.fileno()).columns)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """Columns as wide as their widest cell; a rule under the first row when it is a header."""
+    """Columns as wide as their widest cell, folded where that is more than `columns()`; a rule under a header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    if (most := columns()) is not None:
+        while sum(widths) + 2 * (len(widths) - 1) + len(indent) > most and max(widths) > 4:
+            widths[widths.index(max(widths))] -= 1
+    lines = [line for row in rows for line in _lines(row, widths, indent)]
     if header:
-        lines.insert(1, indent + "  ".join("-" * width for width in widths))
+        lines.insert(len(_lines(rows[0], widths, indent)), indent + "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
+    """A row as lines; a cell that is wider than its column goes on below, cut at spaces where it has them."""
+    cells = [textwrap.wrap(cell, max(1, width)) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
+    return [
+        (indent + "  ".join(part.ljust(width) for part, width in zip(parts, widths))).rstrip()
+        for parts in itertools.zip_longest(*cells, fillvalue="")
+    ]
+
+
+def fold(text: str, hang: str = "") -> str:
+    """Each line of `text`, folded where it is wider than `columns()`; what goes on below begins with `hang`."""
+    most = columns()
+    if most is None:
+        return text
+    options = {"subsequent_indent": hang, "break_on_hyphens": False}
+    return "\n".join(
+        line if len(line) <= most else "\n".join(textwrap.wrap(line, most, replace_whitespace=False, **options))
+        for line in text.splitlines()
+    )
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
@@ -44,7 +82,8 @@ class StatusLine:
     EVERY = 10.0
 
     def __init__(self) -> None:
-        self.live, self.drawn, self.last = sys.stderr.isatty(), False, time.monotonic()
+        self.live, self.drawn, self.began = sys.stderr.isatty(), False, time.monotonic()
+        self.last = self.began - (self.EVERY if self.live else 0.0)  # on a terminal the first line comes at once
 
     def update(self, text: str) -> None:
         now = time.monotonic()
@@ -52,6 +91,12 @@ class StatusLine:
             return
         self.last, self.drawn = now, self.live
         print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """`[3/20] text, 40 s left`, where `done` of `total` are finished."""
+        left = (time.monotonic() - self.began) / done * (total - done) if done else 0.0
+        eta = f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
+        self.update(f"[{done + 1}/{total}] {text}{eta}")
 
     def end(self) -> None:
         if self.drawn:

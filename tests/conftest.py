@@ -64,8 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.path.insert(0, str(_ROOT))
     for name in [n for n in os.environ if n.startswith("LIGER_HW_") and n != "LIGER_HW_INTERPRET"]:
         del os.environ[name]
+    os.environ.pop("COLUMNS", None)  # else tables are folded, which a test that wants it asks for
     cache = tempfile.mkdtemp(prefix="liger_hw-tests-")
     os.environ["LIGER_HW_CACHE_DIR"] = cache  # never the user's
+    os.environ["LIGER_HW_CPU_REFERENCE"] = "1"  # a patched model computes what the kernels do, not its own code twice
+    if "liger_hw.env" in sys.modules:  # a conftest that is loaded before this has made it read the environment
+        sys.modules["liger_hw.env"].clear()
 
     def forget() -> None:
         notes = sys.modules.get("liger_hw.autotune.notes")

@@ -43,8 +43,11 @@ def at_first_forward(model: Any, args: tuple, kwargs: Mapping[str, Any]) -> "Fut
     given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if type(t) is torch.Tensor]
     if not given or given[0].dim() < 2 or torch.is_autocast_enabled(given[0].device.type):
         return None
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is None:  # a replica of nn.DataParallel has no parameters
+        return None
     batch, seq = given[0].shape[:2]
-    return start(model.config, batch, seq, model.dtype, given[0].device)
+    return start(model.config, batch, seq, dtype, given[0].device)
 
 
 def start(config: Any, batch: int, seq: int, dtype: "torch.dtype", device: "torch.device") -> "Future | None":

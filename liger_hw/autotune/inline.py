@@ -33,15 +33,18 @@ _off = False
 def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
     """Tune one tunable at one key within a few seconds; whether an entry was stored.
 
-    Not under several ranks, which would wait for each other and disagree: tune before, then `distributed.sync()`.
+    Not under several ranks, which would wait for each other and disagree: `distributed.sync(tune=True)` lets one of
+    them tune for all, between steps.
     """
     global _off
     if _off:
         return False
-    if env.launcher_number("WORLD_SIZE", 1) > 1:
+    if _is_one_of_several():
         _off = True
         store.warn_once(
-            "inline ranks", "LIGER_HW_AUTOTUNE=1 is ignored with WORLD_SIZE > 1; run `liger-hw autotune` first"
+            "inline ranks",
+            "LIGER_HW_AUTOTUNE=1 is ignored among several ranks (WORLD_SIZE, torch.distributed); run `liger-hw "
+            "autotune` first, or liger_hw.distributed.sync(tune=True) after a step",
         )
         return False
     try:
@@ -55,6 +58,25 @@ def tune_on_miss(tunable: Tunable, target: Target, device: Any, key: Key) -> boo
 
 
 registry.tune_on_miss = tune_on_miss
+
+
+def tune_misses(target: Target) -> int:
+    """Tune what this process found no entry for on `target`, a few seconds each; how many entries were stored."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() if target.vendor != "cpu" else torch.device("cpu")
+    tunables = registry.tunables()
+    found = [(op, variant, key) for (op, variant, key), of in registry.misses().items() if of == target]
+    return sum(_tune(tunables[f"{op}.{variant}"], target, device, key) for op, variant, key in found)
+
+
+def _is_one_of_several() -> bool:
+    """Whether other ranks train beside this process: what a launcher says, or a process group that exists."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return env.launcher_number("WORLD_SIZE", 1) > 1
 
 
 def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:

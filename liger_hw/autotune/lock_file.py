@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from ..answers import Entry
+from ..backends import Target
 from ..env import SettingError
+from ..ops import get_tunable
 from . import tables
 from .tables import Name
 
@@ -34,16 +36,41 @@ def read(path: Path) -> tuple[dict[str, Any], dict[Name, Entry]]:
     return header, table
 
 
-def entries(path: Path) -> dict[Name, Entry]:
+def unusable(target: Target, table: Mapping[Name, Entry]) -> list[str]:
+    """The entries that cannot be launched on `target`, each with its reason."""
+    found = []
+    for (op, variant, key), entry in sorted(table.items()):
+        try:
+            reason = get_tunable(f"{op}.{variant}").illegal(target, key, entry.config)
+        except ValueError:
+            reason = "this version has no such kernel"
+        if reason:
+            found.append(f"{op}.{variant} {key}: {reason}")
+    return found
+
+
+def entries(path: Path, target: Target) -> dict[Name, Entry]:
     """The entries of the lock file that LIGER_HW_LOCK_FILE names.
 
-    Raises `SettingError` when it cannot be used: who asks for a pinned run must not get another one and a warning.
+    Raises `SettingError` when it cannot be used, or an entry of it cannot be launched on `target`: who asks for a
+    pinned run must not get another one and a warning. A lock file that was written for other devices too (`lock
+    --allow-other-device`) leaves such keys to the next layers. Nothing is launched on a CPU.
     """
     try:
-        return read(path)[1]
+        header, table = read(path)
     except ValueError as error:
         why = str(error) if path.exists() else f"no such file (looked in {Path.cwd()})"
         raise SettingError(
             f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with "
             f"`liger-hw lock -o {path} --model ...`, correct the path, or unset the variable"
         ) from None
+    if target.vendor == "cpu" or header.get("allow_other_device") is True:
+        return table
+    if wrong := unusable(target, table):
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise SettingError(
+            f"LIGER_HW_LOCK_FILE={path}: {len(wrong)} of its {len(table)} entries cannot be launched on {target.name}: "
+            f"{'; '.join(wrong[:3])}{more}. Write a lock file for this device; or, for these keys to be chosen here as "
+            "if nothing pinned them, write it with `liger-hw lock --allow-other-device`"
+        )
+    return table

@@ -303,7 +303,7 @@ def layers(target: Target) -> list[tuple[str, Table]]:
     pinned: list[tuple[str, Table]] = []
     path = env.get("LIGER_HW_LOCK_FILE")
     if path:
-        pinned.append(("lock", lock_file.entries(Path(path))))
+        pinned.append(("lock", lock_file.entries(Path(path), target)))
     offers: list[tuple[str, Name, Entry]] = [("user", *item) for item in read_user(target, problems)]
     if not env.get("LIGER_HW_DISABLE_SHIPPED"):
         for layer, file in _shipped_files(target):

@@ -7,6 +7,7 @@ a vendor-neutral `LaunchConfig` becomes Triton launch options. No other module m
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -14,6 +15,9 @@ from typing import Any, Mapping
 
 KIB, MIB = 1024, 1024 * 1024
 HINTS = ("none", "stream", "keep")
+MOST_ELEMENTS, MOST_A_THREAD = 65536, 1024
+"""Elements of a tile (a configuration's two largest blocks) that a program and a thread may have. What kernels ask for
+is at most that; the compiler's time grows faster than a thread's elements: 1024 take ptxas half a minute."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +334,12 @@ class Backend:
         for name, value in config.blocks.items():
             if type(value) is not int or value < 1 or value & (value - 1):
                 return f"{name}={value!r} is not a power of two"
+        tile = math.prod(sorted(config.blocks.values())[-2:])
+        if tile > min(MOST_ELEMENTS, MOST_A_THREAD * threads):
+            return (
+                f"a tile of {tile} elements for {threads} threads; a program holds at most {MOST_ELEMENTS}, a thread "
+                f"{MOST_A_THREAD}: the compiler would take minutes to hours and all of it would spill"
+            )
         for name in config.vendor:
             if name not in self.options:
                 return f"option {name!r} is unknown to {self.vendor}"
@@ -364,6 +374,12 @@ class Backend:
                 f"{target.arch} has {target.registers}"
             )
         return None
+
+    # -- libraries ---------------------------------------------------------------------------------------------------
+
+    def has_grouped_gemm(self, target: Target) -> bool:
+        """Whether `torch._grouped_mm` of bf16 is a kernel of its own on `target`, not a loop that waits for sizes."""
+        return False
 
     # -- lowering and compiling --------------------------------------------------------------------------------------
 

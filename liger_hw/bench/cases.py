@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 
@@ -21,13 +21,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """quick: only graph-replayed times; no eager loop, host time, memory or accuracy"""
+    """quick: only graph-replayed times; no eager loop, host time, memory or accuracy
+    prepare: what becomes of the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
+    host_sizes: the sizes at which host time is measured (default: these with few rows)
+    """
 
     op: Op
     label: str
     sizes: tuple[int, ...]
     dtype: torch.dtype
     quick: bool = False
+    prepare: Callable[[Inputs], Inputs] | None = None
+    limit: int | None = None
+    host_sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is torch.bfloat16 else f" {str(self.dtype).removeprefix('torch.')}"
@@ -37,8 +43,9 @@ class Case:
 def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The cases to run: each op at its workloads, or at `sizes`; every op when `ops` is empty.
 
-    A size is the name of a workload; numbers, as `8192x4096`; or `workloads`, all of an op's. `@fp32` after it is its
-    dtype. Raises `ValueError` for an unknown op, and for a size no op of `ops` can take.
+    A size is the name of a workload; numbers, as `8192x4096`; `workloads`, all of an op's; or `small`, which any
+    machine runs in a moment. `@fp32` after it is its dtype. Raises `ValueError` for an unknown op, and for a size no op
+    of `ops` can take.
     """
     table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
     found: list[Case] = []
@@ -54,6 +61,8 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
             numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
             if word == "workloads":
                 found += [Case(op, name, shape, kind) for name, shape in op.workloads.items()]
+            elif word == "small":
+                found.append(Case(op, word, op.small_sizes, kind))
             elif word in op.workloads:
                 found.append(Case(op, word, op.workloads[word], kind))
             elif len(numbers) == len(dims) and min(numbers) > 0:
@@ -79,7 +88,8 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
     sample = case.op.sample(sizes, case.dtype, device, generator)
     known = inspect.signature(case.op.function).parameters
     kwargs = {name: value for name, value in sample.kwargs.items() if value is not known[name].default}
-    return Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved)
+    inputs = Inputs(sample.args, kwargs, seed=1000 + seed, moved=sample.moved)
+    return case.prepare(inputs) if case.prepare else inputs
 
 
 def with_few_rows(case: Case, most: int) -> tuple[int, ...]:

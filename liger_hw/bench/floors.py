@@ -32,12 +32,21 @@ def two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
     return 2 * forward, [*forward, *both]
 
 
+def experts(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int) -> tuple[list[Product], list[Product]]:
+    """The products of gated experts as one dense layer of as many rows has them."""
+    rows = n_tokens * top_k
+    forward = [(rows, 2 * inner, hidden, "nt"), (rows, hidden, inner, "nt")]
+    down = [(rows, inner, hidden, "nn"), (hidden, inner, rows, "tn")]
+    return forward, [*forward, *down, (rows, hidden, 2 * inner, "nn"), (2 * inner, hidden, rows, "tn")]
+
+
 PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
     "fused_linear_cross_entropy": linear_head,
     "fused_linear_kl_div": linear_head,
     "fused_linear_jsd": two_heads,
+    "fused_moe": experts,
     # that a backward must have logits again is the way's, not the op's
-    "fused_linear_scaled_cross_entropy": linear_head,
+    "fused_linear_log_probs": linear_head,
 }
 """The matrix products of a GEMM-bound op, (forward, forward and backward), from its problem sizes."""
 

@@ -53,6 +53,8 @@ class Arm:
     eager: dict[str, Stats] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     peak_mib: float | None = None
+    kept_mib: float | None = None
+    first_seconds: float | None = None
     errors: tuple[float | None, float | None] = (None, None)
 
     def fail(self, error: BaseException) -> None:
@@ -123,7 +125,7 @@ def _bench_case(
     for arm in arms:
         try:
             budget.check()
-            with at_most(QUICK_ARM_LIMIT if case.quick else ARM_LIMIT, f"{arm.name} was not ready"):
+            with at_most(case.limit or (QUICK_ARM_LIMIT if case.quick else ARM_LIMIT), f"{arm.name} was not ready"):
                 _prepare(arm, case, meter, sets, needed, floors, check)
         except Exception as error:
             arm.fail(error)
@@ -163,12 +165,15 @@ def _prepare(
     arm.function = peers.arm(arm.name, case.op)
     for mode in needed:
         work = Work(arm.function, sets, backward=mode == "full")
+        began = time.perf_counter()
         work.learn_overwrites()  # the first call: compiles
+        meter.synchronize()
+        arm.first_seconds = arm.first_seconds or time.perf_counter() - began
         for _ in range(2):
             work.call()
         work.restore()
         if arm.peak_mib is None and not case.quick:
-            arm.peak_mib = meter.peak_mib(work)
+            arm.peak_mib, arm.kept_mib = meter.peak_mib(work), meter.kept_mib(work)
         arm.works[mode] = work
         arm.runners[mode] = runner = meter.runner(work, floors[mode])
         if runner.why and meter.graphs:
@@ -213,12 +218,11 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     for arm in live:
         for mode in arm.works:
             arm.eager[mode] = Stats.of(samples[arm.name, mode])
-    if (
-        case.op.name in PRODUCTS
-    ):  # on a few rows too it is the device that takes long: a product reads all of the weight
+    # on a few rows of a product too it is the device that takes long (it reads all of the weight), or a CPU
+    if case.op.name in PRODUCTS and (meter.module is None or not case.host_sizes):
         return floors
 
-    small = [make_inputs(case, with_few_rows(case, 16), meter.device, 7)]
+    small = [make_inputs(case, case.host_sizes or with_few_rows(case, 16), meter.device, 7)]
     for arm in live:
         for mode, work in arm.works.items():
             try:
@@ -282,6 +286,8 @@ def _row(
         "eager_ms": eager.to_json() if eager else None,
         "host_us": difference(arm.host),
         "peak_mib": arm.peak_mib,
+        "kept_mib": arm.kept_mib,
+        "first_seconds": arm.first_seconds,
         "error_out": arm.errors[0],
         "error_grad": arm.errors[1],
         "config": _config(case, meter) if arm.name == peers.OURS and arm.status == "ok" else None,

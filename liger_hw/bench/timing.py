@@ -307,6 +307,18 @@ class Meter:
         work.restore()
         return peak / MIB
 
+    def kept_mib(self, work: Work) -> float | None:
+        """MiB that a forward leaves allocated for its backward, its outputs included. None on the CPU."""
+        if self.module is None:
+            return None
+        self.synchronize()
+        before = self.module.memory_allocated()
+        outputs = work.forward(work.sets[0])
+        kept = self.module.memory_allocated() - before
+        del outputs
+        work.restore()
+        return kept / MIB
+
     # -- floors
 
     def copy_rate(self) -> float:

@@ -42,7 +42,8 @@ class Leftover(RuntimeError):
 class Shape:
     """One model family at one published size. `family` is the word in `apply_liger_kernel_to_<family>`.
 
-    layers: as published, for saying how many of them a plan has; experts: of each layer, two of them for a token
+    layers: as published, for saying how many of them a plan has
+    experts: of each layer, `top_k` of them for a token, each `expert_width` wide (0: `intermediate`)
     """
 
     family: str
@@ -55,13 +56,22 @@ class Shape:
     attention: str = "sdpa"
     layers: int = 32
     experts: int = 0
+    top_k: int = 2
+    expert_width: int = 0
 
     def scaled(self, hidden: int) -> "Shape":
         """The same proportions at another width, with four heads and bytes for a vocabulary: for a quick try."""
-        inner = max(8, round(self.intermediate * hidden / self.hidden / 8) * 8)
+        inner, width = (round(n * hidden / self.hidden / 8) * 8 for n in (self.intermediate, self.expert_width))
         kv_heads = max(1, 4 * self.kv_heads // self.heads)
         return replace(
-            self, vocab=256, hidden=hidden, intermediate=inner, heads=4, kv_heads=kv_heads, head_dim=hidden // 4
+            self,
+            vocab=256,
+            hidden=hidden,
+            intermediate=max(8, inner),
+            heads=4,
+            kv_heads=kv_heads,
+            head_dim=hidden // 4,
+            expert_width=max(8, width) if self.expert_width else 0,
         )
 
 
@@ -69,9 +79,21 @@ MODELS = {
     "mistral": Shape("mistral", 32768, 4096, 14336, 32, 8),
     "llama3": Shape("llama", 128256, 4096, 14336, 32, 8),
     "qwen3": Shape("qwen3", 151936, 4096, 12288, 32, 8, layers=36),
+    "qwen2": Shape("qwen2", 152064, 3584, 18944, 28, 4, layers=28),  # 7B
+    "olmo2": Shape("olmo2", 100352, 4096, 11008, 32, 32),  # 7B
+    "granite": Shape("granite", 49155, 4096, 12800, 32, 8, layers=40),  # 3.x 8B, logits not scaled
     "gemma2": Shape("gemma2", 256000, 2304, 9216, 8, 4, 256, "eager", layers=26),  # 2B; sdpa has no logit softcap
     "phi3": Shape("phi3", 32064, 3072, 8192, 32, 32, 96),  # mini
     "mixtral": Shape("mixtral", 32000, 4096, 14336, 32, 8, experts=8),  # 8x7B; 11.6 GB a layer with AdamW in bf16
+    "qwen3_moe": Shape(  # 30B-A3B
+        "qwen3_moe", 151936, 2048, 6144, 32, 4, layers=48, experts=128, top_k=8, expert_width=768
+    ),
+    "qwen3_next": Shape(  # 80B-A3B; three layers of four have linear attention
+        "qwen3_next", 151936, 2048, 5120, 16, 2, 256, layers=48, experts=512, top_k=10, expert_width=512
+    ),
+    "gpt_oss": Shape(  # 20B; sdpa has no attention sinks, eager keeps every score
+        "gpt_oss", 201088, 2880, 2880, 64, 8, 64, "flex_attention", layers=24, experts=32, top_k=4
+    ),
 }
 
 
@@ -129,7 +151,11 @@ def config(training: Training) -> Any:
     from transformers import AutoConfig
 
     shape = training.shape
-    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2} if shape.experts else {}
+    experts = {}
+    if shape.experts:  # families name these differently
+        experts = dict.fromkeys(("num_local_experts", "num_experts"), shape.experts)
+        experts |= {"num_experts_per_tok": shape.top_k, "norm_topk_prob": True}
+        experts |= {"moe_intermediate_size": shape.expert_width or shape.intermediate}
     window = {"sliding_window": None} if shape.family == "mistral" else {}
     return AutoConfig.for_model(
         shape.family,
@@ -154,12 +180,15 @@ def build(training: Training, device: torch.device) -> Any:
     """The model with random weights from the seed, made on the device in its dtype."""
     from transformers import AutoModelForCausalLM
 
+    attention = training.shape.attention
+    if attention == "flex_attention" and device.type == "cpu":  # it has no backward there
+        attention = "eager"
     torch.manual_seed(training.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, training.dtype))
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config(training), attn_implementation=training.shape.attention)
+            model = AutoModelForCausalLM.from_config(config(training), attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     model.train()

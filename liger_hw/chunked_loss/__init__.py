@@ -6,31 +6,18 @@ each returns, and the few differences.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..lazy import lazy
 
-_HOME = {
-    "LigerFusedLinearCPOLoss": "cpo_loss",
-    "LigerFusedLinearCosineSimilarityLoss": "cosine_similarity_loss",
-    "LigerFusedLinearDPOLoss": "dpo_loss",
-    "LigerFusedLinearGRPOLoss": "grpo_loss",
-    "LigerFusedLinearJSDLoss": "jsd_loss",
-    "LigerFusedLinearKTOLoss": "kto_loss",
-    "LigerFusedLinearORPOLoss": "orpo_loss",
-    "LigerFusedLinearSimPOLoss": "simpo_loss",
+HOME = {
+    "LigerFusedLinearCPOLoss": "liger_hw.chunked_loss.cpo_loss",
+    "LigerFusedLinearCosineSimilarityLoss": "liger_hw.chunked_loss.cosine_similarity_loss",
+    "LigerFusedLinearDPOLoss": "liger_hw.chunked_loss.dpo_loss",
+    "LigerFusedLinearGRPOLoss": "liger_hw.chunked_loss.grpo_loss",
+    "LigerFusedLinearJSDLoss": "liger_hw.chunked_loss.jsd_loss",
+    "LigerFusedLinearKTOLoss": "liger_hw.chunked_loss.kto_loss",
+    "LigerFusedLinearORPOLoss": "liger_hw.chunked_loss.orpo_loss",
+    "LigerFusedLinearSimPOLoss": "liger_hw.chunked_loss.simpo_loss",
 }
-"""Name -> the file of this folder that defines it."""
+"""Name -> the module that defines it."""
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOME)}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__all__, __getattr__, __dir__ = lazy(__name__, HOME)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..kernels.heads.head_inputs import checked_head
-from ..runtime.operator import check
+from ..runtime.operator import check, warn_ignored
 
 HEAD = ("_input", "lin_weight", "bias")
 REFERENCE = ("ref_input", "ref_weight", "ref_bias")
@@ -70,6 +70,9 @@ class LossModule(torch.nn.Module):
         names = (field.name for field in fields(self))
         self._option_names = tuple(name for name in names if name not in ("compiled", "chunk_size"))
         self.check()
+        why = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
+        given = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name not in self._option_names}
+        warn_ignored(type(self).__name__, why, **given)
 
     def check(self) -> None:
         """Raise for options that make no sense."""

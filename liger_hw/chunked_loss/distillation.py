@@ -260,5 +260,6 @@ class DistillationLoss(LossModule):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inputs [n_rows, hidden], weights [vocab, hidden], true_labels [n_rows]; the class says what is returned."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())

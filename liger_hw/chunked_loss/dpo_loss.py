@@ -180,14 +180,16 @@ def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopo
 class LigerFusedLinearDPOLoss(LossModule):
     """DPO and its relatives on a linear head.
 
-    beta: how far the policy may move; loss_type: see the top of this file; label_smoothing: for robust and exo_pair;
-    alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss; average_log_prob:
-    sequences count by the mean of their tokens' log-probabilities instead of the sum.
+    beta: how far the policy may move
+    loss_type: sigmoid, hinge, ipo, robust, exo_pair, bco_pair, sppo_hard, nca_pair, apo_zero, apo_down or discopop
+    (docs/losses.md has the formulas); label_smoothing: for robust and exo_pair; discopop_tau: for discopop
+    alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss
+    average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum
 
     forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None,
-    ref_input, ref_weight, ref_bias: the reference model's) -> (loss, (chosen_logps [pairs], rejected_logps [pairs],
-    chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
+    None, ref_input, ref_weight, ref_bias: the reference model's) -> (loss, (chosen_logps [pairs], rejected_logps
+    [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all
+    fp32
     """
 
     function = LigerFusedLinearDPOFunction
@@ -217,5 +219,6 @@ class LigerFusedLinearDPOLoss(LossModule):
         ref_weight: torch.Tensor | None = None,
         ref_bias: torch.Tensor | None = None,
     ) -> Output:
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
         tensors = _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias
         return self.function.apply(*tensors, **self.options())

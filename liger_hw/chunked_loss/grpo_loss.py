@@ -172,6 +172,7 @@ class LigerFusedLinearGRPOLoss(LossModule):
         vllm_is_ratio: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
+        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]."""
         tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
         given = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
         counts = {"vllm_is_ratio": vllm_is_ratio, "num_items_in_batch": num_items_in_batch}

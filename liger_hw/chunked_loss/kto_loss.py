@@ -153,5 +153,6 @@ class LigerFusedLinearKTOLoss(LossModule):
         ref_bias: torch.Tensor | None = None,
         kl: torch.Tensor | float | None = None,
     ) -> Output:
+        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; target: [batch, length]."""
         tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias
         return self.function.apply(*tensors, kl=kl, **self.options())

@@ -29,7 +29,7 @@ from .. import env
 from ..kernels.heads.chunk_plan import plan_groups
 from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_targets
-from ..kernels.losses.log_prob_rows import LogProbs, log_probs_reference, row_log_prob_gradients, row_log_probs
+from ..kernels.losses.log_prob_rows import LogProbs, log_prob_rows_reference, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order, is_interpreted
 
@@ -138,7 +138,7 @@ class _Rows:
         """Log-probabilities of the rows `start`.. whose logits these are."""
         rows = slice(start, start + logits.shape[0])
         if self.plain:
-            logp, _, lse = log_probs_reference(logits, self.target[rows], self.bias, **self._options())
+            logp, _, lse = log_prob_rows_reference(logits, self.target[rows], self.bias, **self._options())
             self.out.logp[rows], self.out.lse[rows] = logp, lse
             if self.out.logit_sum is not None:
                 bias_sum = 0.0 if self.bias is None else self.bias.to(logp.dtype).sum()

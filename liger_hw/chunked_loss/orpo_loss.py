@@ -96,4 +96,5 @@ class LigerFusedLinearORPOLoss(LossModule):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Output:
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
         return self.function.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())

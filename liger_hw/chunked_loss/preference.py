@@ -199,4 +199,5 @@ class ReferenceFreeLoss(LossModule):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> Output:
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
         return self.function.apply(_input, lin_weight, target, bias, **self.options())

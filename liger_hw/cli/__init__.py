@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -33,13 +34,37 @@ COMMANDS = {
     "models": "what every model family of transformers gets, verified on tiny models",
     "compile": "what every op would launch on an architecture, compiled here without the device",
     "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
+    "check": "what a patch would change in a model, from its name or configuration, without weights",
+    "doctor": "run every op once against its reference here, and print what belongs into a bug report",
     "plan": "activation levels of a model, the memory they take and the best mix that fits",
     "lock": "write liger-hw.lock, which pins every configuration of a model",
 }
 
 
+EXTRAS = {
+    "transformers": "transformers",
+    "triton": "cuda",
+    "matplotlib": "bench",
+    **dict.fromkeys(("trl", "peft", "datasets", "accelerate"), "examples"),
+}
+"""Package -> the extra of liger_hw that installs it."""
+
+
 class UsageError(Exception):
     """Something the user can put right; the message says how. Ends the command with exit code 2."""
+
+
+def missing(command: str, package: str) -> UsageError:
+    """What to tell somebody whose command needs a package that is not installed."""
+    more = " (AMD's or Intel's: liger_hw[rocm], liger_hw[xpu])" if package == "triton" else ""
+    return UsageError(f"{command}: needs {package}: pip install 'liger_hw[{EXTRAS[package]}]'{more}")
+
+
+def needs(command: str, *packages: str) -> None:
+    """Raise `UsageError` that says what to install when one of these packages is not."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise missing(command, package)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,24 +173,27 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UsageError(f"unknown sub-command {name!r}; {hint}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    parser = _Parser(
-        prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
+    if env.get("LIGER_HW_INTERPRET"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which may be before the kernels
+    parser = parser_of(name)
     try:
         # options may stand between the names an argument takes many of (argparse: not where there are sub-parsers)
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-        return module.run(parse(argv[1:]))
+        return importlib.import_module(f"{__name__}.{name}").run(parse(argv[1:]))
     except ModuleNotFoundError as error:
-        extra = {"transformers": "transformers", "triton": "cuda", "matplotlib": "bench"}.get(
-            (error.name or "").split(".")[0]
-        )
-        if extra is None:
+        package = (error.name or "").split(".")[0]
+        if package not in EXTRAS:
             raise
-        raise UsageError(
-            f"{name}: needs {error.name}, which is not installed: pip install 'liger_hw[{extra}]'"
-        ) from None
+        raise missing(name, package) from None
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a sub-command."""
+    parser = _Parser(
+        prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    importlib.import_module(f"{__name__}.{name}").add_arguments(parser)
+    return parser
 
 
 def _top_parser() -> argparse.ArgumentParser:

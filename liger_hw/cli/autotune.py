@@ -4,6 +4,8 @@
     liger-hw autotune --device cuda --model mistral-7b --seq 2048,4096   the shapes of a model
     liger-hw autotune --device cuda --from-misses                        what earlier runs found no entry for
     liger-hw autotune --device gfx942                                    for a device that is not here, by compiling
+    liger-hw autotune --device xpu                                       the same for every known Intel architecture
+    liger-hw autotune --list                                             names of architectures and devices
 
 Winners go to the user cache (docs/registry.md); `liger-hw cache export` turns them into a table that can be shipped.
 Interrupt it at any time: every measurement is kept, and `--resume` goes on from there.
@@ -18,8 +20,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from ..text import json_text, table
-from . import UsageError
+from ..text import StatusLine, fold, json_text, table
+from . import UsageError, needs
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to tune")
     what.add_argument("--device", help="cuda, rocm, xpu, cuda:0, a device or an architecture (default: the GPU here)")
+    what.add_argument(
+        "--list", action="store_true", help="print the names of architectures and devices, and tune nothing"
+    )
     what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     what.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
     what.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes for --model (default 1)")
@@ -62,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)"
     )
     how.add_argument(
-        "--candidates", type=positive, default=96, help="most candidates of a kernel's first shape (default 96)"
+        "--candidates",
+        type=positive,
+        help="most candidates of a kernel's first shape (default 96, for a vendor without its GPU 24)",
     )
     how.add_argument("--resume", action="store_true", help="go on from an interrupted run: keep what it measured")
     how.add_argument(
@@ -79,12 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
     if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
         return 0
+    if arguments.list:
+        return _list(arguments)
+    absent = _absent_targets(arguments.device)
+    if len(absent) > 1 and not (arguments.model or arguments.shapes or arguments.from_misses):
+        arguments.first = True  # every workload of every op on every architecture would take a day
+    arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
     if arguments.dry_run:
-        return _dry_run(arguments)
-    if target := _absent_target(arguments.device):
-        jobs, problems = _jobs(arguments, target, None)
-        screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
-        return _choose_without_device(arguments, target, jobs, problems, screen)
+        return _dry_run(arguments, absent)
+    if absent:
+        return _choose_without_device(arguments, absent)
     from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
     from ..backends import Target
 
@@ -123,7 +134,8 @@ def _device(name: str | None) -> str:
     if name is None:
         if not here:
             raise UsageError(
-                "autotune: no GPU here. The tuner measures; `--dry-run --device sm90` shows what it would do"
+                "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
+                "one that is not here, by compiling and a model; `--list` has the names"
             )
         return f"{here[0].device_type}:0"
     kind, _, index = name.partition(":")
@@ -182,48 +194,42 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
     return jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target, measurer))
 
 
-def _dry_run(arguments: argparse.Namespace) -> int:
+def _dry_run(arguments: argparse.Namespace, absent: list["Target"]) -> int:
     from .. import registry
     from ..autotune import space
-    from ..backends import known_target
 
-    try:
-        target = known_target(arguments.device or "")
-    except ValueError:
+    measurer = None
+    if not absent:
         import torch
 
         from ..backends import target_of
 
-        target = target_of(torch.device(_device(arguments.device)))
-    measurer = None
-    if target.vendor == "cpu":
+        absent = [target_of(torch.device(_device(arguments.device)))]
+    if absent[0].vendor == "cpu":
         from ..autotune.measure import LocalMeasurer
 
         measurer = LocalMeasurer(_device("cpu"))  # says that there is nothing to tune, unless kernels are interpreted
-    jobs, problems = _jobs(arguments, target, measurer)
-    rows = []
-    for job in jobs:
-        legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
-        rows.append({**job.to_json(), "legal": len(legal), "refused": dict(refused)})
+    documents = []
+    for target in absent:
+        jobs, problems = _jobs(arguments, target, measurer)
+        rows = []
+        for job in jobs:
+            legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
+            rows.append({**job.to_json(), "legal": len(legal), "refused": dict(refused)})
+        documents.append({"target": target.to_json(), "jobs": rows, "problems": problems})
+        if not arguments.json:
+            print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
+            print(table([("kernel", "key", "sizes", "legal", "refused"), *map(_planned, rows)]))
+            for problem in problems:
+                print(f"not planned: {problem}")
     if arguments.json:
-        print(json_text({"target": target.to_json(), "jobs": rows, "problems": problems}, indent=2))
-        return 0
-    print(f"{target.name} ({target.vendor} {target.arch}): {len(jobs)} to tune")
-    cells = [("kernel", "key", "sizes", "legal", "refused")]
-    cells += [
-        (
-            f"{r['op']}.{r['variant']}",
-            str(tuple(r["key"])),
-            _by(r["sizes"]),
-            str(r["legal"]),
-            str(sum(r["refused"].values())),
-        )
-        for r in rows
-    ]
-    print(table(cells))
-    for problem in problems:
-        print(f"not planned: {problem}")
+        print(json_text(documents[0] if len(documents) == 1 else documents, indent=2))
     return 0
+
+
+def _planned(row: dict[str, Any]) -> tuple[str, ...]:
+    name, key = f"{row['op']}.{row['variant']}", str(tuple(row["key"]))
+    return name, key, _by(row["sizes"]), str(row["legal"]), str(sum(row["refused"].values()))
 
 
 # -- tuning ----------------------------------------------------------------------------------------------------------
@@ -322,48 +328,124 @@ def _by(sizes: Any) -> str:
 # -- for a device that is not here -----------------------------------------------------------------------------------
 
 
-def _absent_target(name: str | None) -> "Target | None":
-    """The Target of a device or an architecture that is named, known and not in this machine."""
+def _absent_targets(name: str | None) -> list["Target"]:
+    """The Targets that a name means and that are not in this machine: of a vendor one for each known architecture."""
     import torch
 
-    from ..backends import backends, known_target, target_of
+    from ..backends import VENDORS, backend, backends, known_target, target_of
 
+    here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
+    if name in VENDORS and name != "cpu":
+        present = any(one.vendor == name for one in here)
+        return [] if present else [known_target(arch) for arch in backend(name).known_archs()]
     try:
         target = known_target(name or "")
     except ValueError:
-        return None
-    for one in backends():
-        if one.device_type != "cpu" and getattr(torch, one.device_type).device_count():
-            if one.is_called(target_of(torch.device(one.device_type, 0)), name or ""):
-                return None
-    return None if target.vendor == "cpu" else target
+        return []
+    if target.vendor == "cpu":
+        return []
+    is_here = any(one.is_called(target_of(torch.device(one.device_type, 0)), name or "") for one in here)
+    return [] if is_here else [target]
 
 
-def _choose_without_device(
-    arguments: argparse.Namespace, target: "Target", jobs: list[Any], problems: list[str], screen: "_Progress"
-) -> int:
-    """Choose for every job, store the choices, print them. `screen` shows what is done."""
+def _list(arguments: argparse.Namespace) -> int:
+    """The names that --device takes, of every command that has it."""
+    from ..autotune import store
+    from ..backends import VENDORS, backend, known_target
+
+    rows = []
+    for vendor in (vendor for vendor in VENDORS if vendor != "cpu"):
+        devices: dict[str, list[str]] = {arch: [] for arch in backend(vendor).known_archs()}
+        for device in backend(vendor).known_devices():
+            devices.setdefault(known_target(device).arch, []).append(device)
+        for arch, names in devices.items():
+            shipped = {
+                entry.provenance["kind"] for _, found in store.layers(known_target(arch)) for entry in found.values()
+            }
+            rows.append((vendor, arch, " ".join(names), ", ".join(sorted(shipped)) or "the heuristic"))
+    if arguments.json:
+        print(json_text([dict(zip(("vendor", "arch", "devices", "tables"), row)) for row in rows], indent=1))
+    else:
+        print(table([("vendor", "architecture", "devices", "tables hold"), *rows]))
+    return 0
+
+
+def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
+    """Choose for every job of every target, store the choices, print them, and say what they are worth."""
+    from ..autotune import store
+    from ..autotune.workers import CompilePool
+
+    needs("autotune", "triton")
+    planning = StatusLine()
+    plans = []
+    for target in targets:
+        planning.update(f"{target.arch}: what its kernels launch")
+        plans.append((target, *_jobs(arguments, target, None)))
+    planning.end()
+    screen = _Progress(sum(len(jobs) for _, jobs, _ in plans), sys.stderr if arguments.json else sys.stdout)
+    names = ", ".join(target.arch for target in targets)
+    screen.line(
+        f"{arguments.device} is not in this machine ({names}): kernels are compiled for it as far as Triton can, and a "
+        "model ranks them. Nothing is measured. What is measured already is left as it is."
+    )
+    if arguments.first and len(targets) > 1:
+        screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
+    documents, found, interrupted = [], [], False
+    deadline = time.monotonic() + (arguments.budget or math.inf)
+    with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
+        for target, jobs, problems in plans:
+            results, document = _choose_for(arguments, target, jobs, problems, pool, screen, deadline)
+            found += results
+            documents.append(document)
+            if interrupted := document["interrupted"]:
+                break
+    failed = [r for r in found if r.error]
+    screen.line(
+        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: "
+        f"{sum(r.stored for r in found)} stored, {len(failed)} failed"
+    )
+    if arguments.json:
+        print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
+    elif not any(r.stored for r in found):
+        print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
+    else:
+        print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)
+        for document in documents:
+            name = document["target"]["arch"] if len(targets) > 1 else arguments.device
+            if any(row["stored"] for row in document["results"]):
+                export = f"liger-hw cache export --device {name} -o {name}.json"
+                print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
+        print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
+    if interrupted:
+        screen.line("what was compiled is kept by Triton, the same command goes on from there")
+        return 130
+    return 1 if failed else 0
+
+
+def _choose_for(
+    arguments: argparse.Namespace,
+    target: "Target",
+    jobs: list["Job"],
+    problems: list[str],
+    pool: Any,
+    screen: "_Progress",
+    deadline: float,
+) -> tuple[list[Any], dict[str, Any]]:
+    """(results, what --json prints of them) of one target; its table is printed without --json."""
     from ..autotune import store
     from ..autotune.static import MARGINS, StaticTuner
-    from ..autotune.workers import CompilePool
     from ..backends import backend
 
-    folder = store.home(target)
     compiles = backend(target.vendor).triton_target(target) is not None
     margin = MARGINS["binary" if compiles else "ttir"]
-    how = f"compiled for {target.name}" if compiles else f"brought to TTIR (no compiler for {target.arch} here)"
-    screen.line(f"{arguments.device} is not in this machine: candidates are {how} and ranked by a model, not measured.")
-    screen.line(f"Kept is what should beat the heuristic by {margin:.0%}, as `{'static' if compiles else 'modelled'}`.")
-    screen.line("What is measured already, here or for its family, is left as it is.")
-    screen.line(f"{len(jobs)} kernels and keys; choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+    how = "compiled" if compiles else "brought to TTIR (no compiler for it here)"
+    kind = "static" if compiles else "modelled"
+    folder = store.home(target)
+    screen.line(f"{target.arch} ({target.name}): {len(jobs)} kernels and keys, {how};")
+    screen.line(f"  kept as `{kind}` is what should beat the heuristic by {margin:.0%}")
+    screen.line(f"  choices go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
-        screen.line(f"not planned: {problem}")
-    results: list[Any] = []
-
-    def done(result: Any) -> None:
-        results.append(result)
-        screen.finished(result)
-
+        screen.line(f"  not planned: {problem}")
     measured = {
         name
         for _, table in store.layers(target)
@@ -372,46 +454,32 @@ def _choose_without_device(
     }
 
     def save(name: tuple, entry: Any) -> Any:
-        return (
-            None if name in measured else store.save(target, name, entry)
-        )  # a guess must not answer before a measurement
+        return None if name in measured else store.save(target, name, entry)  # a guess must not answer before those
+
+    results: list[Any] = []
+
+    def done(result: Any) -> None:
+        results.append(result)
+        screen.finished(result)
 
     interrupted = False
-    count = arguments.workers or os.cpu_count() or 1
-    with CompilePool(count, seconds=120.0) as pool:
-        tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
-        try:
-            tuner.run(jobs, done, arguments.budget or math.inf)
-        except KeyboardInterrupt:
-            interrupted = True
-    failed = [r for r in results if r.error]
-    screen.line(
-        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: "
-        f"{sum(r.stored for r in results)} stored, {len(failed)} failed"
-    )
-    if arguments.json:
-        facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
-        rows = [r.to_json() for r in results]
-        print(
-            json_text(
-                {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}, indent=1
-            )
-        )
-    else:
+    tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
+    try:
+        tuner.run(jobs, done, deadline - time.monotonic())
+    except KeyboardInterrupt:
+        interrupted = True
+    if not arguments.json:
         print(_static_table(results))
-        if any(r.stored for r in results):
-            file = target.arch if arguments.device == target.arch else f"{target.arch}-{store.slug(target.name)}"
-            print(f"to share them: liger-hw cache export --device {arguments.device} -o {file}.json", file=sys.stderr)
-    if interrupted:
-        screen.line("what was compiled is kept by Triton, the same command goes on from there")
-        return 130
-    return 1 if failed else 0
+    facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
+    rows = [r.to_json() for r in results]
+    document = {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}
+    return results, document
 
 
 def _static_table(results: list[Any]) -> str:
     rows = [("kernel", "sizes", "key", "heuristic us", "choice us", "gain", "tried", "dropped", "")]
     for r in results:
-        head = (r.job.name, "x".join(map(str, r.job.sizes)), str(r.job.key))
+        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
         if r.error:
             rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
             continue
@@ -441,7 +509,7 @@ class _Progress:
         if self._drawn:
             self.stream.write("\r\x1b[K")
             self._drawn = False
-        print(text, file=self.stream, flush=True)
+        print(fold(text, "    "), file=self.stream, flush=True)
 
     def update(self, job: "Job", text: str) -> None:
         if not self.live or self.clock() - self._shown < 0.1:
@@ -457,6 +525,8 @@ class _Progress:
             what = f"failed: {result.error.splitlines()[0]}"
         elif not result.heuristic_us:
             what = result.note
+        elif result.evidence and not result.gain:
+            what = f"{result.note}, {result.heuristic_us:.1f} us by the model, {result.tried} tried"
         else:
             sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
             what = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure})"

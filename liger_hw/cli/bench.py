@@ -1,12 +1,14 @@
-"""`liger-hw bench`: the ops against their peers, and three benchmarks with a name of their own.
+"""`liger-hw bench`: the ops against their peers, and four benchmarks with a name of their own.
 
     liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger, quack, CCE
     liger-hw bench registry          what a registry hit costs (`hit_us`)
     liger-hw bench host [OP ...]     where the host time of an eager call goes
+    liger-hw bench moe               the experts of a layer: liger_hw, transformers' implementations, Liger
     liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
 
-On a machine without a GPU everything runs, on torch's reference path by the wall clock, and says so: good for trying
-the command, not for figures. Ctrl-C and --budget end a run early; what was measured is printed and in --json FILE.
+On a machine without a GPU the ops run at small sizes (--sizes has others), on torch's reference path by the wall clock,
+and say so: good for trying the command, not for figures. e2e needs --hidden there. Ctrl-C and --budget end a run early;
+what was measured is printed and in --json FILE.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from typing import Any
+from typing import Any, Callable
 
 from ..text import json_text
 from . import UsageError
 from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
-OTHERS = ("registry", "host", "e2e")
+OTHERS = ("registry", "host", "moe", "e2e")
 MODES = ("fwd", "bwd", "full")
 
 
@@ -37,9 +39,13 @@ def _modes(text: str) -> list[str]:
     return words
 
 
+def _numbers(text: str) -> list[int]:
+    return [positive(word) for word in _words(text)]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: registry, host, e2e")
+    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: registry, host, moe, e2e")
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
     parser.add_argument(
@@ -57,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=_words,
         metavar="PEERS",
-        help="default torch,compile,liger,quack,cce, for host liger,torch; also aten, cce_exact",
+        help="default torch,compile,liger,quack,cce, for host liger,torch, for moe eager,grouped_mm,"
+        "batched_mm,liger; also aten, cce_exact",
     )
     ops.add_argument(
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
@@ -66,13 +73,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=_words,
         default=[],
-        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (the default)",
+        help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
+        "`small` (default on a CPU)",
     )
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
+    moe = parser.add_argument_group("moe")
+    moe.add_argument(
+        "--tokens", type=_numbers, default=[], help="comma-separated: each layer at these numbers of tokens"
+    )
+    moe.add_argument(
+        "--routing",
+        choices=("uniform", "skewed"),
+        default="uniform",
+        help="how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)",
+    )
+
     e2e = parser.add_argument_group("e2e")
     e2e.add_argument(
-        "--model", default="mistral", help="mistral (default), llama3, qwen3 (7, 8B), gemma2 (2B), phi3 (mini), mixtral"
+        "--model",
+        default="mistral",
+        help="mistral (default), llama3, qwen2, qwen3, olmo2, granite (7, 8B), gemma2 (2B), phi3 (mini), mixtral, "
+        "qwen3_moe (30B-A3B), qwen3_next (80B-A3B), gpt_oss (20B)",
     )
     e2e.add_argument("--layers", type=positive, default=8, help="of the model's layers (default 8)")
     e2e.add_argument("--batch", type=positive, default=4, help="sequences of a step (default 4)")
@@ -98,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = usable_device("bench", arguments.device)
     what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
     ops = arguments.what[1:] if what != "ops" else arguments.what
-    return {"ops": _ops, "registry": _registry, "host": _host, "e2e": _e2e}[what](arguments, device, ops)
+    return {"ops": _ops, "registry": _registry, "host": _host, "moe": _moe, "e2e": _e2e}[what](arguments, device, ops)
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
@@ -106,12 +128,27 @@ def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     against = _peers(arguments, list(peers.DEFAULT))
     try:
-        todo = ops.cases(names, arguments.sizes, torch_dtype(arguments.dtype))
+        sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+        todo = ops.cases(names, sizes, torch_dtype(arguments.dtype))
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
 
     with timing.Meter(device) as meter:
         return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget))
+
+
+def _moe(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import moe, timing
+
+    against = _peers(arguments, list(moe.AGAINST))
+    try:
+        todo = moe.layers(arguments.sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
+    except ValueError as error:
+        raise UsageError(f"bench: {error}") from None
+    if names:
+        raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
+    with timing.Meter(device) as meter:
+        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget), moe.as_text)
 
 
 def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
@@ -123,12 +160,20 @@ def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
     return against
 
 
-def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any, budget: Any) -> int:
+def _bench_ops(
+    arguments: argparse.Namespace,
+    todo: list,
+    against: list[str],
+    meter: Any,
+    budget: Any,
+    more: Callable[[list[dict[str, Any]]], str] = lambda rows: "",
+) -> int:
+    """more: what to print of the rows beside the tables of every op"""
     from ..bench import ops, peers, plots, report, timing
 
     facts = report.machine(meter.device, arguments.commit)
     if meter.device.type == "cpu":
-        _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes, --budget)")
+        _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes workloads)")
     facts["copy_gb_s"] = meter.copy_rate()
     names = "device", "driver", "torch", "triton", "liger_hw", "commit", "date", "copy_gb_s"
     carried = {name: facts[name] for name in names}
@@ -175,6 +220,8 @@ def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], me
             _progress(f"wrote {path}")
     if arguments.json != "-":
         print(report.as_text(rows, arguments.brief))
+        if text := more(rows):
+            print(f"\n{text}")
         print(_where(facts))
         if ended:
             print(ended)
@@ -248,6 +295,9 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
         )
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
+    if device.type == "cpu" and not arguments.hidden:
+        few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
+        raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")
     facts = report.machine(device, arguments.commit)
 
     def keep(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 liger-hw cache list                            every stored configuration
 liger-hw cache verify                          what cannot be read or is out of date; exit code 1 if anything
 liger-hw cache export -o sm90.json             a table in the shipped format (docs/registry.md: how to share it)
-liger-hw cache import sm90.json                take over somebody's table
+liger-hw cache import sm90.json [--yes]        take over somebody's table, after showing what changes
 liger-hw cache clear [--misses|--quarantine|--entries|--journal] [--yes]
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..text import json_text, printable
+from ..text import fold, json_text, printable
 from ..text import table as text_table
 from . import UsageError
 
@@ -43,10 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "import", "copy a table's entries into the user cache of a device", "cuda:0, h200, sm90 (default: the one here)"
     )
     one.add_argument("file", help="a table written by export, or a shipped one")
+    one.add_argument("--digest", metavar="HEX", help="refuse a table with another digest (default: any)")
+    _takes_yes(one, "import")
     one = action("clear", "remove stored files")
     for what in ("entries", "misses", "quarantine", "journal"):
         one.add_argument(f"--{what}", action="store_true", help=f"the {what} (default: all four)")
-    one.add_argument("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
+    _takes_yes(one, "remove")
+
+
+def _takes_yes(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--yes", action="store_true", help=f"{what} without asking (default: ask, or refuse in a script)"
+    )
+
+
+def _agreed(arguments: argparse.Namespace, action: str, done: str) -> bool:
+    """Whether the user wants `action`, such as "remove 3 files". Raises `UsageError` where nobody can be asked."""
+    if arguments.yes:
+        return True
+    if not sys.stdin.isatty():
+        print(f"would {action}")
+        raise UsageError(f"cache {arguments.action}: nothing was {done}; add --yes for that")
+    if input(f"{action}? [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    print(f"nothing was {done}")
+    return False
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,34 +172,46 @@ def _short(config: dict[str, Any]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from ..autotune import store
+
+    own, shipped, mine, theirs = health(_folders(arguments))
+    problems = mine + theirs
+    print(
+        fold(f"{own} entries and notes of your own, {shipped} shipped ones, {len(problems)} problems ({store.root()})")
+    )
+    for problem in problems:
+        print(fold(f"  {printable(problem)}", "    "))
+    return 1 if problems else 0
+
+
+def health(folders: list[Path]) -> tuple[int, int, list[str], list[str]]:
+    """(entries and notes in these folders, shipped entries, and of each what cannot be read or is out of date)."""
     from ..autotune import store, tables
     from ..backends import VENDORS
 
     problems: list[str] = []
-    checked = 0
-    for folder in _folders(arguments):
+    theirs: list[str] = []
+    own = shipped = 0
+    for folder in folders:
         for name, entry, _ in store.read_folder(folder, problems):
-            checked += 1
+            own += 1
             if (state := _state(name, entry)) != "current":
                 problems.append(f"{entry.source}: {name[0]}.{name[1]} {name[2]}: {state}")
         for what in ("_quarantine", "_misses"):
-            checked += sum(1 for _ in store.json_files(folder / what, problems))
+            own += sum(1 for _ in store.json_files(folder / what, problems))
     for vendor in VENDORS:
         for path in sorted(store.shipped_folder(vendor).glob("*.json")):
             try:
                 _, entries, wrong = tables.load(path)
             except ValueError as error:
-                problems.append(f"{path}: {error}")
+                theirs.append(f"{path}: {error}")
                 continue
-            problems += [f"{path}: {text}" for text in wrong]
+            theirs += [f"{path}: {text}" for text in wrong]
             for name, entry in entries.items():
-                checked += 1
+                shipped += 1
                 if (state := _state(name, entry)).startswith(("stale", "unknown")):
-                    problems.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
-    print(f"{checked} entries checked, {len(problems)} problems ({store.root()})")
-    for problem in problems:
-        print(f"  {printable(problem)}")
-    return 1 if problems else 0
+                    theirs.append(f"{path}: {name[0]}.{name[1]} {name[2]}: {state}")
+    return own, shipped, problems, theirs
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -208,12 +241,13 @@ def _export(arguments: argparse.Namespace) -> int:
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         kept = {n: e for n, e in entries.items() if _state(n, e) in ("current",) or _state(n, e).startswith("demoted")}
         found = {**kept, **found}
-    text = tables.render(header, found)
+    text = tables.render({**header, "digest": ""}, found)
     if not arguments.output:
         print(text, end="")
         return 0
     files.write_text(arguments.output, text)
-    print(f"{arguments.output}: {len(found)} entries" + (f", {skipped} out of date left out" if skipped else ""))
+    left_out = f", {skipped} out of date left out" if skipped else ""
+    print(f"{arguments.output}: {len(found)} entries{left_out}, digest {tables.digest(found)}")
     return 0
 
 
@@ -229,16 +263,68 @@ def _import(arguments: argparse.Namespace) -> int:
         header, entries, wrong = tables.load(Path(arguments.file))
     except ValueError as error:
         raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
-    if (header.get("vendor"), header.get("warp_size")) != (target.vendor, target.warp_size):
+    made_for = header.get("vendor"), header.get("arch"), header.get("warp_size")
+    if made_for != (target.vendor, target.arch, target.warp_size):
         raise UsageError(
-            f"cache import: {arguments.file} is for {header.get('vendor')} with warps of {header.get('warp_size')}; "
-            f"{target.name} is {target.vendor} with warps of {target.warp_size}. Name the device with --device"
+            f"cache import: {arguments.file} is for {made_for[0]} {made_for[1]} with warps of {made_for[2]}; "
+            f"{target.name} is {target.vendor} {target.arch} with warps of {target.warp_size}. Name the device with "
+            "--device"
         )
-    saved = sum(store.save(target, name, entry) is not None for name, entry in entries.items())
-    for problem in wrong:
+    _check_digest(arguments, header, tables.digest(entries))
+    offered = len(entries) + len(wrong)
+    wanted, refused = _importable(target, entries)
+    for problem in (*wrong, *refused):
         print(f"left out: {printable(problem)}")
-    print(f"{saved} of {len(entries) + len(wrong)} entries now in {store.home(target)}")
-    return 0 if saved == len(entries) else 1
+    changes = _changes(target, wanted)
+    for line in changes:
+        print(line)
+    print(f"digest {tables.digest(entries)}: {len(changes)} of {offered} entries change what answers on {target.name}")
+    if wanted and not _agreed(arguments, f"import {len(wanted)} entries into {store.home(target)}", "imported"):
+        return 1
+    saved = sum(store.save(target, name, entry) is not None for name, entry in wanted.items())
+    print(f"{saved} of {offered} entries now in {store.home(target)}")
+    return 0 if saved == offered else 1
+
+
+def _check_digest(arguments: argparse.Namespace, header: dict[str, Any], found: str) -> None:
+    if header.get("digest") not in (None, found):
+        raise UsageError(
+            f"cache import: {arguments.file} is not as it was exported: its entries have the digest {found}, its "
+            f"header says {printable(str(header['digest']))}"
+        )
+    if arguments.digest is not None and arguments.digest.strip().lower() != found:
+        raise UsageError(f"cache import: {arguments.file} has the digest {found}, not the one that was asked for")
+
+
+def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
+    """(the entries that can answer on `target`, why the others cannot)."""
+    from .. import registry
+
+    tunables = registry.tunables()
+    wanted, refused = {}, []
+    for name, entry in sorted(entries.items()):
+        tunable, state = tunables.get(f"{name[0]}.{name[1]}"), _state(name, entry)
+        reason = (
+            state if tunable is None or state.startswith("stale") else tunable.illegal(target, name[2], entry.config)
+        )
+        if reason:
+            refused.append(f"{name[0]}.{name[1]} {name[2]}: {reason}")
+        else:
+            wanted[name] = entry
+    return wanted, refused
+
+
+def _changes(target: Any, entries: dict) -> list[str]:
+    """What answers now and what will, a line each entry that changes it."""
+    from .. import registry
+
+    lines = []
+    for name, entry in entries.items():
+        now = registry.choose(registry.get_tunable(f"{name[0]}.{name[1]}"), target, name[2])
+        if now.config != entry.config:
+            key, new = ",".join(map(str, name[2])), _short(entry.config.to_json())
+            lines.append(f"  {name[0]}.{name[1]} {key}: {_short(now.config.to_json())} ({now.layer}) -> {new}")
+    return lines
 
 
 def _clear(arguments: argparse.Namespace) -> int:
@@ -254,13 +340,8 @@ def _clear(arguments: argparse.Namespace) -> int:
         print(f"{printable(folder.name)}: {len(mine)} files to remove")
         for path in foreign:
             print(f"  left: {printable(str(path))}: not written by liger-hw")
-    if found and not arguments.yes:
-        if not sys.stdin.isatty():
-            print(f"would remove {len(found)} files {what}")
-            raise UsageError("cache clear: nothing was removed; add --yes to remove them")
-        if input(f"remove {len(found)} files {what}? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was removed")
-            return 1
+    if found and not _agreed(arguments, f"remove {len(found)} files {what}", "removed"):
+        return 1
     removed = 0
     for path in found:
         with contextlib.suppress(FileNotFoundError):  # another process cleared it

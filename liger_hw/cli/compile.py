@@ -1,7 +1,7 @@
 """`liger-hw compile --target gfx942[,sm90,...]`: what every op would launch there, compiled here, with what it takes.
 
     liger-hw compile --target gfx942 --ops rms_norm                     one op on one architecture
-    liger-hw compile --target all --json > certificates.json            the whole matrix, as evidence
+    liger-hw compile --target all --depth full --json > all.json        the whole matrix, as evidence: hours
 
 Needs no GPU. A target that the Triton at hand has no compiler for (Intel, with the stock one) is brought to TTIR, with
 resources that are counted. One line for each distinct kernel, with the first case that launches it; --json prints what
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..autotune.compile import DEPTHS
 from ..text import StatusLine, json_text, table
-from . import UsageError
+from . import UsageError, needs
 from .arguments import dtype_name, positive
 
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--depth",
         choices=DEPTHS,
-        default="full",
-        help="quick: first workload; deep: with every option set; full: every workload with every option set (default)",
+        default="quick",
+        help="quick: first workload (default); deep: with every option set; full: every workload with every option set",
     )
     parser.add_argument(
         "--workers", type=positive, default=os.cpu_count() or 1, help="compiler processes (default: one a core)"
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..autotune import compile as aot
     from ..autotune.workers import CompilePool
 
+    needs("compile", "triton")
     dtypes = [arguments.dtype] if arguments.dtype else None
     screen = StatusLine()
     try:
@@ -62,13 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         screen.end()
         raise UsageError(f"compile: {error}") from None
     certificates, seen, bad = [], set(), 0
+    screen = StatusLine()  # its clock starts with the compiler
     with CompilePool(arguments.workers, arguments.timeout) as pool:
         for certificate in aot.certify(launches, pool):
             certificates.append(certificate)
             if certificate.launch.same() not in seen:
                 seen.add(certificate.launch.same())
                 bad += not certificate.ok
-                screen.update(f"{len(seen)}/{len(case_of)} kernels" + (f", {bad} FAILED or ILLEGAL" if bad else ""))
+                screen.progress(len(seen) - 1, len(case_of), f"kernels, {bad} FAILED or ILLEGAL" if bad else "kernels")
     screen.end()
     if arguments.json:
         print(json_text(_evidence(arguments, targets, ops, certificates, case_of), indent=1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import importlib.util
 import io
 import os
 import re
@@ -21,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__, files
+from .. import __version__, env, files
 from ..text import json_text, table
-from . import UsageError
+from . import UsageError, needs
 from .arguments import dtype_name, positive, seed, usable_device
 
 if TYPE_CHECKING:
@@ -72,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for package in ("transformers", "triton" if arguments.interpret else "torch"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"demo: needs {package}, which is not installed; pip install {package}")
+    needs("demo", "transformers", *(["triton"] if arguments.interpret else []))
     if arguments.interpret and os.environ.get("TRITON_INTERPRET") != "1":
         return _in_interpreter(arguments)
     # OpenMP threads that spin while they wait take most of a small machine's time.
@@ -84,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..bench.agreement import EPS
     from ..bench.training import Leftover, Original, read_text, to_tokens
 
+    env.prefer("LIGER_HW_CPU_REFERENCE", True)  # on a CPU too, what is compared is what the kernels compute
     device = _device(arguments)
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if dtype not in EPS:

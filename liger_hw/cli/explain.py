@@ -12,7 +12,7 @@ import math
 import sys
 from typing import Any
 
-from ..text import json_text
+from ..text import fold, json_text
 from . import UsageError
 from .arguments import dtype_name, shape, torch_dtype
 
@@ -60,7 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
         for one, launched in explanations:
             head, *answers = str(one).splitlines()
-            print("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]))
+            if launched == []:  # nothing takes its configuration
+                answers = [
+                    f"{line[: -len('taken')]}would be taken" if line.endswith(": taken") else line for line in answers
+                ]
+            print(fold("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]), " " * 4))
         if explanations[0][1] is None:
             why = _unasked(target) or "which of them this size launches is unknown: its launchers failed, see stderr"
             print(f"These are the op's own kernels; {why}.")

@@ -1,4 +1,8 @@
-"""`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU."""
+"""`liger-hw info`: what this machine is and how liger_hw runs on it. Needs no Triton, no transformers, no GPU.
+
+liger-hw info            device, Triton, backend, cache folder, what is tuned
+liger-hw info --all      where every op's configuration comes from too
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from .. import __version__
-from ..text import json_text, table
+from ..text import StatusLine, fold, json_text, table
 from .arguments import dtype_name, torch_dtype
 
 # Distributions that install the import name `triton`. torch's vendor wheels ask for one of these, and each was renamed
@@ -31,7 +35,9 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype to show the ops for (default bf16)")
+    parser.description = __doc__
+    parser.add_argument("--all", action="store_true", help="where every op's configuration comes from, too")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the ops of --all (default bf16)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every workload of every op")
     parser.add_argument(
         "--require",
@@ -46,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in missing:
             print(f"liger-hw info: {line}", file=sys.stderr)
         return 1 if missing else 0
-    facts = collect(arguments.dtype)
+    facts = collect(arguments.dtype, ops=arguments.all or arguments.json)
     print(json_text(facts, indent=2) if arguments.json else as_text(facts))
     return 0
 
@@ -73,11 +79,12 @@ def lacking(vendor: str) -> list[str]:
     return lines + ([triton["warning"]] if triton["warning"] else [])
 
 
-def collect(dtype: str = "bfloat16") -> dict[str, Any]:
-    """Everything `liger-hw info --json` prints."""
+def collect(dtype: str = "bfloat16", ops: bool = True) -> dict[str, Any]:
+    """Everything `liger-hw info --json` prints; without `ops`, what takes no time to find."""
     import torch
 
     from .. import env
+    from ..autotune import store
 
     devices = _devices()
     return {
@@ -94,7 +101,10 @@ def collect(dtype: str = "bfloat16") -> dict[str, Any]:
         "packages": {name: _version(name) for name in OTHER_DISTRIBUTIONS},
         "devices": devices,
         "dtype": dtype,
-        "ops": _ops(devices, dtype),
+        "tuned": {device["device"]: _tuned(device) for device in devices if device["target"]},
+        "cache": str(store.root()),
+        "lock_file": env.get("LIGER_HW_LOCK_FILE"),
+        "ops": _ops(devices, dtype) if ops else None,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(env.PREFIX)},
         "unknown_environment": {name: env.suggestion(name) for name in env.unknown()},
     }
@@ -142,11 +152,25 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
+def _tuned(device: dict[str, Any]) -> dict[str, int]:
+    """Layer and kind -> stored configurations that a device answers from."""
+    from ..autotune import store
+    from ..backends import Target
+
+    found: dict[str, int] = {}
+    for layer, entries in store.layers(Target.from_json(device["target"])):
+        for entry in entries.values():
+            name = f"{entry.provenance['kind']} ({layer})"
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
 def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     from .. import registry
 
-    rows = []
-    for op in registry.ops().values():
+    rows, screen = [], StatusLine()
+    for number, op in enumerate(registry.ops().values()):
+        screen.progress(number, len(registry.ops()), op.name)
         for device in devices:
             if device["target"] is None:
                 continue
@@ -166,13 +190,19 @@ def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
                             "config": one.chosen.config.to_json(),
                         }
                     )
+    screen.end()
     return rows
 
 
 def _uses_reference(vendor: str) -> bool:
+    return vendor == "cpu" and not interprets()
+
+
+def interprets() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
     from .. import registry
 
-    return vendor == "cpu" and not registry.interpreting()
+    return registry.interpreting()
 
 
 def _version(name: str) -> str | None:
@@ -187,40 +217,49 @@ def _canonical(name: str) -> str:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The human form of `collect()`: one row an op and device, at the op's first workload."""
+    """The human form of `collect()`; of `ops` one row an op and device, at the op's first workload."""
     torch, triton = facts["torch"], facts["triton"]
     built = ", ".join(f"{k} {torch[k]}" for k in ("cuda", "hip", "xpu") if torch[k]) or "cpu only"
     provided = ", ".join(f"{d['name']} {d['version']}" for d in triton["distributions"]) or "not installed"
     lines = [
-        f"liger_hw      {facts['liger_hw']}",
-        f"python        {facts['python']} on {facts['platform']}",
+        f"liger_hw      {facts['liger_hw']}, python {facts['python']} on {facts['platform']}",
         f"torch         {torch['version']} ({built})",
         f"triton        {triton['version'] or 'does not import'} (provided by: {provided})",
     ]
-    for name, found in facts["packages"].items():
-        if found or name == "transformers":
-            lines.append(f"{name:<13} {found or 'not installed'}")
-    if triton["warning"]:
-        lines.append(f"WARNING       {triton['warning']}")
+    for device in facts["devices"]:
+        lines += _device_lines(device, facts["tuned"].get(device["device"], {}))
+    if all(device["backend"] == "cpu" for device in facts["devices"]):
+        lines.append("no GPU        torch sees none: no kernel is launched, patched models run their own code")
+    lines.append(f"cache         {facts['cache']}")
+    if facts["lock_file"]:
+        lines.append(f"lock file     {facts['lock_file']}")
+    packages = [f"{name} {found}" for name, found in facts["packages"].items() if found]
+    packages += [] if facts["packages"]["transformers"] else ["no transformers"]
+    lines.append(f"packages      {', '.join(packages)}")
+    lines += [f"environment   {name}={value}" for name, value in facts["environment"].items()]
+    lines += [f"WARNING       {triton['warning']}"] if triton["warning"] else []
     for name, hint in facts["unknown_environment"].items():
         lines.append(f"WARNING       {name} is set, but liger_hw knows no such variable{hint}")
-    for name, value in facts["environment"].items():
-        lines.append(f"environment   {name}={value}")
+    text = fold("\n".join(lines), " " * 14)
+    return text if facts["ops"] is None else "\n".join([text, "", *_op_lines(facts)])
 
-    lines += ["", "devices"]
-    for device in facts["devices"]:
-        target = device["target"]
-        if target is None:
-            lines.append(f"  {device['device']}: backend {device['backend']}, cannot be described: {device['error']}")
-        elif device["backend"] == "cpu":
-            lines.append("  cpu: backend cpu, torch's reference path (kernels only in Triton's interpreter)")
-        else:
-            lines.append(
-                f"  {device['device']}: backend {device['backend']}, {target['name']} ({target['arch']}), "
-                f"{target['multiprocessors']} multiprocessors, warp {target['warp_size']}, "
-                f"{target['max_threads']} threads and {target['shared_memory'] // 1024} KiB shared memory a block"
-            )
 
+def _device_lines(device: dict[str, Any], tuned: dict[str, int]) -> list[str]:
+    target = device["target"]
+    if target is None:
+        return [f"{device['device']:<13} cannot be described: {device['error']}"]
+    if device["backend"] == "cpu":
+        return ["cpu           torch's reference path; kernels only in Triton's interpreter"]
+    stored = ", ".join(f"{count} {name}" for name, count in tuned.items()) or "nothing"
+    return [
+        f"{device['device']:<13} {target['name']} ({target['arch']}), backend {device['backend']}, "
+        f"{target['multiprocessors']} multiprocessors, warp {target['warp_size']}, "
+        f"{target['max_threads']} threads and {target['shared_memory'] // 1024} KiB shared memory a block",
+        f"  tuned       {stored}; any other key takes its op's heuristic",
+    ]
+
+
+def _op_lines(facts: dict[str, Any]) -> list[str]:
     rows = [("op", "device", "runs", "at", "config from", "provenance")]
     seen = set()
     for row in facts["ops"]:
@@ -232,5 +271,4 @@ def as_text(facts: dict[str, Any]) -> str:
         kind = " ".join(str(provenance[k]) for k in ("kind", "date") if k in provenance)
         at = f"{row['workload']} {'x'.join(map(str, row['shape']))}"
         rows.append((row["tunable"], row["device"], row["runs"], at, row["layer"], kind))
-    lines += ["", f"ops at {facts['dtype']}", table(rows, indent="  ") if len(rows) > 1 else "  none"]
-    return "\n".join(lines)
+    return [f"ops at {facts['dtype']}", table(rows, indent="  ") if len(rows) > 1 else "  none"]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..text import json_text, printable
+from ..text import StatusLine, json_text, printable
 from . import UsageError
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers
 
@@ -35,7 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", help="cuda:0, xpu, h200, or an architecture such as sm90 (default: the device here)"
     )
     parser.add_argument("-o", "--output", default="liger-hw.lock", help="file to write (default liger-hw.lock)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file where it exists")
     parser.add_argument("--check", metavar="FILE", help="check a lock file instead of writing one")
+    parser.add_argument(
+        "--allow-other-device",
+        action="store_true",
+        help="where an entry is illegal on the device it is used on, choose there as if nothing pinned it (default: an "
+        "error that names the entries)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -50,6 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _check(arguments, target)
     if bool(arguments.model) == arguments.from_used:
         raise UsageError("lock: say what to pin: --model with one or more models, or --from-used")
+    if target.vendor == "cpu" and not registry.interpreting():
+        raise UsageError("lock: nothing is launched on a CPU; --device names what to pin for, as h200, mi300x or sm90")
+    if Path(arguments.output).exists() and not arguments.force:
+        raise UsageError(f"lock: {arguments.output} exists; --force overwrites it, -o writes another")
     from ..autotune import lock
 
     env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file holds what is tuned now, not what an older one pinned
@@ -57,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not keys:
         raise UsageError(f"lock: nothing to pin for {target.name}")
     table = lock.pin(target, keys)
-    mark = lock.write(Path(arguments.output), table, {"device": target.name, "arch": target.arch})
+    about = lock.about(target.name, arguments.allow_other_device, arch=target.arch)
+    mark = lock.write(Path(arguments.output), table, about)
     kinds: dict[str, int] = {}
     for entry in table.values():
         layer = str(entry.provenance["layer"])
@@ -83,11 +95,14 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
     wanted = jobs.shapes(ops, chosen, arguments.batch, arguments.seq, [])
     found: dict[tuple[str, tuple], None] = {}
     scan = jobs.scan(target)
-    for op, sizes in wanted:
+    screen = StatusLine()
+    for number, (op, sizes) in enumerate(wanted):
+        screen.progress(number, len(wanted), f"{op}: what it launches")
         try:
             found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))
         except Exception as error:
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
+    screen.end()
     return [(registry.get_tunable(name), key) for name, key in found]
 
 
@@ -125,16 +140,10 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         else:
             print(printable(f"{arguments.check}: {error}"))
         return 1
-    tunables = registry.tunables()
-    illegal, other = [], 0
-    for (op, variant, key), entry in sorted(table.items()):
-        tunable = tunables.get(f"{op}.{variant}")
-        if tunable is None:
-            illegal.append(f"{op}.{variant} {key}: this version has no such kernel")
-        elif reason := tunable.illegal(target, key, entry.config):
-            illegal.append(f"{op}.{variant} {key}: {reason}")
-        elif registry.choose(tunable, target, key).config != entry.config:
-            other += 1
+    illegal, tunables = lock_file.unusable(target, table), registry.tunables()
+    usable = [(tunables.get(f"{op}.{variant}"), key, entry.config) for (op, variant, key), entry in table.items()]
+    usable = [item for item in usable if item[0] is not None and not item[0].illegal(target, *item[1:])]
+    other = sum(registry.choose(tunable, target, key).config != config for tunable, key, config in usable)
     if arguments.json:
         print(
             json_text(

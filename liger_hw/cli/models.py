@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from .. import files
-from ..text import json_text
-from . import UsageError
+from ..text import StatusLine, json_text
+from . import UsageError, needs
 from .arguments import part, seconds, usable_device
 
 
@@ -59,14 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
             files.write_text(arguments.output, _page(rows))
         print(_sum(rows))
         return 1 if any(row["outcome"] == "differs" for row in rows) else 0
+    needs("models", "transformers")
     usable_device("models", arguments.device)
     rows = []
     first, step = arguments.part
     with _Worker(arguments.timeout) as worker:
         jobs = list(_jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge))
-        for job in jobs[first::step]:
+        mine, screen = jobs[first::step], StatusLine()
+        for number, job in enumerate(mine):
+            screen.progress(number, len(mine), job["family"])
             row = worker.ask({**job, "device": arguments.device, "dtype": arguments.dtype})
             rows.append(row)
+            screen.end()
             print(json_text(row) if arguments.json else _line(row), flush=True)
     if arguments.output:
         files.write_text(arguments.output, _page(rows))
@@ -137,6 +141,7 @@ def _start() -> subprocess.Popen:
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TRANSFORMERS_VERBOSITY": "error",
+        "LIGER_HW_CPU_REFERENCE": "1",  # on a CPU too, what is compared is what the kernels compute
     }
     command = [sys.executable, "-W", "ignore", "-m", "liger_hw", "models", "--worker"]
     return subprocess.Popen(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..text import json_text, table
+from ..text import fold, json_text, table
 from . import UsageError
 from .arguments import A_MODEL, dtype_name, positive, share
 
@@ -124,4 +124,10 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         "eager": "eager attention (its scores in memory)",
     }
     attention = attention.get(planner.attention, "flash attention")
-    print("\n".join([*failed, f"Assumed: {planner.given}; {attention}. Speed is against `keep`."]))
+    if planner.given.shards > 1:
+        failed.append(
+            f"--shards {planner.given.shards} divides parameters, gradients and optimizer states evenly, as FSDP or "
+            "ZeRO-3 do. Not in it: a layer's gathered parameters and gradients, communication, activations split over "
+            "devices (tensor, sequence or pipeline parallelism)."
+        )
+    print(fold("\n".join([*failed, f"Assumed: {planner.given}; {attention}. Speed is against `keep`."])))

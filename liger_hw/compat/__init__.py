@@ -61,13 +61,17 @@ MODULES: dict[str, tuple[str, ...]] = {
     "ops.utils": ("liger_hw.compat.ops_utils",),
     "chunked_loss": (_LOSSES,),
     "functional": ("liger_hw.compat.functional",),
+    "megatron": ("liger_hw.megatron",),
+    "megatron.cross_entropy": ("liger_hw.megatron",),
+    "megatron.monkey_patch": ("liger_hw.megatron",),
+    "megatron.rms_norm": ("liger_hw.megatron",),
+    "megatron.swiglu": ("liger_hw.megatron",),
     "utils": ("liger_hw.compat.utils",),
 }
 """Module of liger_kernel -> the modules of liger_hw that hold its names; an op's own module is found by its name."""
 
 _OWN_LOSS = (
-    "; a loss of one's own takes log-probabilities from "
-    "liger_hw.transformers.functional.liger_fused_linear_scaled_cross_entropy"
+    "; a loss of one's own takes log-probabilities from liger_hw.transformers.functional.liger_fused_linear_log_probs"
 )
 
 REPLACED = {
@@ -94,17 +98,13 @@ REPLACED = {
     r".*(tiled_mlp|Tiled.*MLP).*|ops\.mlp|.*\.LigerMLPFunction": (
         "liger_hw.patch(model, activations=...) recomputes MLPs"
     ),
-    r".*(LigerExperts|LigerFusedMoEFunction|ExpertParallel|fused_moe).*|transformers\.moe(\..*)?": (
-        "liger_hw has no MoE op; transformers' experts run as they are"
+    r".*ExpertParallel.*|transformers\.moe(\..*)?": (
+        "expert parallelism is transformers' own (DistributedConfig): patch the model after from_pretrained"
     ),
     r".*(neighborhood_attention|NeighborhoodAttention|attn_res|AttnRes|mhc|MHC).*": "liger_hw has no such op",
     r".*(MuseGlimmer|muse_glimmer).*": "liger_hw.patch(model) patches such models, without layers of their own",
     r"transformers\.trainer(\..*)?": "use TRL's trainer with liger_kernel.chunked_loss.LigerFusedLinearORPOLoss",
     r"transformers\.llama4_rope\.apply_liger_llama4_rope_full": "call apply_liger_kernel_to_llama4",
-    r"megatron(\..*)?": (
-        "liger_hw has no Megatron adapter; LigerRMSNorm, LigerVocabParallelCrossEntropy and functional.liger_swiglu of "
-        "liger_hw.transformers are what it would put in place"
-    ),
     r"(ops\.)?backends(\..*)?|ops\.configure(\..*)?": (
         "liger_hw has one implementation, chosen by the device of a tensor; liger_hw.registry has its configurations"
     ),

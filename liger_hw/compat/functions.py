@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.heads.fused_linear_jsd import liger_fused_linear_jsd
 from ..kernels.heads.fused_linear_kl_div import liger_fused_linear_kl_div
+from ..kernels.heads.fused_linear_scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy
 from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import (
     LigerFusedLinearScaledCrossEntropyTPFunction as LigerFusedLinearScaledCrossEntropyTPFunction,
 )
@@ -33,6 +34,24 @@ class LigerFusedLinearKLDivFunction:
     """`liger_fused_linear_kl_div`"""
 
     apply = staticmethod(liger_fused_linear_kl_div)
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """`liger_fused_linear_scaled_cross_entropy`; m_tiles_per_cluster changes nothing here."""
+
+    @staticmethod
+    def apply(
+        _input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        options = temperature, ignore_index, return_entropy, selected_token_ids
+        return liger_fused_linear_scaled_cross_entropy(_input, weight, target, *options)
 
 
 class LigerKLDivLossFunction:

@@ -6,8 +6,9 @@ import torch
 
 from ..chunked_loss.policy import masked_mean as _masked_mean
 from ..chunked_loss.policy import token_shares
-from ..kernels.losses.selected_log_probs import IGNORED, SelectedLogProbsFunction
+from ..kernels.losses.log_probs import liger_log_probs
 
+_IGNORED = -100
 __all__ = ["fused_selective_log_softmax", "_masked_mean", "_reduce_grpo_loss"]
 
 
@@ -20,14 +21,12 @@ def fused_selective_log_softmax(
     logits: [batch, length + 1, vocab], whose last position is not read; input_ids, mask: [batch, at least length], of
     which the last `length` count. Tokens whose mask is 0 get 0.
     """
-    batch, length = logits.shape[0], logits.shape[1] - 1
+    length = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - length :]
     if mask is not None:
-        ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, IGNORED)
-    target = torch.nn.functional.pad(ids, (0, 1), value=IGNORED).reshape(-1)
-    rows = logits.reshape(-1, logits.shape[-1])
-    logp = SelectedLogProbsFunction.apply(rows, target, float(temperature), False).view(batch, length + 1)[:, :-1]
-    return logp if mask is None else torch.where(ids == IGNORED, 0.0, logp)
+        ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, _IGNORED)
+    target = torch.nn.functional.pad(ids, (0, 1), value=_IGNORED)
+    return liger_log_probs(logits, target, temperature, ignore_index=_IGNORED)[:, :-1]
 
 
 def _reduce_grpo_loss(

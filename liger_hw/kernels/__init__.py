@@ -14,6 +14,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "norms.group_norm": ("liger_group_norm", "LigerGroupNorm"),
     "norms.modulated_rms_norm": ("liger_modulated_rms_norm", "LigerModulatedRMSNorm"),
     "norms.poly_norm": ("liger_poly_norm", "LigerPolyNorm"),
+    "norms.gated_rms_norm": ("liger_gated_rms_norm", "LigerGatedRMSNorm"),
     "norms.dyt": ("liger_dyt", "LigerDyT"),
     "pointwise.swiglu": ("liger_swiglu", "LigerSwiGLUMLP"),
     "pointwise.fused_gate_up_swiglu": ("liger_fused_gate_up_swiglu", "LigerPhi3SwiGLUMLP"),
@@ -35,7 +36,10 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "losses.tvd": ("liger_tvd", "LigerTVDLoss"),
     "losses.fused_ce_tvd": ("liger_fused_ce_tvd", "LigerFusedCETVDLoss"),
     "losses.vocab_parallel_cross_entropy": ("liger_vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy"),
+    "losses.log_probs": ("liger_log_probs", "LogProbsOutput"),
     "heads.fused_linear_cross_entropy": ("liger_fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss"),
+    "heads.fused_linear_cross_entropy_tp": ("liger_fused_linear_cross_entropy_tp",),
+    "heads.fused_linear_log_probs": ("liger_fused_linear_log_probs",),
     "heads.fused_linear_scaled_cross_entropy": ("liger_fused_linear_scaled_cross_entropy",),
     "heads.fused_linear_scaled_cross_entropy_tp": ("liger_fused_linear_scaled_cross_entropy_tp",),
     "heads.fused_linear_jsd": ("liger_fused_linear_jsd", "LigerFusedLinearJSD"),
@@ -44,6 +48,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "attention.softmax": ("liger_softmax", "LigerSoftmax"),
     "attention.sparsemax": ("liger_sparsemax", "LigerSparsemax"),
     "attention.multi_token_attention": ("liger_multi_token_attention", "LigerMultiTokenAttention"),
+    "moe.fused_moe": ("liger_fused_moe", "LigerExperts"),
     "embedding.embedding": ("liger_embedding", "LigerEmbedding"),
 }
 """`family.op`, the module below this package -> the public names that it defines."""

@@ -16,9 +16,10 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
-from ..transformers.report import PATCH_LOCK, PATCH_MARK, Patch, PatchReport, PatchRow, forward_slot
+from ..transformers.marks import PATCH_MARK, mark
+from ..transformers.report import PATCH_LOCK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
-from .levels import FIT, LEVELS, check_level, in_words, is_budget, level_of_each, parse_size
+from .levels import FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
 from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
@@ -45,7 +46,7 @@ def _is_layer(module: torch.nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
-def activations(setting: Any, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
+def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
     """A context in which activations are kept or recomputed as `setting` says; with a model, put onto its layers.
 
     setting: `keep`, `cheap`, `mlp` or `full` (levels.py says what each recomputes). With a model also one level for
@@ -73,8 +74,12 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
     if level == "keep" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if level != "full":
-        with recipes.Scope(_SCOPES[level]):
-            return forward(*args, **kwargs)
+        aside = recipes.inside_foreign_hooks()
+        with recipes.Scope(_SCOPES[level]) as scope:
+            returned = forward(*args, **kwargs)
+        if not scope.left_out and not aside:
+            _say_nothing_saved(level, forward, returned)
+        return returned
     if recipes.inside_foreign_hooks():  # checkpointed already
         return forward(*args, **kwargs)
     if kwargs.get("past_key_values") is not None:
@@ -83,6 +88,21 @@ def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -
         )
         kwargs = {**kwargs, "past_key_values": None}
     return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _say_nothing_saved(level: str, forward: Callable[..., Any], returned: Any) -> None:
+    """One warning for a layer that keeps for backward all that it would keep without its level."""
+    first = returned[0] if isinstance(returned, tuple) else returned
+    if not isinstance(first, torch.Tensor) or not first.requires_grad:  # frozen: autograd kept nothing either
+        return
+    layer = getattr(forward, "func", forward)  # of a partial, its function
+    name = getattr(layer, "__qualname__", type(layer).__name__).removesuffix(".forward").rpartition(".")[2]
+    recipes.say_once(
+        f"activations: level {level} saves no memory in {name}: nothing that its backward needs can be computed again. "
+        "That is so under torch's tensor parallelism (DTensors), under ZeRO-3 (its hooks pass detached tensors on), "
+        "on a device without kernels and for unpatched norms and gates; level full does not depend on that",
+        logging.WARNING,
+    )
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
@@ -207,7 +227,7 @@ class Dial:
                 return own(*args, **kwargs)
             return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
 
-        setattr(at_its_level, PATCH_MARK, (_PART, _PART))
+        mark(at_its_level, _PART, _PART)
         return at_its_level
 
     @property
@@ -273,7 +293,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = positions[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
-    setattr(at_its_level, PATCH_MARK, (_PART, _PART))
+    mark(at_its_level, _PART, _PART)
     return Patch(cls, "forward", at_its_level)
 
 

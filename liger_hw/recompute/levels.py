@@ -12,8 +12,10 @@ before anything is freed, and the peak is the same.
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence, Union
 
+Levels = Union[str, Sequence[str], Mapping[int, str]]
+"""A word, `fit`, a size such as `80GiB`, one level for each layer, or a mapping from layer index to level."""
 LEVELS = ("keep", "cheap", "mlp", "full")
 """From most memory to least, and from fastest to slowest."""
 FIT = "fit"

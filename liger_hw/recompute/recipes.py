@@ -96,14 +96,26 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     dropout. Any other is kept.
     """
     y = module(x)
-    if not _scopes_open or _level() < MLP or type(y) is not torch.Tensor or y.grad_fn is None:
+    if not _scopes_open or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
         return y
-    call = _repeated_call(module, x)
-    if call is not None:
+    call = _repeated_call(module, x) if type(y) is torch.Tensor else None
+    if call is None:
+        say_once(
+            f"level mlp keeps the output of a {type(module).__name__} instead of computing it again: it has hooks or a "
+            "forward of somebody else's (tensor parallelism, ZeRO-3, FSDP units of their own), gives a DTensor, or "
+            "drops at random",
+            logging.WARNING,
+        )
+    else:
         recipe = Recipe(*call, None, y)
         for t in (y,) if y._base is None else (y, y._base):
             setattr(t, _MARK, recipe)
     return y
+
+
+def recomputing() -> bool:
+    """Whether an open scope may recompute what is offered."""
+    return _level() > 0
 
 
 def _level() -> int:
@@ -138,6 +150,8 @@ def pack(t: torch.Tensor) -> Any:
         if recipe is None and _casts_seen:
             recipe = _recipe_of_cast(t if base is None else base)
     if recipe is not None and recipe.gives(t):
+        if _local.scope is not None:
+            _local.scope.left_out += 1
         return Handle(recipe, t)
     if not t.is_leaf:
         t = t.detach()  # a node that held its own output would never be freed
@@ -288,7 +302,8 @@ class _Input:
     __slots__ = ("packed",)
 
     def __init__(self, t: torch.Tensor | Handle) -> None:
-        self.packed = t if type(t) is Handle else pack(t)
+        recipe = None if type(t) is Handle else _recipe_of(t)
+        self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
 
     def restore(self, name: str, index: int) -> torch.Tensor:
         if type(self.packed) is not tuple:
@@ -337,7 +352,7 @@ def cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or hasattr(module, "_hf_hook")
+    return any(hooks) or hasattr(module, "_hf_hook") or "forward" in vars(module)  # as tensor parallelism replaces it
 
 
 def _is_deterministic(module: torch.nn.Module) -> bool:
@@ -383,10 +398,10 @@ class Scope:
 
     Scopes nest, and one object may be entered again. A scope steps aside, for its whole length, where gradients are
     off, under torch.compile, and inside other saved-tensor hooks (gradient checkpointing, offloading), which must see
-    every tensor of their region.
+    every tensor of their region. `left_out` counts what autograd asked to save and a handle stands for instead.
     """
 
-    __slots__ = ("may",)
+    __slots__ = ("may", "left_out")
 
     def __init__(self, may: int) -> None:
         if may != KEEP and not supported():
@@ -394,7 +409,7 @@ class Scope:
                 f"activations: levels cheap and mlp need torch 2.8 or newer, this is {torch.__version__}: an older "
                 "torch does not say whether somebody else's saved-tensor hooks are in use; use keep or full"
             )
-        self.may = may
+        self.may, self.left_out = may, 0
 
     def __enter__(self) -> "Scope":
         global _scopes_open
@@ -449,11 +464,11 @@ def inside_foreign_hooks() -> bool:
     return hooks[0] is not pack and hooks[0] is not _pack_kept
 
 
-def say_once(message: str) -> None:
+def say_once(message: str, level: int = logging.INFO) -> None:
     """One log line a process for a thing worth knowing once."""
     if message not in _said:
         _said.add(message)
-        log.info("liger_hw: %s", message)
+        log.log(level, "liger_hw: %s", message)
 
 
 def note_compiling() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, Callable
 
 import torch
@@ -14,6 +15,24 @@ def check(condition: bool, op: str, message: str) -> None:
     """Raise `ValueError` that starts with the op's name unless `condition` holds."""
     if not condition:
         raise ValueError(f"{op}: {message}")
+
+
+def to_flatten(**tensors: torch.Tensor) -> str:
+    """What to do with tensors of which one has more than the two dimensions that it should: `; flatten ...`, or ""."""
+    if all(tensor.dim() <= 2 for tensor in tensors.values()):
+        return ""
+    return f"; flatten the leading dimensions: {', '.join(f'{name}.flatten(0, -2)' for name in tensors)}"
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_ignored(op: str, why: str, **arguments: bool) -> None:
+    """Warn, once for each, of arguments that were given (true) and change nothing."""
+    for name, given in arguments.items():
+        if given and (op, name) not in _warned:
+            _warned.add((op, name))
+            warnings.warn(f"{op}: {name} is accepted and changes nothing: {why}", stacklevel=3)
 
 
 def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
@@ -93,6 +112,15 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """A result that is a view of a temporary, in `shape`, as a tensor that its user may change in place.
+
+    autograd refuses that of a view that a Function returns. Nobody else may hold the memory: there a change would go
+    unnoticed.
+    """
+    return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,11 +12,13 @@ passed as integers, which spares the driver's query for each tensor.
 from __future__ import annotations
 
 import contextlib
+import threading
 from concurrent.futures import Future
 from typing import Any, Callable, NoReturn
 
 import torch
 
+from ..locks import fork_safe
 from ..registry import Plan
 from .observe import observed, observers
 from .triton_import import AVAILABLE, INTERPRET, require, triton
@@ -34,6 +36,7 @@ _CONFIG_WORDS = (
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
+_interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _VERSION = ".".join(getattr(triton, "__version__", "").split(".")[:2]) if AVAILABLE else ""
@@ -205,9 +208,15 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
     require()
     device = args[0].device
     values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
+    if INTERPRET and any(isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 for a in args):
+        raise NotImplementedError(
+            f"{plan.tunable.name}: Triton's interpreter computes bfloat16 wrong, so liger_hw runs none there; use "
+            "float32 or float16, or a process without LIGER_HW_INTERPRET=1 and TRITON_INTERPRET=1"
+        )
     try:
         if INTERPRET or device.type == "cpu":
-            return kernel[grid](*values, **plan.options)
+            with _interpreter:
+                return kernel[grid](*values, **plan.options)
         with torch.get_device_module(device).device(device):
             return kernel[grid](*values, **plan.options)
     except Exception as error:

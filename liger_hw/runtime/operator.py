@@ -10,6 +10,7 @@ Op files take everything they use of `runtime` from here: `launch` and the check
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, Callable, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import registry
+from .. import env, registry
 from .checks import (  # noqa: F401  op files take these from here
     autocast_dtype,
     cdiv,
@@ -32,14 +33,17 @@ from .checks import (  # noqa: F401  op files take these from here
     check_tensors,
     dense,
     empty_like,
+    no_view,
     no_weight,
     remembered,
     row_major,
     rows_of,
+    to_flatten,
+    warn_ignored,
 )
 from .launch import LaunchFailed, launch  # noqa: F401  op files take `launch` from here
 from .observe import observed, observers
-from .replay import MISSED, NO_TENSORS, are_plain, replay
+from .replay import MISSED, NO_TENSORS, TENSORS, are_plain, replay
 from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
@@ -69,14 +73,16 @@ def define(
     bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
+    launchers[name] = with_fallback(launcher)
+    if env.get("LIGER_HW_DISABLE"):
+        launcher, recorded = reference, False
     on_gpu = with_fallback(launcher)
     is_compiling = torch.compiler.is_compiling
-    launchers[name] = on_gpu
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.liger_hw, name).default
     for key in ("CUDA", "XPU"):
         _library.impl(name, on_gpu, key)
-    _library.impl(name, on_gpu if INTERPRET else reference, "CPU")
+    _library.impl(name, on_gpu if INTERPRET else _without_views(reference), "CPU")
     if fake is None:
         fake = _fake_of(reference)
     elif isinstance(fake, tuple):
@@ -109,6 +115,8 @@ def define(
                 if result is not MISSED:
                     return result
                 run = eager if are_plain(args) else overload
+                if run is overload:
+                    _refuse_dtensors(name, args)
                 if observers:
                     return observed("operator", lambda call, args: run(*args), call, args)
                 return run(*args)
@@ -147,6 +155,19 @@ class LauncherMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with self:  # an operator may call another
             return launcher(*args, **(kwargs or {}))
+
+
+def _without_views(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference, whose results a caller may change in place although a reshape made them."""
+
+    def own(result: Any) -> Any:
+        return no_view(result) if isinstance(result, torch.Tensor) and result._is_view() else result
+
+    def run(*args: Any) -> Any:
+        results = reference(*args)
+        return tuple(map(own, results)) if isinstance(results, (tuple, list)) else own(results)
+
+    return run
 
 
 def _fake_of(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +246,8 @@ def _quarantine(failure: LaunchFailed) -> None:
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` costs less than torch's own; refuses torch.func.
 
-    torch asks every argument whether it is a tensor, which for a number or a name takes long.
+    torch asks every argument whether it is a tensor, which for a number or a name takes long. A call with DTensors is
+    `distributed/dtensor.py`'s.
     """
 
     @classmethod
@@ -234,8 +256,37 @@ class Function(torch.autograd.Function):
             _refuse_transforms(cls.__name__)
         if kwargs:
             return super().apply(*args, **kwargs)
-        args = [a if type(a) in NO_TENSORS or not isinstance(a, torch.Tensor) else _unwrap_if_dead(a) for a in args]
-        return super(torch.autograd.Function, cls).apply(*args)
+        try:
+            plain = [
+                a if type(a) in NO_TENSORS else _unwrap_if_dead(a) if type(a) in TENSORS else _unusual(a) for a in args
+            ]
+        except _DTensorGiven:
+            return importlib.import_module("liger_hw.distributed.dtensor").apply(cls, args)
+        return super(torch.autograd.Function, cls).apply(*plain)
+
+
+class _DTensorGiven(Exception):
+    """An argument is a DTensor."""
+
+
+def _unusual(arg: Any) -> Any:
+    """An argument of a Function that is neither a plain tensor nor a number."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    if _is_dtensor(arg):
+        raise _DTensorGiven
+    return _unwrap_if_dead(arg)
+
+
+def _is_dtensor(arg: Any) -> bool:
+    """Without importing torch.distributed.tensor, which nobody who has no DTensor needs."""
+    return type(arg).__name__ == "DTensor" and type(arg).__module__.startswith("torch.distributed")
+
+
+def _refuse_dtensors(name: str, args: tuple) -> None:
+    """An operator takes plain tensors: where no Function stands before it, nobody has read a DTensor's placements."""
+    if any(_is_dtensor(arg) for arg in args):
+        importlib.import_module("liger_hw.distributed.dtensor").refuse(name, args)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

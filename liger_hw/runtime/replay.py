@@ -29,9 +29,9 @@ from .observe import Observer, observers, observing
 MISSED = object()
 _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN = NO_TENSORS | _TENSORS | {tuple}
+_PLAIN = NO_TENSORS | TENSORS | {tuple}
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -53,7 +53,7 @@ def are_plain(args: tuple) -> bool:
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
     for arg in args:
-        if type(arg) in _TENSORS:
+        if type(arg) in TENSORS:
             if _is_batched(arg):
                 return False
         elif type(arg) is tuple and not NO_TENSORS.issuperset(map(type, arg)):
@@ -77,13 +77,13 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
     if observers or not _launch.CAN_BE_FAST:
         return MISSED
-    index = args[0].get_device() if type(args[0]) in _TENSORS else -1
+    index = args[0].get_device() if type(args[0]) in TENSORS else -1
     if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
         return MISSED
     key, pointers, together = [name], [None], 0
     try:
         for arg in args:
-            if type(arg) in _TENSORS:
+            if type(arg) in TENSORS:
                 pointer = arg.data_ptr()
                 together |= pointer
                 pointers.append(pointer)
@@ -138,7 +138,7 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
 def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple) -> Any:
     """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
     # one object for each argument, though the caller may have passed one tensor as two
-    given = tuple([arg.detach() if type(arg) in _TENSORS else arg for arg in args])
+    given = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
     recorder = _Recorder(given)
     with observing(recorder), recorder:
         result = launcher(*given)

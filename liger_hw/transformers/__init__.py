@@ -9,51 +9,27 @@ print(report); report.revert()
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from ..kernels import EXPORTS
+from ..lazy import lazy
 from .models import specs
 
-_HOME = {
+HOME = {
+    **dict.fromkeys(("patch", *(spec.function_name for spec in specs().values())), "liger_hw.transformers.apply"),
+    "revert": "liger_hw.transformers.report",
+    "PatchReport": "liger_hw.transformers.report",
+    "AutoLigerKernelForCausalLM": "liger_hw.transformers.auto_model",
+    "register_experts": "liger_hw.transformers.experts",
+    "functional": "liger_hw.transformers.functional",
     **{
-        name: f"kernels.{module}"
+        name: f"liger_hw.kernels.{module}"
         for module, names in EXPORTS.items()
         for name in names
-        if name not in (f"liger_{module.rpartition('.')[2]}", "CrossEntropyOutput")
+        if name != f"liger_{module.rpartition('.')[2]}" and not name.endswith("Output")
     },
-    "PatchReport": "transformers.report",
-    "revert": "transformers.report",
-    "functional": "transformers.functional",
-    "AutoLigerKernelForCausalLM": "transformers.auto_model",
-    **dict.fromkeys(
-        (
-            "patch",
-            "MODEL_TYPE_TO_APPLY_LIGER_FN",
-            "_apply_liger_kernel",
-            "_apply_liger_kernel_to_instance",
-            *(spec.function_name for spec in specs().values()),
-        ),
-        "transformers.apply",
-    ),
+    "MODEL_TYPE_TO_APPLY_LIGER_FN": "liger_hw.transformers.apply",
+    "_apply_liger_kernel": "liger_hw.transformers.apply",
+    "_apply_liger_kernel_to_instance": "liger_hw.transformers.apply",
 }
-"""Public name -> module of liger_hw that defines it; loaded on first use, so importing this package loads no torch."""
+"""Public name -> module that defines it; loaded on first use, so importing this package loads no torch."""
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        import difflib
-
-        near = difflib.get_close_matches(name, _HOME, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    module = importlib.import_module(f"liger_hw.{_HOME[name]}")
-    value = module if _HOME[name].endswith(f".{name}") else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__all__, __getattr__, __dir__ = lazy(__name__, HOME)

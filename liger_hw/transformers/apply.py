@@ -15,17 +15,23 @@ import logging
 import sys
 import warnings
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Union
 
+import torch
+
+from ..recompute.levels import Levels
 from . import engine
 from .models import FamilySpec, specs
 from .report import PatchReport
 
 log = logging.getLogger("liger_hw")
 
+Model = Union[torch.nn.Module, "type[torch.nn.Module]"]
+"""A live model, or a class of a transformers model."""
+
 
 def patch(
-    model: Any,
+    model: Model,
     *,
     rope: bool = True,
     rms_norm: bool = True,
@@ -33,17 +39,18 @@ def patch(
     swiglu: bool = True,
     geglu: bool = True,
     relu_squared: bool = True,
+    experts: bool = True,
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
-    activations: Any = None,
+    activations: Levels | None = None,
 ) -> PatchReport:
     """Run any model on liger_hw's kernels, wherever they compute what its own modules compute.
 
     model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
     class of a transformers model, whose family's own classes are patched, for models made before or after this call
-    rope, rms_norm, layer_norm, swiglu, geglu, relu_squared: which parts may be patched. Each is recognised by running
-    it and the kernels' references on small random inputs. What agrees with no kernel keeps its own code, and the
-    report says why.
+    rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts: which parts may be patched. Each is recognised by
+    running it and the kernels' references on small random inputs. What agrees with no kernel keeps its own code, and
+    the report says why.
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
     activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
@@ -53,8 +60,6 @@ def patch(
     Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
     for a second call that asks for the other loss, or for a class that cannot be made from its default configuration.
     """
-    import torch
-
     options = {
         "rope": rope,
         "rms_norm": rms_norm,
@@ -62,6 +67,7 @@ def patch(
         "swiglu": swiglu,
         "geglu": geglu,
         "relu_squared": relu_squared,
+        "experts": experts,
         "cross_entropy": cross_entropy,
         "fused_linear_cross_entropy": fused_linear_cross_entropy,
     }
@@ -88,11 +94,12 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     """The public `apply_liger_kernel_to_<name>` of a spec, with its real signature, which it enforces."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
-    parameters.append(inspect.Parameter("activations", inspect.Parameter.KEYWORD_ONLY, default=None))
+    own = ("experts", "activations")  # not in Liger
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in own]
     if spec.also:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature(parameters)
-    known = [*(name for name, _ in spec.parameters), *spec.also, "activations"]
+    known = [*(name for name, _ in spec.parameters), *spec.also, *own]
 
     def function(*args: Any, **kwargs: Any) -> PatchReport:
         for name in [name for name in kwargs if name not in known]:
@@ -103,26 +110,35 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
                 raise TypeError(f"{said}; {hint}")
             warnings.warn(f"{said}, which is ignored; {hint}", stacklevel=2)  # the default filter shows it once
             del kwargs[name]
+        for value, parameter in zip(args, parameters):
+            if parameter.name != "model" and isinstance(value, (type, torch.nn.Module)):
+                raise TypeError(f"{spec.function_name}(): pass the model by name: {spec.function_name}(model=model)")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{spec.function_name}(): {error}; its arguments are {signature}") from None
+        mlps_asked_off = any(bound.arguments.get(name) is False for name in engine.MLPS)
         bound.apply_defaults()
         options = dict(bound.arguments)
+        if options["experts"] is None:
+            options["experts"] = not mlps_asked_off
         options |= {name: True for name in spec.also} | options.pop("kwargs", {})
+        if options.get("fused_linear_cross_entropy", False) is None:  # where Liger has the plain loss by default
+            options["fused_linear_cross_entropy"] = not options["cross_entropy"]
         return _patch_family(spec, options.pop("model"), options.pop("activations"), options)
 
     function.__name__ = function.__qualname__ = spec.function_name
     function.__module__ = __name__
     function.__signature__ = signature
     unknown = "is ignored with a warning" if spec.also else "raises `TypeError`"
-    parts = ", ".join(name for name in known if name not in ("model", "activations"))
+    parts = ", ".join(name for name in known if name not in ("model", *own))
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
     {parts}: which parts; `cross_entropy` keeps the logits and replaces
     the loss only, `fused_linear_cross_entropy` (not both) never computes them while training with labels.
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
+    experts: whether mixtures of experts are patched; None: unless the family's MLPs are switched off by name.
     activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
     liger_hw.activations
 
@@ -169,8 +185,6 @@ def _modeling_module(spec: FamilySpec) -> ModuleType:
 
 def _checked_model(spec: FamilySpec, model: Any) -> Any:
     """The bare model to patch, or None for the classes. Raises `TypeError` for anything else, naming what to call."""
-    import torch
-
     if model is None:
         return None
     bare = model if isinstance(model, type) else unwrapped(model)
@@ -193,10 +207,17 @@ def _checked_model(spec: FamilySpec, model: Any) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` when there is none."""
+    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` when there is none.
+
+    What FSDP1's wrappers know of its parameters is noted, since the model inside does not know it.
+    """
     import torch
     from transformers import PreTrainedModel
 
+    from ..distributed import owners
+
+    if isinstance(model, torch.nn.Module):
+        owners.learn(model)
     bare = model
     while not isinstance(bare, PreTrainedModel):
         if hasattr(bare, "get_base_model"):
@@ -219,8 +240,6 @@ def sample(cls: type) -> Any:
 
     It is made from the default configuration, or from a tiny one where the default is not valid. Raises `NoSample`.
     """
-    import torch
-
     from .tiny import tiny_config
 
     reasons = []

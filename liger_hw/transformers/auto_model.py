@@ -25,9 +25,23 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
                 if k in ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
             }
             config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **keep)
-        function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
-        names = set(inspect.signature(function).parameters) - {"model", "kwargs"}
-        options = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        model = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        options = _taken_out(config, kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # (model, info) with output_loading_info=True
+        _apply_liger_kernel_to_instance(model, **options)
+        return loaded
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """Make a model with random weights and patch it; keywords as for `from_pretrained`."""
+        options = _taken_out(config, kwargs)
+        model = super().from_config(config, **kwargs)
         _apply_liger_kernel_to_instance(model, **options)
         return model
+
+
+def _taken_out(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of the patch function that belongs to a config, taken out of `kwargs`."""
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
+    names = set(inspect.signature(function).parameters) - {"model", "kwargs"}
+    return {name: kwargs.pop(name) for name in list(kwargs) if name in names}

@@ -4,34 +4,59 @@ The family's own forward runs on it unmodified. Scaling, tanh softcapping, casts
 leading dimensions are recorded; `torch.nn.functional.cross_entropy` then consumes hidden states and head weight
 directly, so the logits never exist. Anything else computes them (`materialise`) by calling the head itself and
 replaying the recorded operations one by one, and carries on with plain tensors, exactly as without the patch.
+
+It is no tensor, so what takes tensors in C++ cannot take it. `torch.autograd.Function.apply` hands such objects on to
+`forward`, whose results would not lead back to them: there, reading the logits raises `GradientWouldBeLost`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 
 
+class GradientWouldBeLost(RuntimeError):
+    """Deferred logits are read where autograd does not see that they are: inside an autograd.Function's forward."""
+
+
 class Surroundings:
-    """Grad mode and autocast state at the moment the head was called; the product is computed under these, whenever."""
+    """What was in force when the head was called: grad mode, autocast and hooks on what autograd saves.
+
+    The product is computed under these, whenever that is.
+    """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.grad = torch.is_grad_enabled()
         self.autocast = torch.is_autocast_enabled(device_type)
         self.dtype = torch.get_autocast_dtype(device_type) if self.autocast else None
+        self.hooks = _hooks_in_force()
+        self.tracked = self.grad and (torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled())
 
     def restored(self) -> contextlib.ExitStack:
-        """Context manager that brings both back where they have changed since."""
+        """Context manager that brings them back where they have changed since.
+
+        Hooks that have come since (a non-reentrant checkpoint's, around a loss say) do not see what the product saves:
+        it is computed once, and would be missing when they compute everything again.
+        """
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() != self.grad:
             stack.enter_context(torch.set_grad_enabled(self.grad))
         if torch.is_autocast_enabled(self.device_type) != self.autocast:
             stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocast))
+        if _hooks_in_force() != self.hooks:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         return stack
+
+
+def _hooks_in_force() -> Any:
+    """The innermost hooks on tensors that autograd saves, or None; torch before 2.8 does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None or torch.compiler.is_compiling() else top(True)
 
 
 class DeferredLogits:
@@ -40,6 +65,7 @@ class DeferredLogits:
     hidden: [..., hidden_size], already sliced and reshaped as the logits were
     head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `cross_entropy(...)` the
     loss, `vocab_size` is the length of the last dimension where it is known without computing
+    given: what the head was called with, where that is a shard of `hidden`
     parent, replay: the object this one was derived from and how, for computing it operation by operation
 
     Public names are a tensor's; the fields that loss.py reads carry an underscore so as not to hide one.
@@ -56,18 +82,21 @@ class DeferredLogits:
         cap: float | None = None,
         parent: "DeferredLogits | None" = None,
         replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        given: torch.Tensor | None = None,
     ) -> None:
         self._head, self._hidden, self._surroundings = head, hidden, surroundings
+        self._given = hidden if given is None else given
         self._scale, self._cap = scale, cap
         self._parent, self._replay = parent, replay
         self._logits: torch.Tensor | None = None
+        self._leading = hidden.shape[:-1]
         self.dtype = dtype
-        self.device = hidden.device
+        self.device, self.is_cpu = hidden.device, hidden.is_cpu
 
     def _derive(self, replay: Callable[[torch.Tensor], torch.Tensor], **changed: Any) -> "DeferredLogits":
         return DeferredLogits(
             self._head,
-            changed.get("hidden", self._hidden),
+            changed["hidden"] if "hidden" in changed else self.hidden_states(),
             self._surroundings,
             changed.get("dtype", self.dtype),
             scale=changed.get("scale", self._scale),
@@ -84,15 +113,50 @@ class DeferredLogits:
         return self._logits is None and (self._parent is None or self._parent.is_deferred)
 
     def materialise(self) -> torch.Tensor:
-        """The logits as a plain tensor [..., vocab_size]; computed once."""
+        """The logits as a plain tensor [..., vocab_size]; computed once.
+
+        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` once `forget` was called.
+        """
+        self._check_gradient()
         if self._logits is None:
             if self._parent is None:
-                self._logits = self._head.logits(self._hidden, self._surroundings)
+                self.hidden_states()
+                self._logits = self._head.logits(self._given, self._surroundings)
             else:
                 source = self._parent.materialise()
                 with self._surroundings.restored():
                     self._logits = self._replay(source)
         return self._logits
+
+    def forget(self) -> None:
+        """Let go of the hidden states: backward has begun, and they are the largest thing that would outlive it."""
+        item: DeferredLogits | None = self
+        while item is not None:
+            item._hidden = item._given = None
+            item = item._parent
+
+    def hidden_states(self) -> torch.Tensor:
+        """What the head was called with, sliced and reshaped as the logits were; raises once they are forgotten."""
+        if self._hidden is None:
+            raise RuntimeError(
+                "liger_hw: the logits of this step were never computed, and backward has released what they would be "
+                "computed from; read outputs.logits before backward(), or call the model with skip_logits=False"
+            )
+        return self._hidden
+
+    def _check_gradient(self) -> None:
+        """Refuse to be read where the result would be cut off from what the logits were computed from."""
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled() or not self._surroundings.grad:
+                return
+        elif torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+            return  # only the forward of an autograd.Function switches forward-mode gradients off as well
+        if self._surroundings.tracked and self._head.has_gradient(self._hidden):
+            raise GradientWouldBeLost(
+                "liger_hw: deferred logits reached an autograd.Function (or a checkpoint with use_reentrant=True), "
+                "which cannot pass their gradient on; call the model with skip_logits=False, or patch it with "
+                "fused_linear_cross_entropy=False"
+            )
 
     def cross_entropy(
         self,
@@ -105,7 +169,8 @@ class DeferredLogits:
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
         """`torch.nn.functional.cross_entropy` of these logits, arguments as there, by our kernels where they apply."""
-        rows = self._hidden.dim() == 2 and isinstance(target, torch.Tensor) and target.dim() == 1
+        self._check_gradient()
+        rows = len(self._leading) == 1 and isinstance(target, torch.Tensor) and target.dim() == 1
         if rows and target.dtype == torch.int64 and size_average is None and reduce is None:
             options = {
                 "weight": weight,
@@ -161,36 +226,39 @@ class DeferredLogits:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if len(sizes) < 1 or not isinstance(sizes[-1], int) or sizes[-1] != self.shape[-1]:
             return self.materialise().reshape(*shape)
-        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        hidden = self.hidden_states()
+        hidden = hidden.reshape(*sizes[:-1], hidden.shape[-1])
         return self._derive(lambda x: x.reshape(*sizes), hidden=hidden)
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        last = self._hidden.dim() - 1
+        last = len(self._leading)
         if end_dim % (last + 1) == last and start_dim % (last + 1) != last:
             return self.materialise().flatten(start_dim, end_dim)
-        return self._derive(lambda x: x.flatten(start_dim, end_dim), hidden=self._hidden.flatten(start_dim, end_dim))
+        return self._derive(
+            lambda x: x.flatten(start_dim, end_dim), hidden=self.hidden_states().flatten(start_dim, end_dim)
+        )
 
     def __getitem__(self, index: Any) -> Any:
         """Recorded when the vocabulary dimension is taken whole."""
         items = index if isinstance(index, tuple) else (index,)
-        if not _keeps_last_dimension(items, self._hidden.dim()):
+        if not _keeps_last_dimension(items, self.dim()):
             return self.materialise()[_plain(index)]
-        return self._derive(lambda x: x[index], hidden=self._hidden[index])
+        return self._derive(lambda x: x[index], hidden=self.hidden_states()[index])
 
     # -- known without computing -------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
         vocab = self._head.vocab_size
-        return self.materialise().shape if vocab is None else torch.Size((*self._hidden.shape[:-1], vocab))
+        return self.materialise().shape if vocab is None else torch.Size((*self._leading, vocab))
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        return self._hidden.dim()
+        return len(self._leading) + 1
 
     ndim = property(dim)
 
@@ -213,6 +281,12 @@ class DeferredLogits:
         if func is F.cross_entropy and isinstance(kwargs.get("input"), DeferredLogits):
             return kwargs.pop("input").cross_entropy(*args, **kwargs)
         return func(*_plain(args), **_plain(kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialise().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.materialise(), memo)
 
     def __repr__(self) -> str:
         state = "deferred" if self.is_deferred else "computed"

@@ -16,16 +16,20 @@ from typing import Any, Callable, Iterator
 
 from torch import nn
 
+from .. import env
+from ..distributed import owners
 from ..recompute.dial import put_on
 from ..runtime.operator import check_flags
 from . import probing
-from .loss import causal_lm_forward, head_path
+from .experts import choosing, register_experts
+from .loss import causal_lm_forward, head_path, why_not_fused
+from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, rotary
 from .rebind import CannotRebind, private_name, rebind
+from .replacing import guarded, marked, where_kernels_run
 from .report import (
     ALREADY,
     PATCH_LOCK,
-    PATCH_MARK,
     PATCHED,
     NewModels,
     Patch,
@@ -38,7 +42,7 @@ from .report import (
 log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
-_MLPS = ("swiglu", "geglu", "relu_squared")
+_EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
 """Keywords that mean MLPs: a family has one of them, which then covers whatever its MLPs compute."""
 
 
@@ -52,7 +56,7 @@ def patch_classes(
     name: str, options: dict[str, bool], activations: Any, modeling: types.ModuleType, samples: tuple[Any, ...]
 ) -> PatchReport:
     """Patch the classes of a family's modeling module, found through samples: models without weights; see `_apply`."""
-    report = PatchReport(name, "classes")
+    report = PatchReport(name, "classes", module=modeling.__name__)
     return _apply(_ClassPatcher(modeling, samples, report), options, activations, None, samples)
 
 
@@ -71,14 +75,21 @@ def _apply(
             f"{report.family}: cross_entropy and fused_linear_cross_entropy exclude each other; "
             "pass cross_entropy=True together with fused_linear_cross_entropy=False, or leave both at their defaults"
         )
+    if env.get("LIGER_HW_DISABLE"):
+        wanted = (part for part, on in options.items() if on)
+        report.rows += [PatchRow(part, "-", "-", "left alone: LIGER_HW_DISABLE is set") for part in wanted]
+        log.warning("liger_hw: %s is not patched: LIGER_HW_DISABLE is set", report.family)
+        return report
     with PATCH_LOCK:
         try:
+            register_experts()
             patcher.patch(options)
             if activations is not None:
                 put_on(report, activations, model, samples)
         except BaseException:
             report.revert()
             raise
+        report.remember()
     log.info("liger_hw: patched %s", report.summary())
     return report
 
@@ -116,20 +127,27 @@ class _Patcher:
             found = True
             slot = forward_slot(owner)
             current = getattr(owner, slot)
-            where, mark = f"{type(model).__name__}.forward", getattr(current, PATCH_MARK, None)
+            where, found_mark = f"{type(model).__name__}.forward", getattr(current, PATCH_MARK, None)
             head = head_path(model)
-            if mark is not None and mark[0] != part:
+            if found_mark is not None and found_mark[0] != part:
                 raise ValueError(
-                    f"{where} is already patched for {mark[0]}; revert() that patch before asking for {part}"
+                    f"{where} is already patched for {found_mark[0]}; revert() that patch before asking for {part}"
                 )
-            if mark is not None or not head:
-                state = ALREADY if mark is not None else "left alone: it has no output head of its own"
+            if found_mark is not None or not head:
+                state = ALREADY if found_mark is not None else "left alone: it has no output head of its own"
                 self.keep(part, where, part, state)
                 continue
-            original = getattr(current, "__func__", current)
-            forward = _marked(causal_lm_forward(original, head, part == _FUSED_LOSS), part, part, original)
+            if _is_foreign(owner, current):
+                self.keep(part, where, part, _REPLACED)
+                continue
+            original, switch = getattr(current, "__func__", current), [True]
+            forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
+            marked(forward, part, part, original, switch)
             replacement = forward if isinstance(owner, type) else types.MethodType(forward, owner)
-            self.change(part, where, part, Patch(owner, slot, replacement))
+            kernel, words = part, ""
+            if part == _FUSED_LOSS and owner is model and (reason := why_not_fused(model, head)):
+                kernel, words = _PLAIN_LOSS, f"logits computed: {reason}"
+            self.change(part, where, kernel, Patch(owner, slot, replacement), words)
         if not found:
             self.keep(part, "-", part, f"left alone: {self.without_causal_lm()}")
 
@@ -143,7 +161,7 @@ class _Patcher:
         gate = getattr(type(module), "_apply_gate", None)
         if gate is not None:
             guards += probing.guards_of(module, gate, frozenset())
-        shapes = tuple((n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items())
+        shapes = tuple(owners.parameter_shapes(module).items())
         key = (type(module), forward, shapes, tuple(module._modules), _hashable(guards))
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)
@@ -157,11 +175,19 @@ class _Patcher:
         self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
 
 
+_REPLACED = "left alone: its forward was replaced by something else; patch the model before that"
+
+
+def _is_foreign(owner: Any, forward: Callable) -> bool:
+    """Whether a live module's forward is no method of it, as where pipeline parallelism has put a function there."""
+    return not isinstance(owner, type) and getattr(forward, "__self__", None) is not owner
+
+
 def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
     """The part that a kernel belongs to among those on offer, or None when there is none or it is not wanted."""
-    part = "swiglu" if kernel == "fused_gate_up_swiglu" else kernel
-    if part not in options and part in _MLPS:
-        part = next((name for name in _MLPS if name in options), part)
+    part = {"fused_gate_up_swiglu": "swiglu", "fused_moe": _EXPERTS, "gated_rms_norm": "rms_norm"}.get(kernel, kernel)
+    if part not in options and part in MLPS:
+        part = next((name for name in MLPS if name in options), part)
     return part if options.get(part) else None
 
 
@@ -194,6 +220,7 @@ class _ModelPatcher(_Patcher):
         super().__init__(report)
         self.model = model
         self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
+        self.views: dict[int, Any] = {}  # of configurations, by their ids
 
     def patch(self, options: dict[str, bool]) -> None:
         super().patch(options)
@@ -219,10 +246,10 @@ class _ModelPatcher(_Patcher):
     def _patch_module(self, module: nn.Module, slot: str, options: dict[str, bool]) -> None:
         current = getattr(module, slot)
         where = f"{type(module).__name__}.{slot.removeprefix('_old_')}"
-        mark = getattr(current, PATCH_MARK, None)
-        if mark is not None:
-            if options.get(mark[0]) and mark[0] not in ("rope", *_LOSSES):
-                self.keep(mark[0], where, mark[1], ALREADY)
+        found_mark = getattr(current, PATCH_MARK, None)
+        if found_mark is not None:
+            if options.get(found_mark[0]) and found_mark[0] not in ("rope", *_LOSSES):
+                self.keep(found_mark[0], where, found_mark[1], ALREADY)
             return
         found = self.recognise(module)
         part = _wanted_part(found.kernel, options) if found else None
@@ -231,6 +258,9 @@ class _ModelPatcher(_Patcher):
             return
         if isinstance(found, Match):
             its_own = getattr(current, "__self__", None) is module
+            if not its_own and found.kernel == "fused_moe" and getattr(module, "_is_expert_parallel", False):
+                self._patch_choice(module, where, part, found)
+                return
             if not its_own or current.__func__ is not getattr(type(module), found.slot):
                 found = Refused("its forward was replaced by something else", found.kernel)
         if isinstance(found, Refused):
@@ -239,13 +269,23 @@ class _ModelPatcher(_Patcher):
         forward = self._forward(module, part, found, current.__func__)
         self.change(part, where, found.kernel, Patch(module, slot, types.MethodType(forward, module)), found.variant)
 
+    def _patch_choice(self, module: nn.Module, where: str, part: str, match: Match) -> None:
+        """Patch which implementation expert parallelism calls: it has replaced the forward, and calls the class's."""
+        if hasattr(module.config, PATCH_MARK):
+            self.keep(part, where, match.kernel, ALREADY)
+            return
+        view = self.views.setdefault(id(module.config), choosing(module.config, part, match.kernel))
+        self.change(part, where, match.kernel, Patch(module, "config", view), match.variant)
+
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
         """The match's forward while the module is what it is now; if that changes, its own runs again."""
         guards = probing.guards_of(module, original, match.used)
         guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it had the weights that it reads
         key = (id(match), original, _hashable(guards))
         if key not in self.forwards:
-            forward = _marked(_guarded(match, guards, original), part, match.kernel, original)
+            switch = [True]
+            forward = guarded(match, guards, original, switch)
+            marked(forward, part, match.kernel, original, switch)
             forward.__name__ = match.slot  # pickle finds a bound method by it; transformers' default gate has another
             self.forwards[key] = forward
         return self.forwards[key]
@@ -256,6 +296,10 @@ class _ModelPatcher(_Patcher):
         copies: dict[tuple, Callable | str] = {}
         for module in modules:
             slot = forward_slot(module)
+            if _is_foreign(module, getattr(module, slot)):
+                if rotary.functions_called(type(module).forward):
+                    self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED)
+                continue
             forward = probing.current_forward(module, slot)
             where = f"{type(module).__name__}.forward"
             if getattr(forward, PATCH_MARK, ("",))[0] == "rope":
@@ -290,12 +334,13 @@ def _copy_calling(forward: Callable, name: str, function: Callable, found: Match
         scope = scope.__wrapped__
     private = private_name(name, found.variant)
     if private not in scope.__globals__:  # harmless, shared by every patched instance, so never taken away
-        scope.__globals__[private] = _marked(found.replacement, "rope", found.kernel, function)
+        replacement = where_kernels_run(found.replacement, function)
+        scope.__globals__[private] = marked(replacement, "rope", found.kernel, function)
     try:
         copied = rebind(forward, name, private)
     except CannotRebind as error:
         return f"left alone: {error}; patch the classes instead (model=None)"
-    setattr(copied, PATCH_MARK, ("rope", found.kernel))
+    mark(copied, "rope", found.kernel)
     return copied
 
 
@@ -325,10 +370,10 @@ class _ClassPatcher(_Patcher):
         borrowed: dict[tuple[str, type], Match] = {}
         for cls, modules in self.instances.items():
             marks = (getattr(getattr(cls, slot, None), PATCH_MARK, None) for slot in ("forward", "_apply_gate"))
-            mark = next(filter(None, marks), None)
-            if mark is not None and mark[0] not in _LOSSES:
-                if options.get(mark[0]):
-                    self.keep(mark[0], f"{cls.__name__}.forward", mark[1], ALREADY)
+            found_mark = next(filter(None, marks), None)
+            if found_mark is not None and found_mark[0] not in _LOSSES:
+                if options.get(found_mark[0]):
+                    self.keep(found_mark[0], f"{cls.__name__}.forward", found_mark[1], ALREADY)
                 continue
             found = [(module, self.recognise(module)) for module in modules]
             kernel = next((result.kernel for _, result in found if result), None)
@@ -363,11 +408,11 @@ class _ClassPatcher(_Patcher):
             reason = refused.reason if refused else f"{reason}; patch a live model"
             self.keep(part, where, refused.kernel if refused else part, f"left alone: {reason}")
             return
-        forward = original
+        forward, switch = original, [True]
         for guards, match in matches:
-            forward = _guarded(match, guards, forward)
+            forward = guarded(match, guards, forward, switch)
         words, match = sorted({m.variant for _, m in matches}), matches[0][1]
-        _marked(forward, part, match.kernel, original)
+        marked(forward, part, match.kernel, original, switch)
         self.change(part, where, match.kernel, Patch(cls, slot, forward), " or ".join(filter(None, words)))
 
     def _patch_new_models(self, options: dict[str, bool], borrowed: dict[tuple[str, type], Match]) -> None:
@@ -406,7 +451,8 @@ class _ClassPatcher(_Patcher):
                 if isinstance(found, Refused):
                     self.keep("rope", where, "rope", f"left alone: {found.reason}")
                     continue
-                replacement = _marked(found.replacement, "rope", found.kernel, function)
+                replacement = where_kernels_run(found.replacement, function)
+                replacement = marked(replacement, "rope", found.kernel, function)
                 self.change("rope", where, found.kernel, Patch(self.modeling, name, replacement), found.variant)
         if not done:
             self.keep("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
@@ -416,55 +462,3 @@ def _contradicts(guards: probing.Guards, match: Match, module: Any, result: Matc
     """Whether `module`, of which `result` is known, would take `match` by its guards and must not."""
     same = isinstance(result, Match) and (result.kernel, result.variant) == (match.kernel, match.variant)
     return not same and probing.holds(module, guards)
-
-
-# -- the forward that is put in place --------------------------------------------------------------------------------
-
-
-def _guarded(match: Match, guards: probing.Guards, original: Callable) -> Callable:
-    """A method that computes `match.replacement` in `original`'s place, with its argument's name.
-
-    `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
-    and when more arguments are given than the input.
-    """
-    replacement, weight = match.replacement, match.input_dtype_of
-    names = list(inspect.signature(original).parameters)
-
-    def applies(self: Any, x: Any) -> bool:
-        if guards and not probing.holds(self, guards):
-            return False
-        return not weight or x.dtype is getattr(self, weight).dtype
-
-    if len(names) > 2:
-
-        def forward(self, x, *args, **kwargs):
-            if args or kwargs or not applies(self, x):
-                return original(self, x, *args, **kwargs)
-            return replacement(self, x)
-
-    elif guards or weight:
-
-        def forward(self, x):
-            return replacement(self, x) if applies(self, x) else original(self, x)
-
-    else:
-
-        def forward(self, x):
-            return replacement(self, x)
-
-    code = forward.__code__
-    if len(names) > 1 and names[1] not in (*code.co_varnames, *code.co_freevars):
-        # for callers who pass the input by keyword
-        forward.__code__ = code.replace(co_varnames=(code.co_varnames[0], names[1], *code.co_varnames[2:]))
-    if len(names) > 2:
-        forward.__signature__ = inspect.signature(original)
-    return forward
-
-
-def _marked(function: Callable, part: str, kernel: str, original: Callable) -> Callable:
-    function.__name__ = getattr(original, "__name__", function.__name__)
-    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
-    function.__module__ = getattr(original, "__module__", function.__module__)
-    function.__doc__ = original.__doc__
-    setattr(function, PATCH_MARK, (part, kernel))
-    return function

@@ -5,25 +5,13 @@ Each one lives in `liger_hw/kernels/<op>.py`; importing this module loads none o
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from ..kernels import EXPORTS
+from ..lazy import lazy
 
-_HOME = {f"liger_{module.rpartition('.')[2]}": module for module, names in EXPORTS.items() if names}
-_HOME["CrossEntropyOutput"] = _HOME["liger_cross_entropy"]
-"""Name -> the file in `liger_hw/kernels` that defines it."""
+HOME = {
+    f"liger_{module.rpartition('.')[2]}": f"liger_hw.kernels.{module}" for module, names in EXPORTS.items() if names
+}
+HOME |= {n: f"liger_hw.kernels.{module}" for module, names in EXPORTS.items() for n in names if n.endswith("Output")}
+"""Name -> the module that defines it."""
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOME)}")
-    value = getattr(importlib.import_module(f"liger_hw.kernels.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__all__, __getattr__, __dir__ = lazy(__name__, HOME)

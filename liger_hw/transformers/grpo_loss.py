@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from ..chunked_loss.policy import make_policy, policy_tensors, token_shares
-from ..kernels.losses.selected_log_probs import IGNORED, SelectedLogProbsFunction
+from ..kernels.losses.log_probs import LigerLogProbsFunction
 from ..runtime.operator import check, check_tensors
 
 _NAME = "triton_grpo_loss"
+_IGNORED = -100
 
 
 def triton_grpo_loss(
@@ -84,10 +85,11 @@ def triton_grpo_loss(
     )
     given = advantages, old_logp, ref_logp, vllm_is_ratio
     mask, advantages, *others = policy_tensors(_NAME, logits, completion_mask, *given, loss_type)
-    target = torch.full((shape[0], shape[1] + 1), IGNORED, dtype=torch.int64, device=logits.device)
-    target[:, :-1] = completion_ids.masked_fill(~mask, IGNORED)
+    target = torch.full((shape[0], shape[1] + 1), _IGNORED, dtype=torch.int64, device=logits.device)
+    target[:, :-1] = completion_ids.masked_fill(~mask, _IGNORED)
     rows = logits.reshape(-1, logits.shape[-1])
-    logp = SelectedLogProbsFunction.apply(rows, target.view(-1), float(temperature), inplace).view(target.shape)[:, :-1]
+    options = float(temperature), 0.0, _IGNORED, False, False, inplace
+    logp = LigerLogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
     share = token_shares(mask, loss_type, max_completion_length or 1, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:

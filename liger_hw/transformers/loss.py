@@ -4,10 +4,9 @@
 except that its output head is an `OutputHead`, whose result is a `DeferredLogits` (deferred.py). Nothing is written to
 the model, so this works in threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)` alike.
 
-The head's weight is read outside its forward only where nothing can hang on that forward: a plain `nn.Linear` (or the
-active copy of a PEFT `modules_to_save`) without hooks. A head that FSDP2 shards on its own, or that accelerate placed
-on a device, is called through its hooks with the loss in place of the product. Every other head (LoRA, quantised,
-tensor parallel, offloaded, hooked) computes its logits itself, and one warning says why and what to do.
+Whether and how the head's weight may be read is what `distributed/owners.py` answers: at any time, inside the head's
+own forward (FSDP, ZeRO-3, accelerate's placement), or this rank's slice of the vocabulary (tensor parallelism). Every
+other head (LoRA, quantised, offloaded, hooked) computes its logits itself, and one warning says why and what to do.
 """
 
 from __future__ import annotations
@@ -15,17 +14,27 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
 from ..autotune import compile_ahead
+from ..distributed import agreement
+from ..distributed.owners import Access, find_access, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
-from .deferred import DeferredLogits, Surroundings
+from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings
+from .replacing import keeps_own_code
+from .report import patched_parts
 
 log = logging.getLogger("liger_hw")
+_UNUSED = "liger_hw: the fused linear cross-entropy is not used for this output head: %s"
+_SLICED = (
+    "its weight is split over ranks and the loss weighs classes; its logits are computed in full, which is right but "
+    "takes their memory"
+)
 _warned: set[str] = set()
 
 
@@ -35,6 +44,9 @@ class ModelView:
     Called, it runs the module's own forward on itself, so a head inside a head (BERT's cls.predictions.decoder) is seen
     through a view of a view.
     """
+
+    def __new__(cls, module: nn.Module, name: str, value: Any) -> "ModelView":
+        return object.__new__(cls if torch.compiler.is_compiling() else _view_class(type(module)))
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         object.__setattr__(self, "_viewed", module)
@@ -48,7 +60,7 @@ class ModelView:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         viewed = self._viewed
         forward = getattr(viewed.forward, "__func__", None)
-        if forward is None or _hooked_by(viewed):  # hooks must see the real module
+        if forward is None or hooks_of(viewed):  # hooks must see the real module
             return viewed(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -59,6 +71,23 @@ class ModelView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._viewed, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._viewed, name)
+
+
+class _ViewType(type):
+    """The type of a view has the attributes of the viewed module's type: `type(self).CONSTANT` in its forward."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "viewed_type":
+            raise AttributeError(name)
+        return getattr(cls.viewed_type, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _view_class(viewed_type: type) -> type:
+    return _ViewType(viewed_type.__name__, (ModelView,), {"viewed_type": viewed_type})
 
 
 def viewed_with(model: nn.Module, path: str, head: "OutputHead") -> ModelView:
@@ -75,25 +104,35 @@ class OutputHead:
     wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
     `predicted_tokens`, the index of each row's largest logit; `found` has them after the loss
     counted: the number of labels that are not ignored, being copied to the host: ignored rows are then left out of the
-    products
+    products of a loss that has at most `rows` rows, the number of labels
+    kept: deferred logits that outlive the forward in its outputs; when backward begins they let their hidden states go
     """
 
     def __init__(
-        self, module: nn.Module, fused: bool, wants: tuple[str, ...] = (), counted: CountedRows | None = None
+        self,
+        module: nn.Module,
+        fused: bool,
+        wants: tuple[str, ...] = (),
+        counted: CountedRows | None = None,
+        rows: int = 0,
     ) -> None:
-        self.module, self.fused, self.wants, self.counted = module, fused, wants, counted
-        self.linear, self.slot = None, ""
+        self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
+        self.access: Access | None = None
+        self.kept: list[weakref.ref[DeferredLogits]] = []
         self.found: dict[str, torch.Tensor] = {}
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not isinstance(hidden, torch.Tensor):
             return self.module(hidden, *args, **kwargs)
+        given = hidden
         if self.fused:
-            self.linear, self.slot, reason = find_linear(self.module)
-            if self.linear is None:
-                _warn(reason)
+            found = find_access(self.module)
+            if isinstance(found, str):
+                _warn(found)
+            else:
+                self.access, hidden = found, found.arrived(hidden)
         surroundings = Surroundings(hidden.device.type)
-        return DeferredLogits(self, hidden, surroundings, surroundings.dtype or hidden.dtype)
+        return DeferredLogits(self, hidden, surroundings, surroundings.dtype or hidden.dtype, given=given)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -103,6 +142,16 @@ class OutputHead:
         """Length of the logits' last dimension, or None when only computing them tells."""
         return getattr(self.module, "out_features", None)
 
+    def is_whole(self) -> bool:
+        """Whether one rank alone can compute logits after the forward: the weight is neither gathered nor split."""
+        return self.access is None or (self.access.caller is None and self.access.mesh is None)
+
+    def has_gradient(self, hidden: torch.Tensor | None) -> bool:
+        """Whether the logits of these hidden states require a gradient."""
+        if hidden is None or hidden.requires_grad:
+            return True
+        return any(p.requires_grad for p in self.module.parameters())
+
     def logits(self, hidden: torch.Tensor, surroundings: Surroundings) -> torch.Tensor:
         """The real head's answer."""
         with surroundings.restored():
@@ -110,11 +159,12 @@ class OutputHead:
 
     def cross_entropy(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Loss of `logits` [n, vocab] for `target` int64 [n]; options: torch's weight, ignore_index, ..."""
-        if self._can_fuse(logits):
-            if not self.slot:
-                return self._fused(logits, logits._hidden, target, options)
-            return _in_place_of(
-                self.linear, self.slot, lambda x: self._fused(logits, x, target, options), logits._hidden
+        whole = self.access is None or self.access.mesh is None
+        if whole and not self.wants and keeps_own_code(logits):
+            return torch.nn.functional.cross_entropy(logits.materialise(), target, **options)
+        if self._can_fuse(logits, options):
+            return self.access.run(
+                lambda x, *weights: self._fused(logits, x, *weights, target, options), logits.hidden_states()
             )
         from .functional import liger_cross_entropy
 
@@ -124,20 +174,28 @@ class OutputHead:
     def _more(self) -> dict[str, bool]:
         return {f"return_{name}": True for name in self.wants}
 
-    def _can_fuse(self, logits: DeferredLogits) -> bool:
-        if self.linear is None or not logits.is_deferred or (logits._cap is not None and logits._cap <= 0):
+    def _can_fuse(self, logits: DeferredLogits, options: dict[str, Any]) -> bool:
+        if self.access is None or not logits.is_deferred or (logits._cap is not None and logits._cap <= 0):
             return False
-        if self.slot and torch.compiler.is_compiling():  # swapping a forward cannot be traced
+        if self.access.caller is not None and torch.compiler.is_compiling():  # swapping a forward cannot be traced
+            _note_compiled()
+            return False
+        if self.access.mesh is not None and options["weight"] is not None:
+            _warn(_SLICED)
             return False
         return logits._surroundings.grad or not torch.is_grad_enabled()
 
     def _fused(
-        self, logits: DeferredLogits, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+        self,
+        logits: DeferredLogits,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        from .functional import liger_fused_linear_cross_entropy
+        from .functional import liger_fused_linear_cross_entropy, liger_fused_linear_cross_entropy_tp
 
-        weight, bias = self.linear.weight, self.linear.bias
-        _refuse_shard(weight)
         target = target.to(hidden.device)
         cast = logits._surroundings.dtype
         if cast is not None:  # autocast: what F.linear would have done
@@ -148,20 +206,24 @@ class OutputHead:
         if abs(scale - 1.0) > 1e-9:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         with torch.autocast(hidden.device.type, enabled=False):
-            result = liger_fused_linear_cross_entropy(
-                hidden,
-                weight,
-                target,
-                bias=bias,
-                ce_weight=options["weight"],
-                ignore_index=options["ignore_index"],
-                label_smoothing=options["label_smoothing"],
-                reduction=options["reduction"],
-                softcap=softcap,
-                compact=self.counted or False,
+            settings = {
+                "bias": bias,
+                "ignore_index": options["ignore_index"],
+                "label_smoothing": options["label_smoothing"],
+                "reduction": options["reduction"],
+                "softcap": softcap,
+                "compact": self.counted if self.counted is not None and target.numel() <= self.rows else False,
                 **self._more(),
-            )
+            }
+            if self.access.mesh is None:
+                settings["ce_weight"] = options["weight"]
+                result = liger_fused_linear_cross_entropy(hidden, weight, target, **settings)
+            else:
+                group = self.access.group
+                result = liger_fused_linear_cross_entropy_tp(hidden, weight, target, group, **settings)
         loss = self._loss_of(result)
+        if loss.requires_grad and not torch.compiler.is_compiling():
+            loss.register_hook(functools.partial(_forget, self.kept))
         if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 there whatever the logits
             return loss
         return loss.to(logits.dtype)
@@ -173,85 +235,32 @@ class OutputHead:
         return result.loss
 
 
-# -- which heads may be read directly --------------------------------------------------------------------------------
+def _forget(kept: list[weakref.ref[DeferredLogits]], _: torch.Tensor) -> None:
+    for held in kept:
+        logits = held()
+        if logits is not None:
+            logits.forget()
 
 
-def find_linear(head: nn.Module) -> tuple[nn.Linear | None, str, str]:
-    """(linear, slot, reason) for an output head.
-
-    linear: the `nn.Linear` whose weight the loss may use, or None, and then `reason` says why and what to do
-    slot: empty when the weight may be read at any time; else the attribute of `linear` that holds its own forward, and
-    the weight is whole, and beside the hidden states, only while that runs inside a call of the module
-    """
-    hooked = _hooked_by(head)
-    if type(head).__name__ == "ModulesToSaveWrapper":
-        adapters = head.active_adapters
-        active = head.original_module if head.disable_adapters or not adapters else head.modules_to_save[adapters[0]]
-        return (None, "", _HOOKS) if hooked else find_linear(active)
-    if hasattr(head, "base_layer"):
-        return None, "", _ADAPTER
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return None, "", f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
-    if hooked == "other":
-        return None, "", _HOOKS
-    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not nn.Linear.forward:
-        hook, own = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
-        placed = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-        if placed and getattr(own, "__func__", None) is nn.Linear.forward:
-            return head, "_old_forward", ""
-        return None, "", f"its forward was replaced (offloading or another patch); {_CORRECT}"
-    return head, "forward" if hooked else "", ""
+@torch.compiler.assume_constant_result
+def _note_compiled() -> None:
+    """Said while torch.compile traces, once."""
+    reason = (
+        "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
+        "takes their memory. To fuse it, compile the layers instead of the whole model"
+    )
+    if reason not in _warned:
+        _warned.add(reason)
+        log.warning(_UNUSED, reason)
 
 
-_CORRECT = "its logits are computed in full, which is right but takes their memory"
-_HOOKS = f"hooks are registered on it (a user's, tensor parallel or ZeRO-3) that must see its logits; {_CORRECT}"
-_ADAPTER = (
-    f"it carries an adapter (LoRA or alike), whose share the fused loss would leave out; {_CORRECT}. To fuse it, train "
-    "the head whole with modules_to_save=['lm_head'] or leave it out of target_modules"
-)
-
-
-def _hooked_by(module: nn.Module) -> str:
-    """An empty string for no hooks, "fsdp2" when all of them are FSDP2's own, else "other"."""
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return ""
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "other"
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        owner = type(getattr(hook, "__self__", hook))
-        if not owner.__module__.startswith("torch.distributed.fsdp._fully_shard"):
-            return "other"
-    return "fsdp2"
-
-
-def _in_place_of(module: nn.Module, slot: str, function: Callable, hidden: torch.Tensor) -> torch.Tensor:
-    """`module(hidden)` with `function(hidden)` run where the module's own forward would, all hooks around it."""
-    before = module.__dict__.get(slot)
-    setattr(module, slot, function)
-    try:
-        return module(hidden)
-    finally:
-        delattr(module, slot)
-        if before is not None:
-            setattr(module, slot, before)
-
-
-def _refuse_shard(weight: torch.Tensor) -> None:
-    if type(weight).__name__ == "DTensor":
-        raise RuntimeError(
-            "liger_hw: the output head's weight is a shard (DTensor) when the loss needs it whole. With FSDP2 call the "
-            "model itself (model(...), not model.forward(...)), so that its hooks gather the weight, or fully_shard "
-            "the head on its own; otherwise apply the patch with fused_linear_cross_entropy=False."
-        )
+# -- the wrapper -----------------------------------------------------------------------------------------------------
 
 
 def _warn(reason: str) -> None:
     if not torch.compiler.is_compiling() and reason not in _warned:
         _warned.add(reason)
-        log.warning("liger_hw: the fused linear cross-entropy is not used for this output head: %s", reason)
-
-
-# -- the wrapper -----------------------------------------------------------------------------------------------------
+        log.warning(_UNUSED, reason)
 
 
 def head_path(model: nn.Module) -> str:
@@ -265,50 +274,92 @@ def head_path(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules(remove_duplicate=False) if module is head), "")
 
 
-def causal_lm_forward(original: Callable, head_at: str, fused: bool) -> Callable:
+def why_not_fused(model: nn.Module, head_at: str) -> str:
+    """Why the head of a live model computes its logits, or "" where the loss takes hidden states and weight."""
+    found = find_access(_at(model, head_at))
+    return found if isinstance(found, str) else ""
+
+
+def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: list[bool]) -> Callable:
     """A forward for a causal LM class or instance, around its own.
 
     original: the family's forward, taking the model first; head_at: dotted path of the output head
-    fused: hidden states go straight into the loss and `logits` is None while training with labels; otherwise the logits
-    are computed as always and only the loss is ours
+    fused: hidden states go straight into the loss while training with labels, and logits are not computed; otherwise
+    they are computed as always and only the loss is ours
+    switch: the family's own forward runs once this is empty
 
-    The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides),
-    `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and `outputs.predicted_tokens`,
-    one a position, meaning nothing where the label is ignored); `shift_labels` alone gives a loss too.
-    Raises `ValueError` for `skip_logits=True` without labels.
+    The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides; it
+    means nothing without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy`
+    and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored); `shift_labels` alone
+    gives a loss too. Logits that are skipped are computed if somebody reads them before backward; they are None inside
+    torch.compile, in replicas of `nn.DataParallel`, and where the head's weight is sharded, since one rank may read
+    them alone.
     """
     from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded before a step
 
     signature = inspect.signature(original)
     names = list(signature.parameters)
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
+    of_transformers = getattr(inspect.unwrap(original), "__module__", "").startswith("transformers.")
+    undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @functools.wraps(original)
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
+        if not switch or torch.jit.is_tracing():
+            return original(self, *args, **kwargs)
+        if self.training and not torch.compiler.is_compiling():
+            agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
         if labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None:
             labels = kwargs["labels"] = kwargs["shift_labels"]
         if labels is None:
-            if skip_logits:
-                raise ValueError("skip_logits=True needs labels or shift_labels: there is nothing else to return")
             return original(self, *args, **kwargs)
-        skip = fused and (self.training if skip_logits is None else bool(skip_logits))
+        module = _at(self, head_at)
+        if type(module) is OutputHead:  # called by the patched forward of a subclass or of a model around this one
+            return original(self, *args, **kwargs)
+        # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
+        trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
+        skip = fused and (trains if skip_logits is None else bool(skip_logits))
         wants = ("token_accuracy",) * bool(return_token_accuracy) + ("predicted_tokens",) * bool(
             return_predicted_tokens
         )
         if fused and not skip and not wants:
             return original(self, *args, **kwargs)
-        counted = None
-        if skip and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            head = OutputHead(module, fused and skip, wants)
+            return _finish(original(viewed_with(self, head_at, head), *args, **kwargs), head, skip, keep=False)
+        if self in undeferred:
+            return original(self, *args, **kwargs)
+        counted, rows = None, labels.numel()
+        if skip:
             compile_ahead.at_first_forward(self, args, kwargs)
-            # before the model runs, so that the copy to the host has arrived when the loss asks for it
-            counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
-        head = OutputHead(_at(self, head_at), fused and skip, wants, counted)
-        outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
-        return _finish(outputs, head, skip)
+            if of_transformers and _has_its_own_loss(self):  # another loss may count what the labels ignore
+                # before the model runs, so that the copy to the host has arrived when the loss asks for it
+                counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
+        head = OutputHead(module, fused and skip, wants, counted, rows)
+        try:
+            outputs = original(viewed_with(self, head_at, head), *args, **kwargs)
+            return _finish(outputs, head, skip, keep=head.is_whole() and not getattr(self, "_is_replica", False))
+        except (GradientWouldBeLost, AttributeError, NotImplementedError, TypeError) as error:
+            if wants:
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        outputs = original(self, *args, **kwargs)  # raises again what was not for want of real logits
+        undeferred.add(self)
+        _warn(
+            f"its {type(self).__name__} does not run on deferred logits ({reason}); it ran again on logits that are "
+            "computed in full, and will from now on"
+        )
+        return outputs
 
     forward.__signature__ = _with_keywords(signature, *_KEYWORDS)
     return forward
+
+
+def _has_its_own_loss(model: nn.Module) -> bool:
+    """Whether a transformers model has the loss function that transformers gives it."""
+    set_by_user = vars(model).get("_loss_function")
+    return set_by_user is None or getattr(set_by_user, "__module__", "").startswith("transformers.")
 
 
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
@@ -327,17 +378,43 @@ def _with_keywords(signature: inspect.Signature, *names: str) -> inspect.Signatu
     return signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])
 
 
-def _finish(outputs: Any, head: OutputHead, skip: bool) -> Any:
-    """`outputs` with the deferred logits left out (None) or computed."""
-    if isinstance(outputs, tuple):
-        return tuple(_settle(value, skip) for value in outputs)
-    outputs = type(outputs)(**{name: _settle(value, skip) for name, value in outputs.items()})
+def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
+    """`outputs` of a forward, with the deferred logits in them computed unless they are to be skipped.
+
+    keep: skipped logits stay deferred, for whoever reads them; else they are None.
+    """
+    head.counted = None  # it was for the loss of the forward
+
+    def settled(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        if not skip or (keep and not value.is_deferred):
+            return value.materialise()
+        if keep:
+            head.kept.append(weakref.ref(value))
+        return value if keep else None
+
+    outputs = _replaced(outputs, settled)
     for name, value in head.found.items():
-        outputs[name] = value
+        if isinstance(outputs, dict):
+            outputs[name] = value
+        elif hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor):
+            setattr(outputs, name, value)
     return outputs
 
 
-def _settle(value: Any, skip: bool) -> Any:
-    if not isinstance(value, DeferredLogits):
-        return value
-    return None if skip else value.materialise()
+def _replaced(outputs: Any, settled: Callable[[Any], Any]) -> Any:
+    """`outputs` with every value of a tuple, list, dict, dataclass or other object replaced."""
+    if isinstance(outputs, (DeferredLogits, torch.Tensor)):
+        return settled(outputs)
+    if isinstance(outputs, tuple):
+        values = [settled(value) for value in outputs]
+        return type(outputs)(*values) if hasattr(outputs, "_fields") else tuple(values)
+    if isinstance(outputs, list):
+        return [settled(value) for value in outputs]
+    if isinstance(outputs, dict):
+        return type(outputs)(**{name: settled(value) for name, value in outputs.items()})
+    for name, value in list(getattr(outputs, "__dict__", {}).items()):
+        if isinstance(value, DeferredLogits):
+            object.__setattr__(outputs, name, settled(value))
+    return outputs

@@ -1,13 +1,14 @@
 """What a patch did, and how to take it back.
 
 A patch replaces attributes of classes, modules or one live model's modules (`Patch`). Everything it puts in place
-carries `PATCH_MARK`. A `PatchReport` lists the places and reverts them; `revert(model)` cleans a model that no report
+is marked (marks.py). A `PatchReport` lists the places and reverts them; `revert(model)` cleans a model that no report
 knows.
 """
 
 from __future__ import annotations
 
 import functools
+import html
 import logging
 import threading
 import types
@@ -16,7 +17,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
+import torch
+
+from .. import env
 from ..locks import fork_safe
+from ..text import table
+from . import copies
+from .marks import PATCH_MARK, is_ours, mark, switch_off
 
 log = logging.getLogger("liger_hw")
 _MISSING = object()
@@ -24,16 +31,15 @@ _MISSING = object()
 PATCHED = "patched"
 ALREADY = "already patched"
 
-PATCH_MARK = "_liger_hw_part"
-"""Attribute of every function that a patch puts in place: (part, kernel)."""
-
 PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""
 
 
-def is_ours(held: Any) -> bool:
-    """Whether a function or bound method was put in place by a patch."""
-    return getattr(held, PATCH_MARK, None) is not None
+def patched_parts(model: Any) -> dict[str, int]:
+    """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
+    marks = [getattr(getattr(module, forward_slot(module)), PATCH_MARK, None) for module in model.modules()]
+    marks += [getattr(getattr(module, "_apply_gate", None), PATCH_MARK, None) for module in model.modules()]
+    return dict(Counter(mark[1] for mark in marks if mark is not None))
 
 
 def forward_slot(owner: Any) -> str:
@@ -67,9 +73,23 @@ class Patch:
     def apply(self) -> None:
         self.original = vars(self.owner).get(self.name, _MISSING)
         setattr(self.owner, self.name, self.replacement)
+        if isinstance(self.owner, torch.nn.Module):
+            copies.prepare(self.owner)
 
     def revert(self) -> bool:
-        """Restore the very object that was there; false, with a warning, while somebody else's replaces ours."""
+        """Restore the very object that was there; false, with a warning, while somebody else's replaces ours.
+
+        A class's function, which hooks of its instances may hold on to, and one under somebody's wrapper no longer run
+        a kernel from then on.
+        """
+        restored = self._restore()
+        if not restored or isinstance(self.owner, type):
+            switch_off(self.replacement)
+        if restored and isinstance(self.owner, torch.nn.Module) and not any(map(is_ours, vars(self.owner).values())):
+            copies.release(self.owner)
+        return restored
+
+    def _restore(self) -> bool:
         held = vars(self.owner)
         current = held.get(self.name, _MISSING)
         if current is self.replacement:
@@ -81,6 +101,8 @@ class Patch:
         if held.get("_old_forward") is self.replacement:  # accelerate's hook has moved it aside since
             self.owner._old_forward = _own_method(self.owner, "forward")
             return True
+        if "_old_forward" in held and not is_ours(held["_old_forward"]):  # the hook's, and ours was taken out of it
+            return True
         if is_ours(current) or is_ours(held.get("_old_forward")) or current is not self.original:
             owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", None)
             owner = owner or type(self.owner).__name__
@@ -89,16 +111,17 @@ class Patch:
         return True
 
 
-def revert(model: Any) -> int:
-    """Take every kernel out of one live model, whichever call put it there; how many places were given back.
+def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
+    """Take every kernel out of a live model or a class of models; how many places were given back.
 
-    Also for a deep copy or an unpickled copy of a patched model, which no report knows. Patched classes stay patched.
+    model: a live model, whichever call patched it, also a deep or an unpickled copy, which no report knows; its classes
+    stay patched. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its
+    family is taken back, also one whose report is lost.
     """
-    if not callable(getattr(model, "modules", None)) or isinstance(model, type):
-        got = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise TypeError(
-            f"revert: model must be a loaded model, got {got}; a patched class is taken back by its report's revert()"
-        )
+    if isinstance(model, type):
+        return _revert_classes(model)
+    if not callable(getattr(model, "modules", None)):
+        raise TypeError(f"revert: model must be a loaded model or a class of models, got {type(model).__name__}")
     count = 0
     with PATCH_LOCK:
         for module in model.modules():
@@ -109,8 +132,26 @@ def revert(model: Any) -> int:
             if is_ours(held.get("_old_forward")):
                 module._old_forward = _own_method(module, "forward")
                 count += 1
+            if is_ours(held.get("config")):  # of experts; see experts.choosing
+                module.config = module.config.original
+                count += 1
+            copies.release(module)
         vars(model).pop(PickleNote.NAME, None)
     return count
+
+
+_class_reports: list["PatchReport"] = []
+"""What is patched on classes now, oldest call first: for `revert(cls)`, which has no report."""
+
+
+def _revert_classes(cls: type) -> int:
+    defined_in = {base.__module__ for base in cls.__mro__}
+    with PATCH_LOCK:
+        found = [report for report in _class_reports if report.module in defined_in]
+        before = sum(len(report.patches) for report in found)
+        for report in reversed(found):
+            report.revert()
+        return before - sum(len(report.patches) for report in found)
 
 
 def _own_method(owner: Any, name: str) -> Any:
@@ -170,7 +211,7 @@ class NewModels:
                     self.models.add(model)
                     prepare(model)
 
-        setattr(post_init, PATCH_MARK, ("new models", ""))
+        mark(post_init, "new models", "")
         return post_init
 
     def apply(self) -> None:
@@ -185,18 +226,21 @@ class NewModels:
         return not self.patches
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class PatchReport:
     """What `apply_liger_kernel_to_<family>` did: rows for reading, `revert()` for undoing; `str(report)` is a table.
 
     As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`. A report takes back only
     what its own call changed: after a second, idempotent call the first report still undoes everything.
+
+    module: of a patch of classes, the module of transformers that defines them
     """
 
     family: str
     target: str
     rows: list[PatchRow] = field(default_factory=list)
-    patches: list[Patch | NewModels | PickleNote] = field(default_factory=list, repr=False)
+    patches: list[Patch | NewModels | PickleNote] = field(default_factory=list)
+    module: str = ""
 
     @property
     def patched(self) -> list[PatchRow]:
@@ -209,6 +253,11 @@ class PatchReport:
         self.patches.append(patch)
         self.rows.append(row)
 
+    def remember(self) -> None:
+        """Let `revert(cls)` find a patch of classes whose report its caller does not keep."""
+        if self.module and self.patches:
+            _class_reports.append(self)
+
     def revert(self) -> None:
         """Put back every original, newest first. Doing it twice does nothing more.
 
@@ -216,6 +265,8 @@ class PatchReport:
         """
         with PATCH_LOCK:
             self.patches = [patch for patch in reversed(self.patches) if not patch.revert()][::-1]
+            if not self.patches and self in _class_reports:
+                _class_reports.remove(self)
 
     def __enter__(self) -> "PatchReport":
         return self
@@ -231,21 +282,40 @@ class PatchReport:
         others = "; ".join(sorted({f"{row.part}: {row.state}" for row in kept}))
         return f"{self.family} ({self.target}): {text}" + (f" [{others}]" if others else "")
 
+    def __repr__(self) -> str:
+        kept = len({(row.part, row.state) for row in self.rows if row.state not in (PATCHED, ALREADY)})
+        left = f", {kept} kinds left alone" if kept else ""
+        return f"<PatchReport {self.family} ({self.target}): {len(self.patched)} patched{left}; print() shows them>"
+
     def __str__(self) -> str:
+        return "\n".join([f"{self.family}: {self.target}", table(self._cells()), *self._others()])
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        head, *body = ([html.escape(cell) for cell in row] for row in self._cells())
+        lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+        lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
+        after = "".join(f"<p>{html.escape(line)}</p>" for line in self._others())
+        title = html.escape(f"{self.family}: {self.target}")
+        return f"<table><caption>{title}</caption>{''.join(lines)}</table>{after}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """A header, and one row for all places that are alike."""
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
         groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
-        table = [("part", "where", "kernel", "state", "configuration")]
+        cells = [("part", "where", "kernel", "state", "configuration")]
         for (part, where, kernel, state, variant), n in groups.items():
             source = sources[kernel] if state in (PATCHED, ALREADY) else "-"
             words = f"{kernel} ({variant})" if variant else kernel
-            table.append((part, f"{where} x{n}" if n > 1 else where, words, state, source))
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        others = sorted(_launched_ops() - set(sources))
-        if others:  # by the kernels above, or by other code of this process
-            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
-        return "\n".join([f"{self.family}: {self.target}", *lines])
+            cells.append((part, f"{where} x{n}" if n > 1 else where, words, state, source))
+        return cells
+
+    def _others(self) -> list[str]:
+        """What was launched besides: by the kernels above, or by other code of this process."""
+        others = sorted(_launched_ops() - {row.kernel for row in self.rows})
+        if not others:
+            return []
+        return ["also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others)]
 
 
 def _launched_ops() -> set[str]:
@@ -267,5 +337,5 @@ def config_source(kernel: str) -> str:
     if found:
         return ", ".join(f"{variant}: {'/'.join(sorted(layers))}" for variant, layers in found.items())
     if not torch.accelerator.is_available() and not registry.interpreting():
-        return "torch reference (no accelerator)"
+        return "torch reference" if env.get("LIGER_HW_CPU_REFERENCE") else "its own code on a CPU"
     return "resolved at the first launch"

@@ -259,6 +259,43 @@ def test_accumulation_and_frozen_weights():
     assert identical(run("mlp"), run("keep"))
 
 
+class _PassedOn(torch.autograd.Function):
+    """What ZeRO-3's hooks do to every input and output of a module."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_level_that_saves_nothing_says_so_once(hooked, caplog, ledger):
+    model = Decoder(count=3)
+    expected = gradients(model, contextlib.nullcontext())
+    recipes._said.clear()
+    for module in model.modules() if hooked else ():
+        module.register_forward_pre_hook(lambda module, args: tuple(map(_PassedOn.apply, args)))
+        module.register_forward_hook(lambda module, args, output: _PassedOn.apply(output))
+    with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("mlp", model):
+        for _ in range(2):
+            assert identical(gradients(model, contextlib.nullcontext()), expected)
+    said = [record.message for record in caplog.records]
+    assert bool(ledger.computed) is not hooked
+    assert len([m for m in said if "level mlp keeps the output of a Linear" in m]) == hooked, said
+    assert len([m for m in said if "level mlp saves no memory in Layer" in m]) == hooked, said
+
+
+def test_frozen_layers_are_not_said_to_save_nothing(caplog):
+    model = Decoder(count=2).requires_grad_(False)
+    recipes._said.clear()
+    with caplog.at_level("WARNING", "liger_hw"), liger_hw.activations("cheap", model):
+        model(some_input().detach())
+    assert not caplog.records
+
+
 def test_sharded_and_distributed(tmp_path):
     script = Path(__file__).with_name("two_ranks.py")
     environment = {

@@ -529,3 +529,17 @@ def test_torch_compile_does_its_own(caplog):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
     assert [r.message for r in caplog.records if "compile" in r.message] == [caplog.records[0].message]
+
+
+def test_a_projection_whose_forward_was_replaced_is_kept():
+    """As transformers' tensor parallelism does; a plain product in its place would be another number, or an error."""
+    linear = torch.nn.Linear(4, 4)
+    own = linear.forward
+    linear.forward = lambda x: 2 * own(x)
+    x = torch.randn(3, 4, requires_grad=True)
+    with recipes.Scope(recipes.MLP):
+        y = recipes.project(linear, x)
+        (y * y).sum().backward()
+    found, x.grad = x.grad, None
+    (linear(x) ** 2).sum().backward()
+    torch.testing.assert_close(found, x.grad)

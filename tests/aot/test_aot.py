@@ -195,6 +195,23 @@ def test_relatives_are_alike(arch, workers):
         assert abs(a.registers - b.registers) <= 0.25 * b.registers
 
 
+MATRIX_INSTRUCTIONS = {"sm80": "mma.sync", "sm90": "wgmma", "gfx942": "v_mfma_", "gfx1100": "v_wmma_"}
+
+
+@pytest.mark.daily(arch=("sm90", "gfx942"))
+@pytest.mark.parametrize("arch", MATRIX_INSTRUCTIONS)
+def test_products_of_experts_use_matrix_instructions(arch):
+    """A `tl.dot` of types that do not fit would be compiled to fused multiply-adds, without a word."""
+    sizes = registry.get_op("fused_moe").workloads["qwen3_30b_a3b"]
+    launches = aot.trace("fused_moe", sizes, torch.bfloat16, known_target(arch), shipped=False)
+    products = {one.kernel: one for one in launches if one.tunable.endswith((".down", ".up_weights"))}
+    assert len(products) == 2
+    for one in products.values():
+        compiled = aot.build(one.target, one.kernel, one.args, dict(one.options))
+        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        assert MATRIX_INSTRUCTIONS[arch] in text, one.kernel
+
+
 # -- the compiler's own tests ----------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from liger_hw import registry
 from liger_hw.autotune import lock_file, models, notes, store, tables
+from liger_hw.backends import LaunchConfig
 from liger_hw.cli import main
 from tests.autotune.fakes import H200, entry, other_config, tunable
 
@@ -66,7 +67,6 @@ def test_a_dry_run_of_a_model_lists_each_key_once(clean_registry, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--device", "rocm"), "is not in this machine"),
         (("--device", "cuda:7"), "is not in this machine"),
         (("--device", "nonsense"), "is not in this machine"),
         (("--device", "cpu"), "nothing to tune"),
@@ -139,7 +139,7 @@ def test_export_is_the_shipped_format_and_comes_back(cache, capsys, tmp_path, mo
     assert registry.choose(tunable(), H200, KEY).layer == "shipped-arch"
     # imported, it answers from the user cache
     monkeypatch.setattr(registry, "target_named", lambda name: H200)
-    assert "1 of 1" in run(capsys, "cache", "import", str(path))
+    assert "1 of 1" in run(capsys, "cache", "import", str(path), "--yes")
     registry.reload()
     chosen = registry.choose(tunable(), H200, KEY)
     assert chosen.layer == "user" and chosen.config == entries[NAME].config and chosen.provenance["gain"] == 0.2
@@ -163,15 +163,54 @@ def test_import_refuses_another_vendor(cache, capsys, tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     run(capsys, "cache", "export", "-o", str(path))
     assert "Name the device" in run(capsys, "cache", "import", str(path), "--device", "gfx942", code=2)
+    assert "sm80" in run(capsys, "cache", "import", str(path), "--device", "sm80", code=2)  # another architecture
     path.write_text("{}")
     assert "not a table" in run(capsys, "cache", "import", str(path), "--device", "sm90", code=2)
+
+
+def test_import_shows_what_changes_and_then_asks(cache, capsys, tmp_path, monkeypatch):
+    path, fwd = tmp_path / "t.json", tunable()
+    answer = registry.choose(fwd, H200, KEY).config
+    another = next(c for c in fwd.space(H200, KEY) if c != answer and not fwd.illegal(H200, KEY, c))
+    store.save(H200, NAME, entry(another, fwd))
+    said = run(capsys, "cache", "export", "-o", str(path))
+    digest = said.split("digest ")[1].strip()
+    stored = sorted(cache.rglob("*.json"))
+    run(capsys, "cache", "clear", "--yes")
+    registry.reload()
+    words = "cache", "import", str(path), "--device", "h200"
+    assert main(words) == 2  # nobody can be asked
+    said, error = capsys.readouterr()
+    assert "rms_norm.fwd 4096,13,2: " in said and "->" in said and f"digest {digest}" in said and "add --yes" in error
+    assert not cache.exists()
+    assert "not the one that was asked for" in run(capsys, *words, "--digest", "0" * 64, "--yes", code=2)
+    run(capsys, *words, "--digest", digest, "--yes")
+    assert sorted(cache.rglob("*.json")) == stored
+    registry.reload()
+    assert "0 of 1 entries change" in run(capsys, *words, "--yes")
+    changed = json.loads(path.read_text())
+    changed["entries"][0]["config"]["num_warps"] *= 2
+    path.write_text(json.dumps(changed))
+    assert "not as it was exported" in run(capsys, *words, "--yes", code=2)
+    header = {**store.header(H200), "digest": ""}
+    wrong = {
+        NAME: entry(LaunchConfig({"BLOCK_SIZE": 2**20, "ROWS": 1}, 4), fwd),
+        ("_quarantine", "fwd", KEY): entry(fwd.safe(H200, KEY), fwd),
+        ("rms_norm", "fwd", (1, 1, 1)): store.Entry(fwd.safe(H200, KEY), {"kind": "measured"}, "0" * 16),
+    }
+    path.write_text(tables.render(header, wrong))
+    said = run(capsys, *words, "--yes", code=1)
+    assert said.count("left out: ") == 3 and "0 of 3" in said and "unknown kernel" in said and "stale" in said
+    assert sorted(cache.rglob("*.json")) == stored
 
 
 def test_a_foreign_table_writes_nowhere_else(cache, capsys, tmp_path):
     path, outside = tmp_path / "t.json", tmp_path / "outside"
     run(capsys, "cache", "export", "-o", str(path))
     path.write_text(path.read_text().replace('"op": "rms_norm"', f'"op": "{outside}"'))
-    out = run(capsys, "cache", "import", str(path), "--device", "sm90")
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "digest": None}))
+    out = run(capsys, "cache", "import", str(path), "--device", "sm90", "--yes", code=1)
     assert "left out: entry 0: op and variant are names" in out and "0 of 1" in out and not outside.exists()
 
 

@@ -53,7 +53,7 @@ def test_a_chunked_loss_depends_on_what_it_is_given(name):
 
 
 def test_the_list_of_losses_has_every_loss():
-    words = ("cross_entropy", "jsd", "kl_div", "tvd")
+    words = ("cross_entropy", "jsd", "kl_div", "tvd", "linear_log_probs")
     assert sweep.LOSSES.keys() == {name for name in registry.ops() if name.endswith(words)} | chunked_losses.OPS.keys()
     todo = sweep.cases_of("losses")
     assert {case.op.name for case in todo} == sweep.LOSSES.keys()

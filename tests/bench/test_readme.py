@@ -1,4 +1,4 @@
-"""The tables of README, docs/activations.md and docs/losses.md are those that benchmarks/readme.py makes from
+"""The tables of README, docs/ and examples/ are those that benchmarks/readme.py makes from
 benchmarks/results/."""
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def test_the_readme_is_current(readme):
 
 
 def test_an_old_table_is_found_and_made_anew(readme, tmp_path, monkeypatch, capsys):
-    current = (readme.ROOT / "README.md").read_text()
-    row = next(line for line in current.splitlines() if line.startswith("| rms_norm | 16384x4096 |"))
-    (tmp_path / "README.md").write_text(current.replace(row, "| rms_norm | 16384x4096 | older |"))
     for page in readme.PAGES:
-        if page != "README.md":
-            (tmp_path / page).parent.mkdir(exist_ok=True)
-            (tmp_path / page).write_text((readme.ROOT / page).read_text())
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text((readme.ROOT / page).read_text())
+    ops = tmp_path / "docs/benchmarks/ops.md"
+    current = ops.read_text()
+    row = next(line for line in current.splitlines() if line.startswith("| rms_norm | 16384x4096 |"))
+    ops.write_text(current.replace(row, "| rms_norm | 16384x4096 | older |"))
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     assert readme.main(["--check"]) == 1 and "readme.py" in capsys.readouterr().err
-    assert readme.main([]) == 0 and (tmp_path / "README.md").read_text() == current
+    assert readme.main([]) == 0 and ops.read_text() == current
 
 
 def test_a_missing_mark_is_named(readme):
     with pytest.raises(ValueError, match="no mark '<!-- benchmarks/readme.py: ops -->'"):
-        readme.filled("# a readme without marks")
+        readme.filled("# a page without marks", "docs/benchmarks/ops.md")
 
 
 def row(arm, ms, errors=(1.5e-5, 2.84e-3), **more):
@@ -155,4 +155,4 @@ def test_a_plot_is_shown_where_it_was_drawn(readme, tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "ops.png").touch()
     assert readme.published.drawn("speed", "ops.png") == ["", "![speed](ops.png)"]
-    assert readme.published.drawn("speed", "ops.png", seen_from="") == ["", "![speed](docs/ops.png)"]
+    assert readme.published.drawn("speed", "ops.png", seen_from="docs/benchmarks") == ["", "![speed](../ops.png)"]

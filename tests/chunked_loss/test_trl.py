@@ -259,3 +259,35 @@ def test_orpo(head, generator):
     ours, metrics = chunked_loss.LigerFusedLinearORPOLoss(beta=0.3)(weight, x, target, nll_target=whole)
     _same(ours, theirs, head)
     torch.testing.assert_close(torch.stack(metrics[-2:]), torch.stack([ratio, odds]).detach())
+
+
+def test_functions_of_tokens(head, generator):
+    """The table of docs/losses.md: what replaces TRL's functions of logits and its fused head."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer import utils
+
+    from liger_hw.transformers.functional import liger_fused_linear_log_probs, liger_log_probs
+
+    x, weight = head
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
+    mask = torch.rand(BATCH, LENGTH, generator=generator) < 0.7
+    target = tokens.masked_fill(~mask, -100)
+    theirs = utils.selective_log_softmax_and_entropy(F.linear(x, weight), tokens, temperature=0.7, row_mask=mask)
+    ours = liger_log_probs(F.linear(x, weight), target, 0.7, return_entropy=True)
+    _same((ours.log_probs + 2 * ours.entropy).sum(), (theirs[0] + 2 * theirs[1]).sum(), head)
+    torch.testing.assert_close(
+        liger_log_probs(F.linear(x, weight), tokens), utils.selective_log_softmax(F.linear(x, weight), tokens)
+    )
+    torch.testing.assert_close(
+        liger_log_probs(F.linear(x, weight), tokens, return_entropy=True).entropy,
+        utils.entropy_from_logits(F.linear(x, weight)),
+    )
+    bias, outputs = torch.randn(VOCAB, generator=generator), ("log_probs", "entropy", "is_top1")
+    rows = F.pad(target[:, 1:], (0, 1), value=-100)
+    theirs = ChunkedLogProbFunction.apply(x[rows != -100], weight, bias, rows[rows != -100], 0.7, 16, 5.0, 1.0, outputs)
+    ours = liger_fused_linear_log_probs(
+        x, weight, target, bias, 0.7, 5.0, shift_labels=True, return_entropy=True, return_top1=True
+    )
+    torch.testing.assert_close(ours.log_probs[rows != -100], theirs[0])
+    assert torch.equal(ours.is_top1[rows != -100], theirs[4].bool())
+    _same((ours.log_probs + 2 * ours.entropy).sum(), (theirs[0] + 2 * theirs[1]).sum(), head)

@@ -138,6 +138,14 @@ def test_a_seed_that_torch_does_not_take_is_refused(capsys, seed):
     assert said(capsys, "demo", "--seed", seed)[0] == 2
 
 
+def test_commands_run_where_kernels_are_interpreted():
+    """Triton was imported before the variable was looked at: a traceback."""
+    command = [sys.executable, "-m", "liger_hw", "info", "--json"]
+    done = subprocess.run(command, env={**os.environ, "LIGER_HW_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {row["runs"] for row in json.loads(done.stdout)["ops"] if row["device"] == "cpu"} == {"kernel"}
+
+
 def test_a_full_output_is_one_line():
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "liger_hw", "cache", "list"]
@@ -166,10 +174,17 @@ def test_info_json(capsys):
 
 
 def test_info_text_shows_every_op_and_says_what_the_cpu_runs(capsys):
-    code, out, _ = said(capsys, "info")
+    code, out, _ = said(capsys, "info", "--all")
     assert code == 0
     assert "torch's reference path" in out
     assert all(op in out for op in registry.ops())
+
+
+def test_info_opens_with_what_matters(capsys):
+    code, out, _ = said(capsys, "info")
+    assert code == 0 and len(out.splitlines()) <= 14
+    for word in ("liger_hw ", "torch ", "triton ", "cpu ", "cache ", "packages "):
+        assert any(line.startswith(word) for line in out.splitlines()), word
 
 
 def test_info_warns_of_a_misspelt_variable(capsys, monkeypatch):

@@ -176,7 +176,7 @@ for module, names in json.load(open({str(NAMES)!r})).items():
     idle = [
         pattern
         for pattern in compat.REPLACED
-        if not any(re.fullmatch(pattern, name) for name in (*missing, "megatron", "backends", "triton", *UNLISTED))
+        if not any(re.fullmatch(pattern, name) for name in (*missing, "backends", "triton", *UNLISTED))
     ]
     assert not idle, f"nothing is left out any more for {idle}"
 
@@ -189,13 +189,11 @@ def test_what_is_not_here_names_its_replacement():
     passes("""
 import liger_kernel.transformers.swiglu as swiglu, liger_kernel.chunked_loss.dpo_loss as dpo
 for code, said in {
-    "import liger_kernel.megatron": "LigerVocabParallelCrossEntropy",
-    "from liger_kernel import megatron": "LigerVocabParallelCrossEntropy",
-    "from liger_kernel.megatron import apply_liger_kernel_to_megatron": "LigerVocabParallelCrossEntropy",
     "import liger_kernel.ops.backends.registry": "liger_hw.registry",
     "from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase": "DPO",
     "from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase": "DPO",
-    "from liger_kernel.transformers.swiglu import LigerExperts": "MoE",
+    "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
+    "from liger_kernel.transformers.swiglu import LigerSwiGLUMLPForMuseGlimmer": "without layers of their own",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
     "from liger_kernel.ops.utils import element_mul_kernel": "multiply in torch",
 }.items():
@@ -205,11 +203,52 @@ for code, said in {
         assert said in str(error), (code, error)
     else:
         raise AssertionError(code)
-assert not hasattr(swiglu, "LigerExperts") and not hasattr(dpo, "LigerFusedLinearPreferenceBase")
+assert not hasattr(swiglu, "LigerSwiGLUMLPForMuseGlimmer") and not hasattr(dpo, "LigerFusedLinearPreferenceBase")
 try:
-    swiglu.LigerExperts
+    swiglu.LigerSwiGLUMLPForMuseGlimmer
 except AttributeError as error:
-    assert "MoE" in str(error)
+    assert "without layers of their own" in str(error)
+""")
+
+
+def test_experts():
+    """`LigerExperts(config)(hidden_states, top_k_index, top_k_weights)` and the Function's five arguments."""
+    passes("""
+import torch
+from types import SimpleNamespace
+from liger_kernel.ops import LigerFusedMoEFunction
+from liger_kernel.ops.fused_moe import LigerFusedMoEFunction as again
+from liger_kernel.transformers import LigerExperts
+from liger_kernel.transformers.swiglu import LigerExperts as same
+assert again is LigerFusedMoEFunction and same is LigerExperts
+config = SimpleNamespace(hidden_size=8, intermediate_size=99, moe_intermediate_size=6, num_experts=3, hidden_act="silu")
+experts = LigerExperts(config)
+assert experts.gate_up_proj.shape == (3, 12, 8) and experts.down_proj.shape == (3, 8, 6)
+up, down = (torch.nn.init.normal_(p) for p in experts.parameters())
+x, index = torch.randn(2, 2, 8, requires_grad=True), torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1]])
+weights = torch.rand(4, 2, requires_grad=True)
+out = experts(x, index.view(2, 2, 2), weights.view(2, 2, 2))
+assert torch.equal(out, experts(hidden_states=x, top_k_index=index, top_k_weights=weights))
+flat = LigerFusedMoEFunction.apply(x.view(4, 8), up, down, index.to(torch.int32), weights)
+assert torch.equal(out, flat.view(2, 2, 8))
+def one(row, e):
+    gate, value = (up[e] @ row).chunk(2)
+    return down[e] @ (torch.nn.functional.silu(gate) * value)
+rows = x.view(4, 8)
+expected = torch.stack([sum(weights[t, k] * one(rows[t], index[t, k]) for k in range(2)) for t in range(4)])
+torch.testing.assert_close(flat, expected)
+leaves = [x, weights, up, down]
+for found, wanted in zip(torch.autograd.grad(flat.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)):
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+for old in ("num_local_experts", "n_routed_experts"):
+    made = LigerExperts(SimpleNamespace(hidden_size=8, intermediate_size=5, hidden_act="swish", **{old: 2}))
+    assert made.num_experts == 2 and made.intermediate_dim == 5
+try:
+    LigerExperts(SimpleNamespace(**{**vars(config), "hidden_act": "gelu"}))
+except ValueError as error:
+    assert "hidden_act" in str(error)
+else:
+    raise AssertionError("gelu is not this layer's")
 """)
 
 

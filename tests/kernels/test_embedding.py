@@ -16,6 +16,11 @@ def _weight(generator, lane, rows=7, cols=9):
     return torch.randn(rows, cols, generator=generator).to(lane.device).requires_grad_()
 
 
+def test_one_index_without_a_dimension(lane, generator):
+    weight = _weight(generator, lane)
+    verify(get_op("embedding"), Sample(args=(weight, torch.tensor(3, device=lane.device))), 0)
+
+
 BATCHES = {
     "some rows twice, few tokens": [5, 1, 5, 0, 6, 1, 5],
     "a row between others, as many tokens as one launch takes": [4, 2] * (MOST_UNSORTED // 2),

@@ -19,9 +19,9 @@ from liger_hw.kernels.heads.fused_linear_kl_div import (
     fused_linear_kl_div_reference,
     liger_fused_linear_kl_div,
 )
-from liger_hw.kernels.heads.fused_linear_scaled_cross_entropy import (
-    fused_linear_scaled_cross_entropy_reference,
-    liger_fused_linear_scaled_cross_entropy,
+from liger_hw.kernels.heads.fused_linear_log_probs import (
+    fused_linear_log_probs_reference,
+    liger_fused_linear_log_probs,
 )
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
@@ -82,10 +82,10 @@ def test_heads_are_a_linear_layer_and_the_loss(generator):
         found = fused_linear_kl_div_reference(x, w, target, labels, reduction, temperature=2.0)
         torch.testing.assert_close(found, kl_div_reference(student[counted], target[counted], reduction=reduction))
     ids = torch.tensor([3, 0, 3])
-    nll, entropy, chosen = fused_linear_scaled_cross_entropy_reference(
-        x, w, labels, 2.0, return_entropy=True, selected_token_ids=ids
-    )
-    torch.testing.assert_close(nll, F.cross_entropy(x @ w.t() / 2, labels, reduction="none"))
+    options = {"temperature": 2.0, "return_entropy": True, "return_top1": True, "selected_token_ids": ids}
+    logp, entropy, is_top1, chosen = fused_linear_log_probs_reference(x, w, labels, **options)
+    torch.testing.assert_close(-logp, F.cross_entropy(x @ w.t() / 2, labels, reduction="none"))
+    assert torch.equal(is_top1, counted & ((x @ w.t()).argmax(1) == labels))
     exact = torch.distributions.Categorical(logits=x @ w.t() / 2).entropy()
     torch.testing.assert_close(entropy, torch.where(counted, exact, 0.0))
     torch.testing.assert_close(chosen, torch.where(counted[:, None], student[:, ids], 0.0))
@@ -199,7 +199,7 @@ def _losses(generator, lane):
         "fused_linear_kl_div": (lambda a, l: liger_fused_linear_kl_div(a, w, y.exp(), l), h),
         "fused_ce_tvd": (lambda a, l: sum(t.sum() for t in liger_fused_ce_tvd(a, y, l)), x),
         "fused_linear_scaled": (
-            lambda a, l: sum(t.sum() for t in liger_fused_linear_scaled_cross_entropy(a, w, l, return_entropy=True)),
+            lambda a, l: sum(t.sum() for t in liger_fused_linear_log_probs(a, w, l, return_entropy=True)[:2]),
             h,
         ),
     }
@@ -240,7 +240,7 @@ def test_one_class(lane):
         (sum(t.sum() for t in liger_fused_ce_tvd(x, y + 2, labels)), x),
         (liger_fused_linear_jsd(h, w, h.detach(), w2), h),
         (liger_fused_linear_kl_div(h, w, y.exp()), h),
-        (liger_fused_linear_scaled_cross_entropy(h, w, labels).sum(), h),
+        (liger_fused_linear_log_probs(h, w, labels).sum(), h),
     )
     for loss, of in cases:
         assert float(loss.detach()) == 0.0 and not _grad(loss, of).any()

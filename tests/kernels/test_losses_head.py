@@ -13,7 +13,7 @@ from liger_hw.kernels.heads.chunk_plan import Chunks, borrow_gradient_memory, di
 from liger_hw.kernels.heads.linear_head import HeadGradients, dx_of, gemm_columns, sweep
 from liger_hw.kernels.losses.log_prob_rows import (
     log_prob_buffers,
-    log_probs_reference,
+    log_prob_rows_reference,
     row_log_prob_gradients,
     row_log_probs,
 )
@@ -55,7 +55,7 @@ def test_distillation_over_several_chunks(lane, small_chunks, name, seed):
     [
         ("fused_linear_cross_entropy", {"biased": True, "label_smoothing": 0.1}),
         ("fused_linear_cross_entropy", {"reduction": "none", "compact": True, "ignored": 0.4}),
-        ("fused_linear_scaled_cross_entropy", {"return_entropy": True, "select": 2}),
+        ("fused_linear_log_probs", {"return_entropy": True, "select": 2}),
     ],
 )
 def test_cross_entropies_over_several_chunks(lane, small_chunks, name, options, seed):
@@ -341,7 +341,7 @@ def test_a_target_alone_is_rounded_once(lane, generator, column):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_scaled_cross_entropy"])
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_log_probs"])
 def test_losses_accumulate_their_targets_separately(lane, small_chunks, name, seed, monkeypatch):
     """fp16 over more chunks than are summed as they are, with ignored rows and the whole comparison of the
     conformance suite."""
@@ -381,7 +381,7 @@ def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, sof
     found = (out.logp, out.entropy, out.logit_sum, *grads.results(bias))
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
     logits = exact[0][order] @ exact[1].t()
-    logp, entropy, _ = log_probs_reference(logits, y, exact[2], -100, temperature, softcap)
+    logp, entropy, _ = log_prob_rows_reference(logits, y, exact[2], -100, temperature, softcap)
     total = logits + exact[2]
     total = softcap * torch.tanh(total / softcap) if softcap else total
     expected = (logp, entropy, total.sum(-1), *torch.autograd.grad((logp * a).sum() + (entropy * b).sum(), exact))

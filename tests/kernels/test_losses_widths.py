@@ -16,8 +16,8 @@ from liger_hw.kernels.losses.cross_entropy_scale import cross_entropy_bwd, cross
 from liger_hw.kernels.losses.fused_ce_tvd import fused_ce_tvd_reference, liger_fused_ce_tvd
 from liger_hw.kernels.losses.jsd import jsd_reference, liger_jsd
 from liger_hw.kernels.losses.kl_div import kl_div_reference, liger_kl_div
-from liger_hw.kernels.losses.log_prob_rows import log_probs_reference
-from liger_hw.kernels.losses.selected_log_probs import SelectedLogProbsFunction
+from liger_hw.kernels.losses.log_prob_rows import log_prob_rows_reference
+from liger_hw.kernels.losses.log_probs import liger_log_probs
 from liger_hw.kernels.losses.tvd import liger_tvd, tvd_reference
 from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
     liger_vocab_parallel_cross_entropy,
@@ -113,16 +113,16 @@ def test_half_precision_and_one_tile(lane, generator, cols):
 
 
 @WIDTHS
-def test_selected_log_probs(lane, generator, cols):
+def test_log_probs(lane, generator, cols):
     logits = torch.randn(ROWS, cols, generator=generator).to(lane.device)
     target = torch.randint(cols, (ROWS,), generator=generator).to(lane.device)
     target[2] = -100
     found, true = logits.clone().requires_grad_(), logits.double().requires_grad_()
     config = LaunchConfig({"BLOCK_SIZE": 16}, 1)
-    with registry.override("fused_linear_scaled_cross_entropy", config):
-        logp = SelectedLogProbsFunction.apply(found, target, 0.7, False)
+    with registry.override("log_probs", config):
+        logp = liger_log_probs(found, target, 0.7)
         logp.sum().backward()
-    expected = log_probs_reference(true, target, temperature=0.7)[0]
+    expected = log_prob_rows_reference(true, target, temperature=0.7)[0]
     expected.sum().backward()
     torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)

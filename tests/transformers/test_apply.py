@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
-import sys
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ def test_patch_refuses_what_it_cannot_be(family):
     for patch in (lambda **part: liger_hw.patch(family.model(), **part), family.apply):
         with pytest.raises(TypeError, match="cross_entropy must be True or False, got 'no'"):
             patch(cross_entropy="no")  # as a configuration file may give it: it would count as True
-    with pytest.raises(TypeError, match="revert: model must be a loaded model, got str"):
+    with pytest.raises(TypeError, match="revert: model must be a loaded model or a class of models, got str"):
         liger_hw.revert("model")
     with pytest.raises(AttributeError, match="did you mean 'patch'"):
         getattr(liger_hw, "ptach")  # noqa: B009
@@ -79,7 +77,7 @@ def test_apply_by_model_type(family, batch, caplog):
         report = liger_hw.transformers._apply_liger_kernel(family.name, rms_norm=True, geglu=True, model=object())
     assert "has no keyword geglu; left out" in caplog.text
     with report:
-        assert model(**batch).logits is None
+        assert model(**batch).logits.is_deferred
 
 
 def test_apply_by_model_type_without_a_function(caplog):
@@ -136,18 +134,3 @@ def test_a_reader_sees_each_byte_in_its_own_patch():
     changed = (seen[0] != seen[1]).any(1).nonzero()  # image, row, column
     assert seen[0].shape == (6, 3, 16, 16) and set(changed[:, 0].tolist()) == {4}  # 21 = 16 + 5: row 1, column 1
     assert set((changed[:, 1:] // 4).flatten().tolist()) == {1}
-
-
-def test_experts_patched_in_their_gate_survive_pickle():
-    """Pickle finds a bound method by its function's name, and transformers' default gate is not named as its slot."""
-    if not hasattr(sys.modules[transformers.MixtralForCausalLM.__module__], "MixtralExperts"):
-        pytest.skip("this transformers has a module for every expert, and no gate to patch in")
-    model = tiny_model(transformers.MixtralForCausalLM).eval()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    expected = model(ids, labels=ids).loss
-    report = liger_hw.patch(model)
-    assert any("_apply_gate" in vars(module) for module in model.modules()), str(report)
-    loaded = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(loaded(ids, labels=ids).loss, expected)
-    assert {row.part for row in liger_hw.patch(loaded).patched} == {row.part for row in report.patched}
-    torch.testing.assert_close(loaded(ids, labels=ids).loss, expected)

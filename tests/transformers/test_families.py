@@ -46,7 +46,7 @@ def test_named_family(name):
     assert row.outcome == verify.VERIFIED, row.reason
     assert row.norms, row.left
     assert row.loss or name == "pixtral"
-    assert row.fused == (name not in ("granite", "pixtral"))
+    assert row.fused == (name != "pixtral")
     assert name not in ROPE or any(kernel in row.calls for kernel in ROTARY), row.left
 
 
@@ -61,6 +61,23 @@ def test_unnamed_family(name):
     assert row.norms and row.fused, row.left
 
 
+@pytest.mark.parametrize(
+    "asked, kernel",
+    [
+        ({}, "fused_linear_cross_entropy"),
+        ({"cross_entropy": True}, "cross_entropy"),
+        ({"cross_entropy": True, "fused_linear_cross_entropy": False}, "cross_entropy"),
+        ({"fused_linear_cross_entropy": True}, "fused_linear_cross_entropy"),
+    ],
+    ids=str,
+)
+def test_granite_fuses_its_head_unless_asked_otherwise(asked, kernel):
+    _needs("granite", "GraniteForCausalLM")
+    with liger_hw.transformers.apply_liger_kernel_to_granite(**asked) as report:
+        patched = [row.kernel for row in report.rows if row.state == "patched" and "cross_entropy" in row.kernel]
+        assert patched == [kernel]
+
+
 def test_signatures_are_those_of_liger_0_8_5():
     found = {}
     names = json.loads((Path(__file__).parents[1] / "compat" / "liger_names.json").read_text())
@@ -69,12 +86,11 @@ def test_signatures_are_those_of_liger_0_8_5():
         if spec.function_name not in known:  # a family that Liger does not have
             continue
         parameters = inspect.signature(getattr(liger_hw.transformers, spec.function_name)).parameters
-        found[name] = ", ".join(f"{p}" for p in parameters.values() if p.name != "activations")
+        found[name] = ", ".join(f"{p}" for p in parameters.values() if p.kind is not p.KEYWORD_ONLY)
     usual = "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None"
     assert len(found) == 45 and sum(text == usual for text in found.values()) == 17
-    assert found["granite"] == usual.replace("cross_entropy=False", "cross_entropy=True", 1).replace(
-        "fused_linear_cross_entropy=True", "fused_linear_cross_entropy=False"
-    )
+    # Liger's has the plain loss by default; here it is asked for with cross_entropy=True alone, as there
+    assert found["granite"] == usual.replace("fused_linear_cross_entropy=True", "fused_linear_cross_entropy=None")
     assert found["gemma3"] == (
         "rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True, geglu=True, "
         "model=None"

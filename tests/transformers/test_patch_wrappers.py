@@ -65,7 +65,7 @@ def test_lora_on_the_head_trains_it_and_says_so(family, batch, calls, same_step,
         wrapped(**batch)
     trained = {name for name, p in wrapped.named_parameters() if p.grad is not None and p.grad.any()}
     assert any("lm_head.lora_A" in name for name in trained) and any("lm_head.lora_B" in name for name in trained)
-    assert calls["fused"] == 0 and outputs.logits is None
+    assert calls["fused"] == 0 and type(outputs.logits) is torch.Tensor
     assert caplog.text.count("it carries an adapter") == 1 and "modules_to_save=['lm_head']" in caplog.text
 
 
@@ -145,7 +145,8 @@ def test_fsdp2(family, batch, calls, one_rank, head_alone, patch_after):
         outputs = model(**batch)
         outputs.loss.backward()
     torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-4, atol=1e-6)
-    assert outputs.logits is None and calls["fused"] == 2
+    assert calls["fused"] == 2
+    assert outputs.logits is None if head_alone else outputs.logits.is_deferred, "no rank gathers a weight alone"
     for found, wanted in zip(model.parameters(), reference.parameters()):
         assert type(found).__name__ == "DTensor"
         torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=2e-4, atol=2e-6)
@@ -160,7 +161,7 @@ def test_fsdp2_around_its_hooks_raises_with_what_to_do(family, batch, one_rank):
     stand_in = loss_module.OutputHead(model.lm_head, True)
     model.lm_head._forward_hooks.clear(), model.lm_head._forward_pre_hooks.clear()
     rows = stand_in(torch.randn(4, 32)).view(-1, model.config.vocab_size)
-    with pytest.raises(RuntimeError, match=r"is a shard \(DTensor\).*call the model itself"):
+    with pytest.raises(RuntimeError, match=r"is a shard \(DTensor .*Call the wrapped model itself"):
         torch.nn.functional.cross_entropy(rows, torch.tensor([1, 2, 3, 4]))
 
 
@@ -253,3 +254,38 @@ def test_a_norm_with_its_own_forward_is_left_alone(family, batch):
         "left alone: it computes neither an RMSNorm nor a LayerNorm"
     ) == 1
     assert sum(r.part == "rms_norm" for r in report.patched) == 4
+
+
+def test_a_forward_replaced_by_a_function_is_left_alone(family, batch):
+    """As transformers' pipeline parallelism does: `model.forward` is no method of the model."""
+    model = family.model()
+    expected = model(**batch).loss
+    for module in (model, model.model.layers[0].self_attn):
+        own = module.forward
+        module.forward = lambda *args, own=own, **kwargs: own(*args, **kwargs)
+    with family.apply(model=model) as report:
+        torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    kept = {(row.part, row.where) for row in report.rows if "forward was replaced by something else" in row.state}
+    attention = type(model.model.layers[0].self_attn).__name__
+    assert kept == {
+        ("fused_linear_cross_entropy", f"{type(model).__name__}.forward"),
+        ("rope", f"{attention}.forward"),
+    }
+    assert sum(row.part == "rope" for row in report.patched) == 1, "the other layer's attention"
+
+
+def test_logits_that_a_pipeline_sends_on_are_there(family, batch):
+    model = family.model()
+    family.apply(model=model)
+    model._pp_forward_wrapped = True  # set by transformers when it cuts a model into stages
+    assert model(**batch).logits is not None
+
+
+def test_a_shard_of_a_norm_is_left_alone(mistral):
+    """FSDP1 has flattened its weight, and the wrapper that knows its shape was not given."""
+    model = mistral.model()
+    for parameter in model.model.norm.parameters():
+        parameter.data, parameter._fsdp_flattened = parameter.data[:3], True
+    report = mistral.apply(model=model)
+    assert any("FSDP1 holds its weight" in row.state for row in report.rows)
+    report.revert()

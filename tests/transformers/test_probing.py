@@ -51,7 +51,7 @@ def _olmo2(self, x):
 
 def _t5(self, x):
     x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-    return self.weight * (x.to(self.weight.dtype) if self.weight.dtype == torch.bfloat16 else x)
+    return self.weight * (x.to(self.weight.dtype) if self.weight.dtype in (torch.bfloat16, torch.float16) else x)
 
 
 def _layer_norm(self, x):
@@ -124,7 +124,7 @@ NOT_NORMS = {
         "neither",
     ),
     "scale detached": (lambda self, x: self.weight * self.normed(x.float()).detach().to(x.dtype), "gradients are not"),
-    "a gate": (lambda self, x, gate=None: _llama(self, x), "it takes x and gate"),
+    "a gate": (lambda self, x, gate=None: _llama(self, x), "neither"),
     "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
     "raises": (lambda self, x: x.no_such_thing + self.eps, "cannot be run alone"),
 }

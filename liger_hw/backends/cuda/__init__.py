@@ -87,6 +87,11 @@ class CudaBackend(Backend):
     def dependent_launch(self, target: Target) -> dict[str, Any]:
         return {"launch_pdl": True} if int(target.arch[2:]) >= 90 else {}
 
+    def has_grouped_gemm(self, target: Target) -> bool:
+        import torch
+
+        return target.arch in ("sm90", "sm100") and hasattr(torch, "_grouped_mm")
+
     def triton_target(self, target: Target) -> Any:
         from triton.backends.compiler import GPUTarget
 

@@ -6,6 +6,8 @@ import functools
 import importlib
 from typing import Any, Callable
 
+import torch
+
 from ...registry import Op
 from .common import Absent, only
 
@@ -37,20 +39,32 @@ def _fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     return loss(student_logits, teacher_logits, target)
 
 
-def _scaled_cross_entropy(
+def _linear_log_probs(
     input,
     weight,
     target,
+    bias=None,
     temperature=1.0,
+    softcap=None,
     ignore_index=-100,
     return_entropy=False,
+    return_top1=False,
     selected_token_ids=None,
-    accum_dtype=None,
+    **more,
 ):
+    """The negative of its scaled cross entropy."""
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    only({}, accum_dtype=accum_dtype)
+    only({}, bias=bias, softcap=softcap, **{name: value for name, value in more.items() if value})
     options = temperature, ignore_index, 1, return_entropy, selected_token_ids
-    return module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
+    found = module.LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target, *options)
+    only({"return_top1": False}, return_top1=return_top1)
+    return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+
+
+def _fused_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **more):
+    only({}, **more)
+    function = importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction
+    return function.apply(x, gate_up_proj, down_proj, top_k_index.to(torch.int32), top_k_weights)
 
 
 def _vocab_parallel(logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0, *rest, **more):
@@ -100,6 +114,7 @@ ELSEWHERE: dict[str, Callable[..., Any]] = {
     "qk_norm_rope": _qk_norm_rope,
     "embedding": _embedding,
     "fused_ce_tvd": _fused_ce_tvd,
-    "fused_linear_scaled_cross_entropy": _scaled_cross_entropy,
+    "fused_linear_log_probs": _linear_log_probs,
+    "fused_moe": _fused_moe,
     "vocab_parallel_cross_entropy": _vocab_parallel,
 }

@@ -456,6 +456,8 @@ def _numbers_misfit(groups=1, **pairs) -> str:
 def _misfit(scores, weight, bias, groups) -> str:
     if scores.dim() != 4 or scores.shape[2] != scores.shape[3]:
         return f"scores must be [B, in_channels, L, L], got {tuple(scores.shape)}"
+    if not (scores.shape[1] and scores.shape[2] and weight.numel()):
+        return f"scores and weight need a channel and a row at least, got {tuple(scores.shape)}, {tuple(weight.shape)}"
     if weight.dim() != 4 or weight.shape[1] * groups != scores.shape[1]:
         have = f"{tuple(weight.shape)} with groups={groups}"
         return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
@@ -506,6 +508,7 @@ class LigerMultiTokenAttention(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores: [batch, in_channels, length, length]; returns [batch, out_channels, length, length]."""
         how = (self.stride, self.padding, self.dilation, self.groups, self.sparse)
         return liger_multi_token_attention(scores, self.weight, self.bias, *how)
 

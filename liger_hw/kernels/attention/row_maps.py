@@ -1,14 +1,18 @@
 """What softmax and sparsemax share: maps of a row to a row of its shape, y = f(x), whose backward needs y alone.
 
-Each direction of such an op has two kernels: one that holds a tile of whole rows in registers, and one that reads rows
-too wide for that in tiles of columns, once for their sums and again, from cache, for the result. Program p takes the
-row tiles p, p + programs, ... Both take
+Backward has one kernel pair for both, dx = w * (dy - shift): for softmax w = y and shift = sum(y * dy); for sparsemax
+w = 1 where y > 0, else 0, and shift is the mean of dy there.
+
+Each direction has two kernels: one that holds a tile of whole rows in registers (rows of any alignment are shifted
+within it, see `rows.aligned`), and one that reads a row too wide for that in tiles of columns, once for its sums and
+again, from cache, for the result (rows of any alignment have edges, see `rows.edges`). Program p takes the tiles, or
+the rows, p, p + programs, ... Both kernels take
 
     forward   X, Y, X_row_stride, n_rows, n_cols, n_tiles         backward   DY, Y, DX, DY_row_stride, ...
 
 then constexpr flags, and the plan's BLOCK_SIZE, ROWS, STAGES and others. The flags of the first kernel are ONE_TILE
 (every program has one tile, so that no loop needs to stand before its load), NARROW (the row's fp32 copy would take
-more than a quarter of the registers) and VECTOR (see `rows.aligned`); that of the second is VECTOR.
+more than a quarter of the registers) and VECTOR; that of the second is VECTOR. Backward's kernels take SPARSE before.
 """
 
 from __future__ import annotations
@@ -18,10 +22,137 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import is_small_launch
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
-from ..rows.aligned import row_vector
+from ...runtime.triton_import import tl, triton
+from ..rows.aligned import align_down, load_row, row_pad, row_vector, store_row
+from ..rows.blocks import keep_narrow
+from ..rows.edges import body_start, body_width, edge_columns, row_head
 from ..rows.tuning import DIMS, blocks_misfit, row_warps, rows_per_program, safe
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _row_map_bwd_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    DY_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    SPARSE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    NARROW: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Tiles of whole rows; y is contiguous."""
+    wait_for_previous(DEPENDENT)
+    cols = tl.arange(0, BLOCK_SIZE)
+    first = tl.program_id(0)
+    end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
+    for tile in tl.range(first, end, step, num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        exist = rows < n_rows
+        pad = row_pad(rows * n_cols, VECTOR)
+        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
+        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
+        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
+        if SPARSE:
+            inside = y > 0.0
+            total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
+            shift = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
+            dx = tl.where(inside, keep_narrow(dy, shift).to(tl.float32) - shift, 0.0)
+        else:
+            shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
+            if NARROW or not ONE_TILE:  # a device that is not full has registers enough for the fp32 values
+                y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
+            dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
+        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit
+def lane_sums(x, LANES: tl.constexpr):
+    """[LANES] sums of the neighbours in a block that one thread loads at once: what is left takes few registers."""
+    return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
+
+
+@triton.jit
+def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr):
+    """(w, dy) of some columns in fp32, all if mask is None; where SPARSE, dy is 0 outside the support."""
+    if mask is None:
+        w = tl.load(Y_ptr + cols).to(tl.float32)
+        dy = tl.load(DY_ptr + cols).to(tl.float32)
+    else:
+        w = tl.load(Y_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if SPARSE:
+        dy = tl.where(w > 0.0, dy, 0.0)
+        w = (w > 0.0).to(tl.float32)
+    return w, dy
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _row_map_bwd_looped_kernel(
+    DY_ptr,
+    Y_ptr,
+    DX_ptr,
+    DY_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    SPARSE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows wider than BLOCK_SIZE; y is contiguous."""
+    wait_for_previous(DEPENDENT)
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    dx_type = DX_ptr.dtype.element_ty
+    LANES: tl.constexpr = BLOCK_SIZE * dx_type.primitive_bitwidth // 128
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64)
+        head = row_head(row * n_cols, VECTOR)
+        dense = body_start(row * n_cols, head, VECTOR)
+        y_ptr, dx_ptr = Y_ptr + dense, DX_ptr + dense
+        dy_ptr = DY_ptr + body_start(row * DY_row_stride, head, VECTOR)
+        n_body = body_width(n_cols, head, VECTOR)
+        n_full = n_body // BLOCK_SIZE
+        tail = n_full * BLOCK_SIZE + block_cols
+        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE)
+        weights, products = lane_sums(w, LANES), lane_sums(w * dy, LANES)
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            w, dy = _load_weighted(y_ptr, dy_ptr, i * BLOCK_SIZE + block_cols, None, SPARSE)
+            products += lane_sums(w * dy, LANES)
+            weights += lane_sums(w, LANES)
+        shift = tl.sum(products)
+        support = tl.sum(weights)
+        if VECTOR > 1:
+            edge = edge_columns(head, n_body, n_cols, VECTOR)
+            w_edge, dy_edge = _load_weighted(y_ptr, dy_ptr, edge, edge < n_cols - head, SPARSE)
+            shift += tl.sum(w_edge * dy_edge)
+            support += tl.sum(w_edge)
+        if SPARSE:
+            shift = shift / tl.maximum(support, 1.0)
+        if VECTOR > 1:
+            tl.store(dx_ptr + edge, (w_edge * (dy_edge - shift)).to(dx_type), mask=edge < n_cols - head)
+        w, dy = _load_weighted(y_ptr, dy_ptr, tail, tail < n_body, SPARSE)
+        tl.store(dx_ptr + tail, (w * (dy - shift)).to(dx_type), mask=tail < n_body)
+        for done in tl.range(0, n_full, num_stages=STAGES):
+            at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
+            w, dy = _load_weighted(y_ptr, dy_ptr, at, None, SPARSE)
+            tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type))
+
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
@@ -32,8 +163,9 @@ _WIDEST_TILE = 32768
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
     """Whole rows, several programs a multiprocessor; wide fp32 rows one, that has its next row in flight.
 
-    Rows whose fp32 copies would spill go in tiles, on a grid so small that the second sweep finds some of them in L2.
-    While all rows fit the device at once, each has a program of its own.
+    Rows whose fp32 copies would spill go in tiles of at most 32 KiB, by as many warps as there may be, so that the
+    second sweep follows soon and finds the row in L2. While all rows fit the device at once, each has a program of its
+    own.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -45,10 +177,10 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
         pipelined = itemsize > 2 and row_bytes <= target.shared_memory
         stages, ctas = (2, 1) if pipelined else (1, 0)
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 32), stages, ctas)
-    block = 16384 // tensors
-    ctas = max(1, min(4, target.l2 // (2 * target.multiprocessors * row_bytes)))
-    room = target.shared_memory // (ctas * tensors * block * itemsize)
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 16, 16), max(1, min(3, 1 + room)), ctas)
+    block = 32768 // itemsize
+    if tensors == 1:
+        block = min(block, max(8192, n_cols // 8))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8, 32))
 
 
 def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
@@ -61,46 +193,67 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
         for stages, ctas in ((1, 0), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4))
         for hint in ("none", "stream")
         if rows * block <= max(block, 8192)
+        and (rows == 1 or block == n_cols)
         and block <= _WIDEST_TILE
         and 4 <= rows * block // (warps * target.warp_size) <= 64
         and tensors * (stages - 1) * rows * block * itemsize * max(1, ctas) <= target.shared_memory
     ]
 
 
-def row_map_tunable(op: str, variant: str, whole_rows_kernel: Any, looped_kernel: Any, tensors: int) -> Tunable:
-    """`<op>.<variant>`; tensors: how many the kernels read."""
-    return Tunable(
-        op,
-        variant,
-        kernels=(whole_rows_kernel, looped_kernel),
-        key=row_key,
-        dims=DIMS,
-        heuristic=lambda target, key: _heuristic(target, key, tensors),
-        safe=safe,
-        space=lambda target, key: _space(target, key, tensors),
-        valid=blocks_misfit,
-        dependent_launch=is_small_launch,
-    )
+def _misfit(config: LaunchConfig, key: Key) -> str | None:
+    reason = blocks_misfit(config, key)
+    if reason is None and config.blocks["ROWS"] > 1 and config.blocks["BLOCK_SIZE"] < key[0]:
+        reason = "ROWS must be 1 where a row is wider than BLOCK_SIZE"
+    return reason
+
+
+def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tuple[Tunable, Tunable]:
+    """`<op>.fwd` of these kernels, and `<op>.bwd`."""
+
+    def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:
+        return Tunable(
+            op,
+            variant,
+            kernels=kernels,
+            key=row_key,
+            dims=DIMS,
+            heuristic=lambda target, key: _heuristic(target, key, tensors),
+            safe=safe,
+            space=lambda target, key: _space(target, key, tensors),
+            valid=_misfit,
+            dependent_launch=is_small_launch,
+        )
+
+    forward = tunable("fwd", (whole_rows_kernel, looped_kernel), tensors=1)
+    return forward, tunable("bwd", (_row_map_bwd_kernel, _row_map_bwd_looped_kernel), tensors=2)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
 
 
 def row_map_operators(
-    fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any]
+    fwd: Tunable,
+    bwd: Tunable,
+    reference: Callable[..., Any],
+    bwd_reference: Callable[..., Any],
+    *,
+    sparse: bool,
 ) -> tuple:
-    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` is the latter in torch."""
+    """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` is the latter in torch.
+
+    sparse: which weights backward has, see the top of this file.
+    """
 
     def forward(x):
         x = row_major(x)
         y = empty_like(x, x.dtype)
-        _launch(fwd, (x, y), x)
+        _launch(fwd, (x, y), x, ())
         return y
 
     def backward(dy, y):
         dy, y = row_major(dy), y.contiguous()
         dx = empty_like(y, y.dtype)
-        _launch(bwd, (dy, y, dx), dy)
+        _launch(bwd, (dy, y, dx), dy, (sparse,))
         return dx
 
     return (
@@ -119,7 +272,7 @@ def row_map_operators(
     )
 
 
-def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor) -> None:
+def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.Tensor, flags: tuple) -> None:
     """Over row tiles, on the plan's persistent grid if it has one; `strided`: the tensor whose rows may have gaps."""
     n_rows, n_cols, stride = rows_of(strided)
     if not n_rows:
@@ -131,9 +284,10 @@ def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], strided: torch.
     args = (*tensors, stride, n_rows, n_cols, n_tiles)
     whole_rows_kernel, looped_kernel = tunable.kernels
     if block < n_cols:
-        launch(plan, looped_kernel, grid, args, (row_vector(n_cols, stride, *tensors),))
+        vector = row_vector(n_cols, stride, *tensors)
+        launch(plan, looped_kernel, grid, args, (*flags, vector))
         return
     one_tile = grid[0] == n_tiles <= 4 * plan.target.multiprocessors
     narrow = rows * block > plan.target.registers // 4
     vector = row_vector(n_cols, stride, *tensors, width=block)
-    launch(plan, whole_rows_kernel, grid, args, (one_tile, narrow, vector))
+    launch(plan, whole_rows_kernel, grid, args, (*flags, one_tile, narrow, vector))

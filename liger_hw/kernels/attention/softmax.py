@@ -19,7 +19,8 @@ from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
 from ..rows.aligned import align_down, load_row, row_pad, store_row
 from ..rows.blocks import keep_narrow
-from .row_maps import row_map_operators, row_map_tunable
+from ..rows.edges import body_start, body_width, edge_columns, row_head
+from .row_maps import row_map_operators, row_map_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -111,6 +112,14 @@ def _softmax_fwd_kernel(
         store_row(Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :], y, 0, exist, pad, n_cols, VECTOR)
 
 
+@triton.jit
+def _take_tile(x, highest, total):
+    """A tile [LANES, PER_LANE] into each lane's running maximum and sum."""
+    higher = tl.maximum(highest, tl.max(x, axis=1))
+    anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
+    return higher, total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, None]), axis=1)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _softmax_fwd_looped_kernel(
     X_ptr,
@@ -121,118 +130,49 @@ def _softmax_fwd_looped_kernel(
     n_tiles,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE. Each of a tile's LANES groups of elements, those that a thread loads at once, has a
     running maximum and sum of its own, so that no thread waits for another until the row is read."""
     wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    y_type = Y_ptr.dtype.element_ty
     PER_LANE: tl.constexpr = 128 // X_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = BLOCK_SIZE // PER_LANE
-    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
-        y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
-        highest = tl.full([ROWS, LANES], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([ROWS, LANES], dtype=tl.float32)
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = col_tile * BLOCK_SIZE
-            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
-            x = tl.reshape(x, [ROWS, LANES, PER_LANE])
-            higher = tl.maximum(highest, tl.max(x, axis=2))
-            anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
-            total = total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, :, None]), axis=2)
-            highest = higher
-        top = tl.max(highest, axis=1)[:, None]
+        row = tl.cast(tile, tl.int64)
+        head = row_head(row * n_cols, VECTOR)
+        x_ptr = X_ptr + body_start(row * X_row_stride, head, VECTOR)
+        y_ptr = Y_ptr + body_start(row * n_cols, head, VECTOR)
+        n_body = body_width(n_cols, head, VECTOR)
+        n_full = n_body // BLOCK_SIZE
+        tail = n_full * BLOCK_SIZE + block_cols
+        highest = tl.full([LANES], -float("inf"), dtype=tl.float32)
+        total = tl.zeros([LANES], dtype=tl.float32)
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols).to(tl.float32)
+            highest, total = _take_tile(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+        x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+        highest, total = _take_tile(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+        top = tl.max(highest)
+        if VECTOR > 1:
+            edge = edge_columns(head, n_body, n_cols, VECTOR)
+            x_edge = tl.load(x_ptr + edge, mask=edge < n_cols - head, other=-float("inf")).to(tl.float32)
+            top = tl.maximum(top, tl.max(x_edge))
         anchor = tl.where(top == -float("inf"), 0.0, top)
-        scale = 1.0 / tl.sum(total * _exp(highest, anchor), axis=1)[:, None]
-        scale = tl.where(top == -float("inf"), float("nan"), scale)
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
-            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
-            store_row(y_ptrs, _exp(x, anchor) * scale, start, exist, pad, n_cols, VECTOR)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _softmax_bwd_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    DY_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Tiles of whole rows; y is contiguous."""
-    wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
-    first = tl.program_id(0)
-    end, step = (first + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
-    for tile in tl.range(first, end, step, num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
-        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-        if NARROW or not ONE_TILE:  # a device that is not full has registers enough for the fp32 values
-            y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
-        dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
-        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _softmax_bwd_looped_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    DY_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Rows wider than BLOCK_SIZE; y is contiguous."""
-    wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
-    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
-        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        dot = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = col_tile * BLOCK_SIZE
-            y = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-            dot += y * load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-        shift = tl.sum(dot, axis=1)[:, None]
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
-            y = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-            store_row(DX_ptr + dense, y * (dy - shift), start, exist, pad, n_cols, VECTOR)
+        denominator = tl.sum(total * _exp(highest, anchor))
+        if VECTOR > 1:
+            denominator += tl.sum(_exp(x_edge, anchor))
+        scale = tl.where(top == -float("inf"), float("nan"), 1.0 / denominator)
+        if VECTOR > 1:
+            tl.store(y_ptr + edge, (_exp(x_edge, anchor) * scale).to(y_type), mask=edge < n_cols - head)
+        x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+        tl.store(y_ptr + tail, (_exp(x, anchor) * scale).to(y_type), mask=tail < n_body)
+        for done in tl.range(0, n_full, num_stages=STAGES):
+            at = (n_full - 1 - done) * BLOCK_SIZE + block_cols  # backwards: what was read last is still in cache
+            x = tl.load(x_ptr + at).to(tl.float32)
+            tl.store(y_ptr + at, (_exp(x, anchor) * scale).to(y_type))
 
 
 # -- tunables and operators ------------------------------------------------------------------------------------------
@@ -244,9 +184,8 @@ def _bwd_reference(dy, y):
     return p * (g - (p * g).sum(-1, keepdim=True))
 
 
-FWD = row_map_tunable("softmax", "fwd", _softmax_fwd_kernel, _softmax_fwd_looped_kernel, tensors=1)
-BWD = row_map_tunable("softmax", "bwd", _softmax_bwd_kernel, _softmax_bwd_looped_kernel, tensors=2)
-softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference)
+FWD, BWD = row_map_tunables("softmax", _softmax_fwd_kernel, _softmax_fwd_looped_kernel)
+softmax_fwd, softmax_bwd = row_map_operators(FWD, BWD, softmax_reference, _bwd_reference, sparse=False)
 
 
 class LigerSoftmaxFunction(Function):
@@ -282,6 +221,7 @@ class LigerSoftmax(torch.nn.Module):
     """Softmax over the last dimension as a module without parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., n_cols]; returns probabilities of the same shape, which sum to 1 along the last dimension."""
         return liger_softmax(x)
 
 

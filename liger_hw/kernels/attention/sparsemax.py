@@ -22,11 +22,11 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.dependent_launch import wait_for_previous
-from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order
+from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
 from ...runtime.triton_import import tl, triton
 from ..rows.aligned import align_down, load_row, row_pad, store_row
-from ..rows.blocks import keep_narrow
-from .row_maps import row_map_operators, row_map_tunable
+from ..rows.edges import body_start, body_width, edge_columns, row_head
+from .row_maps import lane_sums, row_map_operators, row_map_tunables
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -55,9 +55,8 @@ def _larger(a, b):
 
 
 @triton.jit
-def _row_max(x):
-    """[rows, 1]: the largest value of each row, or NaN where the row holds a NaN or nothing finite on top of it."""
-    top = tl.reduce(x, 1, _larger)[:, None]
+def _finite(top):
+    """A row's largest value, or NaN where the row holds a NaN or nothing finite on top of it."""
     return tl.where(tl.abs(top) < float("inf"), top, float("nan"))
 
 
@@ -103,7 +102,7 @@ def _sparsemax_fwd_kernel(
         count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
         shrinking = tl.program_id(0) >= 0  # true
         z = load_row(x_ptrs, 0, exist, pad, n_cols, -float("inf"), VECTOR, LOAD_CACHE, LOAD_EVICT).to(tl.float32)
-        z = tl.where(exist, z - _row_max(z), 0.0)  # rows past the end: something finite
+        z = tl.where(exist, z - _finite(tl.reduce(z, 1, _larger)[:, None]), 0.0)  # rows past the end: something finite
         while shrinking:
             inside = z > tau
             support = tl.sum(inside.to(tl.float32), axis=1)[:, None]
@@ -112,6 +111,14 @@ def _sparsemax_fwd_kernel(
             count = support
         y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
         store_row(y_ptrs, _above(z, tau), 0, exist, pad, n_cols, VECTOR)
+
+
+@triton.jit
+def _take_tile(x, top, tau, above, members):
+    """A tile of a row into the sum and the number of its values above tau."""
+    z = x.to(tl.float32) - top
+    LANES: tl.constexpr = above.shape[0]
+    return above + lane_sums(tl.where(z > tau, z, 0.0), LANES), members + lane_sums((z > tau).to(tl.float32), LANES)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
@@ -124,124 +131,56 @@ def _sparsemax_fwd_looped_kernel(
     n_tiles,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Rows wider than BLOCK_SIZE, which are read again, from cache, in each of Newton's steps."""
     wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
-    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
-    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        x_ptrs = X_ptr + align_down(rows * X_row_stride, VECTOR) + cols[None, :]
-        y_ptrs = Y_ptr + align_down(rows * n_cols, VECTOR) + cols[None, :]
-        tau = tl.full([ROWS, 1], -1.0, dtype=tl.float32)
-        count = tl.full([ROWS, 1], float("inf"), dtype=tl.float32)
-        shrinking = tl.program_id(0) >= 0  # true
-        highest = tl.full([ROWS, BLOCK_SIZE], -float("inf"), dtype=tl.float32)
-        for col_tile in range(col_tiles):
-            start = col_tile * BLOCK_SIZE
-            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
-            highest = _larger(highest, x)
-        top = tl.where(exist, _row_max(highest), 0.0)
-        while shrinking:
-            above = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            for col_tile in range(col_tiles):
-                start = col_tile * BLOCK_SIZE
-                x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
-                z = x - top
-                above += tl.where(z > tau, z, 0.0)
-                members += (z > tau).to(tl.float32)
-            support = tl.sum(members, axis=1)[:, None]
-            tau = tl.div_rn(tl.sum(above, axis=1)[:, None] - 1.0, tl.maximum(support, 1.0))
-            shrinking = _any(support < count)
-            count = support
-        for col_tile in range(col_tiles):
-            start = col_tile * BLOCK_SIZE
-            x = load_row(x_ptrs, start, exist, pad, n_cols, -float("inf"), VECTOR, "", "").to(tl.float32)
-            store_row(y_ptrs, _above(x - top, tau), start, exist, pad, n_cols, VECTOR)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _sparsemax_bwd_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    DY_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    ONE_TILE: tl.constexpr,
-    NARROW: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    LOAD_EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Tiles of whole rows; y is contiguous."""
-    wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
-    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
-        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        y = load_row(Y_ptr + dense, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        dy = load_row(dy_ptrs, 0, exist, pad, n_cols, 0.0, VECTOR, LOAD_CACHE, LOAD_EVICT)
-        inside = y > 0.0
-        total = tl.sum(tl.where(inside, dy, 0.0).to(tl.float32), axis=1)
-        mean = (total / tl.maximum(tl.sum(inside.to(tl.float32), axis=1), 1.0))[:, None]
-        dx = tl.where(inside, keep_narrow(dy, mean).to(tl.float32) - mean, 0.0)
-        store_row(DX_ptr + dense, dx, 0, exist, pad, n_cols, VECTOR)
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
-def _sparsemax_bwd_looped_kernel(
-    DY_ptr,
-    Y_ptr,
-    DX_ptr,
-    DY_row_stride,
-    n_rows,
-    n_cols,
-    n_tiles,
-    VECTOR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Rows wider than BLOCK_SIZE; y is contiguous."""
-    wait_for_previous(DEPENDENT)
-    cols = tl.arange(0, BLOCK_SIZE)
-    col_tiles = tl.cdiv(n_cols + (VECTOR - 1), BLOCK_SIZE)
+    block_cols = tl.arange(0, BLOCK_SIZE)
+    y_type = Y_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        exist = rows < n_rows
-        pad = row_pad(rows * n_cols, VECTOR)
-        dense = align_down(rows * n_cols, VECTOR) + cols[None, :]
-        dy_ptrs = DY_ptr + align_down(rows * DY_row_stride, VECTOR) + cols[None, :]
-        total = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        members = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = col_tile * BLOCK_SIZE
-            inside = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "") > 0.0
-            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-            total += tl.where(inside, dy, 0.0)
-            members += inside.to(tl.float32)
-        mean = (tl.sum(total, axis=1) / tl.maximum(tl.sum(members, axis=1), 1.0))[:, None]
-        for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-            start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
-            inside = load_row(Y_ptr + dense, start, exist, pad, n_cols, 0.0, VECTOR, "", "") > 0.0
-            dy = load_row(dy_ptrs, start, exist, pad, n_cols, 0.0, VECTOR, "", "").to(tl.float32)
-            store_row(DX_ptr + dense, tl.where(inside, dy - mean, 0.0), start, exist, pad, n_cols, VECTOR)
+        row = tl.cast(tile, tl.int64)
+        head = row_head(row * n_cols, VECTOR)
+        x_ptr = X_ptr + body_start(row * X_row_stride, head, VECTOR)
+        y_ptr = Y_ptr + body_start(row * n_cols, head, VECTOR)
+        n_body = body_width(n_cols, head, VECTOR)
+        n_full = n_body // BLOCK_SIZE
+        tail = n_full * BLOCK_SIZE + block_cols
+        highest = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            highest = _larger(highest, tl.load(x_ptr + i * BLOCK_SIZE + block_cols).to(tl.float32))
+        top = tl.reduce(highest, 0, _larger)
+        if VECTOR > 1:
+            edge = edge_columns(head, n_body, n_cols, VECTOR)
+            x_edge = tl.load(x_ptr + edge, mask=edge < n_cols - head, other=-float("inf")).to(tl.float32)
+            top = _larger(top, tl.reduce(x_edge, 0, _larger))
+        top = _finite(top)
+        tau = tl.cast(-1.0, tl.float32)
+        count = tl.cast(float("inf"), tl.float32)
+        shrinking = tl.program_id(0) >= 0  # true
+        while shrinking:
+            nothing = tl.zeros([BLOCK_SIZE * y_type.primitive_bitwidth // 128], dtype=tl.float32)
+            x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf"))
+            above, members = _take_tile(x, top, tau, nothing, nothing)
+            for i in tl.range(0, n_full, num_stages=STAGES):
+                x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols)
+                above, members = _take_tile(x, top, tau, above, members)
+            total = tl.sum(above)
+            support = tl.sum(members)
+            if VECTOR > 1:
+                z_edge = x_edge - top
+                total += tl.sum(tl.where(z_edge > tau, z_edge, 0.0))
+                support += tl.sum((z_edge > tau).to(tl.float32))
+            tau = tl.div_rn(total - 1.0, tl.maximum(support, 1.0))
+            shrinking = support < count
+            count = support
+        if VECTOR > 1:
+            tl.store(y_ptr + edge, _above(x_edge - top, tau).to(y_type), mask=edge < n_cols - head)
+        x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
+        tl.store(y_ptr + tail, _above(x - top, tau).to(y_type), mask=tail < n_body)
+        for i in tl.range(0, n_full, num_stages=STAGES):
+            at = i * BLOCK_SIZE + block_cols
+            tl.store(y_ptr + at, _above(tl.load(x_ptr + at).to(tl.float32) - top, tau).to(y_type))
 
 
 # -- tunables and operators ------------------------------------------------------------------------------------------
@@ -254,25 +193,30 @@ def _bwd_reference(dy, y):
     return torch.where(inside, g - mean, 0.0)
 
 
-FWD = row_map_tunable("sparsemax", "fwd", _sparsemax_fwd_kernel, _sparsemax_fwd_looped_kernel, tensors=1)
-BWD = row_map_tunable("sparsemax", "bwd", _sparsemax_bwd_kernel, _sparsemax_bwd_looped_kernel, tensors=2)
-sparsemax_fwd, sparsemax_bwd = row_map_operators(FWD, BWD, sparsemax_reference, _bwd_reference)
+FWD, BWD = row_map_tunables("sparsemax", _sparsemax_fwd_kernel, _sparsemax_fwd_looped_kernel)
+sparsemax_fwd, sparsemax_bwd = row_map_operators(FWD, BWD, sparsemax_reference, _bwd_reference, sparse=True)
 
 
 class LigerSparsemaxFunction(Function):
-    """Autograd for sparsemax: saves y, with `dim` moved last."""
+    """Autograd for sparsemax: saves y, where the caller can change it."""
 
     @staticmethod
     def forward(ctx, x, dim):
-        y = sparsemax_fwd(x.movedim(dim, -1))
-        ctx.save_for_backward(y)
-        ctx.dim = dim
-        return y.movedim(-1, dim)
+        ctx.dim = -1 if dim == x.dim() - 1 else dim
+        if ctx.dim == -1:
+            y = sparsemax_fwd(x)
+        else:
+            y = no_view(sparsemax_fwd(x.movedim(dim, -1)).movedim(-1, dim))
+        ctx.save_for_backward(y)  # the very output: what a caller writes into it is noticed
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx, grad_out):
-        return sparsemax_bwd(grad_out.movedim(ctx.dim, -1), *ctx.saved_tensors).movedim(-1, ctx.dim), None
+        (y,) = ctx.saved_tensors
+        if ctx.dim == -1:
+            return sparsemax_bwd(grad_out, y), None
+        return sparsemax_bwd(grad_out.movedim(ctx.dim, -1), y.movedim(ctx.dim, -1)).movedim(-1, ctx.dim), None
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -286,7 +230,7 @@ def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """
     check_tensors("liger_sparsemax", input=input)
     check_numbers("liger_sparsemax", dim=dim)
-    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
+    if not isinstance(dim, int) or dim is True or dim is False or not -input.dim() <= dim < input.dim():
         check(False, "liger_sparsemax", f"dim={dim!r} is none of the {input.dim()} dimensions of input")
     return LigerSparsemaxFunction.apply(input, dim)
 
@@ -299,6 +243,7 @@ class LigerSparsemax(torch.nn.Module):
         self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: any shape; returns probabilities of the same shape, which sum to 1 along `dim`."""
         return liger_sparsemax(x, self.dim)
 
     def extra_repr(self) -> str:

@@ -115,7 +115,7 @@ def _fwd_reference(weight, indices):
 def _bwd_reference(dy, indices, n_rows, padding_idx):
     wide = torch.promote_types(dy.dtype, torch.float32)
     dw = torch.zeros((n_rows, dy.shape[-1]), dtype=wide, device=dy.device)
-    dw.index_add_(0, indices.flatten(), dy.to(wide).reshape(-1, dy.shape[-1]))
+    dw.index_add_(0, indices.flatten(), dy.to(wide).reshape(indices.numel(), dy.shape[-1]))
     if padding_idx >= 0:
         dw[padding_idx] = 0.0
     return dw.to(dy.dtype)
@@ -199,6 +199,7 @@ class LigerEmbedding(torch.nn.Module):
                 self.weight[padding_idx].zero_()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """indices: int64 or int32 of any shape; returns [*indices.shape, embedding_dim]."""
         return liger_embedding(self.weight, indices, self.padding_idx)
 
     def extra_repr(self) -> str:

@@ -143,6 +143,22 @@ def plan_groups(
     return Chunks.of([(start, min(start + step, n_rows)) for start in range(0, n_rows, step)], wide)
 
 
+def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, device: torch.device, world: int = 1) -> Chunks:
+    """Chunks of any rows for a head whose vocabulary is shared out between ranks.
+
+    All ranks must come to the same chunks, and none knows how many columns another has, so the budget is a share of the
+    weight's gradient, in which the columns cancel: a chunk's logits take half its memory, or MIN_ROWS rows'.
+    LIGER_HW_LOSS_MEMORY_MIB is not asked. The rules for precision are those of `plan_chunks` with targets.
+
+    world: a multiple of which every chunk has rows
+    """
+    most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
+    rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // 2 // STEP * STEP)
+    chunks = _at_most(most, n_rows, rows, itemsize, hidden, wide, device)
+    bounds = divide(n_rows // world, max(1, chunks.rows // world), device)
+    return Chunks(tuple((start * world, stop * world) for start, stop in bounds), chunks.wide)
+
+
 def borrow_gradient_memory(chunks: Chunks, hidden: int, vocab: int, device: torch.device | None = None) -> Chunks:
     """Chunks for two heads that take no more memory than `chunks`, with a first chunk twice as tall.
 

@@ -414,6 +414,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor | CrossEntropyOutput:
+        """lin_weight: [vocab, hidden]; _input: [n_rows, hidden]; target: [n_rows]; bias: [vocab] or None."""
         options = {name: getattr(self, name) for name in self.option_names}
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, self.ce_weight, **options)
 

@@ -69,7 +69,10 @@ def liger_fused_linear_jsd(
     temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Generalised JSD of two linear heads; see the top of this file.
+    """Generalised Jensen-Shannon divergence of two linear heads, without their logits in memory.
+
+    With p the teacher, q the student, each softmax(input @ weight.T / temperature), and m = beta p + (1 - beta) q:
+    beta KL(p || m) + (1 - beta) KL(q || m).
 
     Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
     fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index
@@ -113,6 +116,7 @@ class LigerFusedLinearJSD(torch.nn.Module):
         teacher_weight: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher. Returns the loss [] in fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         options = self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
         return liger_fused_linear_jsd(*heads, shift_labels, *options)

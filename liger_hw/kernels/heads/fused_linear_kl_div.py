@@ -70,7 +70,9 @@ def liger_fused_linear_kl_div(
     eps: float = 1e-10,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """KL(target || student) of a linear head against target probabilities; see the top of this file.
+    """KL(target || student) of a linear head against target probabilities, without the logits in memory.
+
+    The student is softmax(student_input @ student_weight.T / temperature).
 
     student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16
     or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
@@ -124,6 +126,7 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
         target: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab]."""
         options = self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
         return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, *options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...runtime.operator import autocast_dtype, check, check_tensors
+from ...runtime.operator import autocast_dtype, check, check_tensors, to_flatten
 
 
 def checked_head(
@@ -31,7 +31,8 @@ def checked_head(
     dims = 2 + rows.count(",")
     if x.dim() != dims or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.numel():
         got = f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        check(False, op, f"{names[0]} must be [{rows}, hidden] and {names[1]} [vocab, hidden], got {got}")
+        expected = f"{names[0]} must be [{rows}, hidden] and {names[1]} [vocab, hidden]"
+        check(False, op, f"{expected}, got {got}{_misfit(x, weight, dims, names)}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         given = [(name, str(t.dtype)) for name, t in zip(names, (x, weight, bias)) if t is not None]
         given_names, dtypes = (", ".join(words) for words in zip(*given))
@@ -39,6 +40,17 @@ def checked_head(
     if bias is not None and bias.shape != weight.shape[:1]:
         check(False, op, f"{names[2]} must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
     return x, weight, bias
+
+
+def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, ...]) -> str:
+    """What the shapes look like, and what to do; "" where that is not clear."""
+    if x.dim() == 2 and weight.dim() == max(3, dims) and x.shape[1] == weight.shape[-1]:
+        return f": {names[0]} and {names[1]} are swapped"
+    if x.dim() == 3 and dims == 2 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
+        return to_flatten(**{names[0]: x})
+    if x.dim() == dims and weight.dim() == 2 and x.shape[-1] == weight.shape[0]:
+        return f": {names[1]} is transposed, pass {names[1]}.T"
+    return ""
 
 
 def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Logits of a linear head that are kept from a forward to its backward, most of them in the weight gradient's memory.
 
-For losses whose gradient of a row is known only in backward (fused_linear_scaled_cross_entropy). A row's logits are
+For losses whose gradient of a row is known only in backward (fused_linear_log_probs). A row's logits are
 either kept or computed again, which is a fourth GEMM beside the head's three. They are kept in two places:
 
 - The slab, the first `hidden` rows. The weight's gradient [vocab, hidden] does not exist before backward, and the
@@ -32,16 +32,16 @@ import torch
 
 from ... import env
 from ...runtime.operator import cdiv, with_fallback
-from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
-from .chunk_plan import STEP, divide, padded
-from .linear_head import dweight_of, dx_of, logits_buffer, logits_of
+from ..losses.log_prob_rows import LogProbs, row_log_prob_gradients, row_log_probs
+from .chunk_plan import STEP, padded
+from .linear_head import TILE, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
 
-MAX_SLICES = 8
+MAX_SLICES = 12
 """Of a slab of `hidden` rows; a shorter slab has fewer."""
 SLICE_STEP = 128
 """Columns. The width of a slice is a multiple of it."""
 MIN_SLICE_WIDTH = 2048
-SPARE = 4 / 7
+SPARE = 9 / 8
 MAX_SLABS = 5
 """With more rows than so many slabs too few logits would be kept: chunks instead."""
 _FORWARD_ROWS = 4096
@@ -63,11 +63,11 @@ class KeepPlan(NamedTuple):
     tail: int
     rest: int
 
-    def allocate(self, x: torch.Tensor, weight: torch.Tensor) -> KeptLogits:
-        """Uninitialised memory for it."""
+    def allocate(self, x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> KeptLogits:
+        """Uninitialised memory for it; rows of the rest are multiples of `tile`."""
         shape = weight.shape if self.slab else (0,)
         waiting = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        rest = x.new_empty((self.rest, padded(weight.shape[0])))
+        rest = x.new_empty((cdiv(self.rest, tile) * tile if tile else self.rest, padded(weight.shape[0])))
         return KeptLogits(waiting, x.new_empty(self.tail), rest, self.slab, self.width)
 
 
@@ -175,69 +175,47 @@ def keeping_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
+    out: LogProbs,
     kept: KeptLogits,
-) -> LogProbs:
-    """The results of all rows; fills `kept`."""
+    tile: int = 0,
+    **options: Any,
+) -> None:
+    """Fills `out` with the results of all rows, and `kept`.
+
+    Rows are read whole. Those of the slab, and those that are not kept, pass through the memory of the rest before the
+    rest is there, or through a buffer; the slab's are copied from it into their slices.
+
+    tile: every product has so many rows (`linear_head.tile_logits`), 0: as many as fit
+    options: bias, softcap, temperature and ignore_index of `row_log_probs`
+    """
     n_rows, vocab = x.shape[0], weight.shape[0]
     x, weight, slab = x.detach(), weight.detach(), kept.slab
-    out = log_prob_buffers(n_rows, x.device, entropy=entropy)
-    options = {"ignore_index": ignore_index, "temperature": temperature}
+    whole = min(slab + kept.rest.shape[0], n_rows)  # the rows of the slab and those kept after it
 
-    def fill(logits: torch.Tensor, start: int) -> None:
-        logits_of(x[start : start + logits.shape[0]], weight, logits)
-        row_log_probs(logits, target, out, row_start=start, **options)
+    def fill(logits: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if tile:
+            tile_logits(x[start:stop], weight, logits[:tile])
+        else:
+            logits_of(x[start:stop], weight, logits[: stop - start])
+        row_log_probs(logits[: stop - start], target, out, row_start=start, **options)
+        return logits[: stop - start]
 
-    if slab:
-        first = (
-            slab + kept.rest.shape[0]
-        )  # of the rows that are not kept: through the slab's memory, before it is filled
-        fits = kept.waiting.numel() // padded(vocab)
-        bounds = divide(n_rows - first, min(fits, _FORWARD_ROWS), x.device) if fits else ()
-        for start, stop in bounds:
-            fill(_logits_at(kept.waiting, stop - start, vocab), first + start)
-        if not fits and first < n_rows:
-            fill(logits_buffer(n_rows - first, vocab, x), first)
-    if kept.rest.shape[0]:
-        fill(kept.rest[:, :vocab], slab)
-    if slab:
-        _slab_forward(x[:slab], weight, target[:slab], out, ignore_index, temperature, kept)
-    return out
-
-
-def _slab_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    out: LogProbs,
-    ignore_index: int,
-    temperature: float,
-    kept: KeptLogits,
-) -> None:
-    """Fills the slab's slices, and its rows' results from those of every slice."""
-    slices, slab_logits = _slab_logits(kept)
-    targets, here = _targets_by_slice(target, ignore_index, slices)
-    parts = LogProbs(*(torch.empty(targets.shape, dtype=torch.float32, device=x.device) for _ in range(2)))
-    if out.entropy is not None:
-        parts = parts._replace(entropy=torch.empty_like(parts.lse))
-    at_target = torch.empty_like(parts.lse)
-    for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
-        logits_of(x, weight[slice(*columns)], logits)
-        row_log_probs(logits, targets[i], _select(parts, i), ignore_index=_IGNORED, temperature=temperature)
-        at_target[i] = logits.gather(1, targets[i].clamp_min(0)[:, None])[:, 0]
-    ignored = targets[0] == _IGNORED
-    lse = torch.logsumexp(parts.lse, 0)
-    s_y = torch.where(here, at_target * (1.0 / temperature), 0.0).sum(0)
-    logp = torch.where(here.any(0), s_y - lse, float("nan"))
-    rows = slice(0, targets.shape[1])
-    out.lse[rows] = lse.masked_fill(ignored, 0.0)
-    out.logp[rows] = logp.masked_fill(ignored, 0.0)
-    if out.entropy is not None:
-        share = torch.exp(parts.lse - lse)  # the probability of a slice
-        within = torch.where(share == 0.0, 0.0, share * (parts.entropy + (lse - parts.lse)))
-        out.entropy[rows] = within.sum(0).masked_fill(ignored, 0.0)
+    passing = [(first, last) for first, last in ((0, slab), (whole, n_rows)) if first < last]
+    if passing:
+        rows = tile or min(max(kept.rest.shape[0], TILE), _FORWARD_ROWS, max(last - first for first, last in passing))
+        fits = kept.rest.shape[0] >= rows
+        memory = kept.rest[:rows, :vocab] if fits else logits_buffer(rows, vocab, x)
+        slices = zip(*_slab_logits(kept)) if slab else ()
+        slices = list(slices)
+        for first, last in passing:
+            for start in range(first, last, rows):
+                stop = min(start + rows, last)
+                logits = fill(memory, start, stop)
+                for columns, waiting in slices if start < slab else ():
+                    waiting[start:stop] = logits[:, slice(*columns)]
+    step = tile or max(whole - slab, 1)
+    for start in range(slab, whole, step):
+        fill(kept.rest[start - slab :, :vocab], start, min(start + step, whole))
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -246,70 +224,87 @@ def _slab_forward(
 def keeping_backward(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     target: torch.Tensor,
     saved: LogProbs,
     dlogp: torch.Tensor,
     dentropy: torch.Tensor | None,
-    temperature: float,
-    ignore_index: int,
     kept: KeptLogits,
+    *,
     dinput: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(dx or None, dweight) from the incoming gradients of every row's log-probability and entropy.
+    dbias: bool,
+    ignore_index: int,
+    **options: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
 
-    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`.
+    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. options: softcap and
+    temperature of `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
     dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if dinput else None
     dweight = kept.waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
+    sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if dbias else None
+
+    def take_in(dlogits: torch.Tensor, rows: slice, columns: slice, first: bool) -> None:
+        dweight_of(dlogits, x[rows], dweight[columns], first)
+        if sums is not None:
+            sums[columns] += dlogits.sum(0, dtype=sums.dtype)
+
+    def bias_of(columns: slice) -> torch.Tensor | None:
+        return None if bias is None else bias[columns]
+
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
     softmax_coef = dlogp.masked_fill(outside, float("nan"))  # every slice's, while dlogp is the target's own slice's
+    sliced = {**options, "ignore_index": _IGNORED}
     rows = slice(0, slab)
     if slab:
         slices, slab_logits = _slab_logits(kept)
         targets, here = _targets_by_slice(target[rows], ignore_index, slices)
         dlogp_here = torch.where(here, dlogp[rows], 0.0)
-        options = {"entropy_coef": dentropy, "pull": softmax_coef}
-        options |= {"temperature": temperature, "ignore_index": _IGNORED}
+        coefs = {"entropy_coef": dentropy, "pull": softmax_coef}
         total = _dx_sum(dx, rows, kept.waiting.view(-1)[: slices[0][1] * hidden])  # where slice 0's gradient will be
         for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
-            _gradients(logits, targets[i], saved, dlogp_here[i], **options)
+            part = slice(*columns)
+            _gradients(logits, targets[i], saved, dlogp_here[i], bias=bias_of(part), **coefs, **sliced)
             if total is not None:
-                dx_of(logits, weight[slice(*columns)], total, i == 0)
+                dx_of(logits, weight[part], total, i == 0)
         _round_into(dx, rows, total)
         del total
         for columns, dlogits in zip(slices, slab_logits):
-            dweight_of(dlogits, x[rows], dweight[slice(*columns)], True)
+            take_in(dlogits, rows, slice(*columns), True)
+    kept_rows = min(kept.rest.shape[0], n_rows - slab)
     for start, stop in rest_groups(n_rows, slab):
-        rows, n_kept = slice(start, stop), min(max(slab + kept.rest.shape[0] - start, 0), stop - start)
+        rows, n_kept = slice(start, stop), min(max(slab + kept_rows - start, 0), stop - start)
         logits = kept.rest[start - slab :][:n_kept, :vocab]
         if n_kept == stop - start:
-            options = {"row_start": start, "temperature": temperature, "ignore_index": ignore_index}
-            _gradients(logits, target, saved, dlogp, entropy_coef=dentropy, **options)
+            given = {"bias": bias, "row_start": start, "entropy_coef": dentropy, "ignore_index": ignore_index}
+            _gradients(logits, target, saved, dlogp, **given, **options)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
-            dweight_of(logits, x[rows], dweight, not slab)
+            take_in(logits, rows, slice(None), not slab)
             continue
         slices = _rest_slices(vocab, kept.tail.numel() // (stop - start) // 16 * 16)
         targets, here = _targets_by_slice(target[rows], ignore_index, slices)
         dlogp_here = torch.where(here, dlogp[rows], 0.0)
-        part = _select(saved, rows)
-        options = {"entropy_coef": None if dentropy is None else dentropy[rows], "pull": softmax_coef[rows]}
-        options |= {"temperature": temperature, "ignore_index": _IGNORED}
+        results = _select(saved, rows)
+        coefs = {"entropy_coef": None if dentropy is None else dentropy[rows], "pull": softmax_coef[rows]}
         total = _dx_sum(dx, rows)
         for i, (first, last) in enumerate(slices):
+            part = slice(first, last)
+            given = {"bias": bias_of(part), **coefs, **sliced}
             dlogits = _logits_at(kept.tail, stop - start, last - first)
             new = dlogits[n_kept:]
-            logits_of(x[start + n_kept : stop], weight[first:last], new)
-            _gradients(new, targets[i], part, dlogp_here[i], row_start=n_kept, **options)
-            _gradients(logits[:, first:last], targets[i], part, dlogp_here[i], dlogits=dlogits[:n_kept], **options)
+            logits_of(x[start + n_kept : stop], weight[part], new)
+            _gradients(new, targets[i], results, dlogp_here[i], row_start=n_kept, **given)
+            _gradients(logits[:, part], targets[i], results, dlogp_here[i], dlogits=dlogits[:n_kept], **given)
             if total is not None:
-                dx_of(dlogits, weight[first:last], total, i == 0)
-            dweight_of(dlogits, x[rows], dweight[first:last], False)
+                dx_of(dlogits, weight[part], total, i == 0)
+            take_in(dlogits, rows, part, False)
         _round_into(dx, rows, total)
         del total
-    return dx, dweight
+    return dx, dweight, sums
 
 
 def _dx_sum(dx: torch.Tensor | None, rows: slice, free: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -328,8 +323,8 @@ def _round_into(dx: torch.Tensor | None, rows: slice, total: torch.Tensor | None
         dx[rows] = total
 
 
-def _select(results: LogProbs, which: int | slice) -> LogProbs:
-    """Some rows, or one slice, of every result."""
+def _select(results: LogProbs, which: slice) -> LogProbs:
+    """Some rows of every result."""
     return LogProbs(*(None if t is None else t[which] for t in results))
 
 

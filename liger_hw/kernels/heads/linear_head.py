@@ -24,14 +24,14 @@ sweeps the rows in another order, or some of them only: row i of the sweep is ro
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 
 from ...registry import backend_of
 from ..losses.cross_entropy_reference import absent
 from ..losses.cross_entropy_scale import scale_gradients
-from .chunk_plan import MAX_PLAIN_CHUNKS, Chunks, padded
+from .chunk_plan import MAX_PLAIN_CHUNKS, STEP, Chunks, padded
 from .head_targets import TargetEntries
 
 MIN_SPLIT_VOCAB = 1024
@@ -83,18 +83,22 @@ class HeadGradients:
         """Take in the gradient of the logits of x, which are rows `start`.. of the sweep and `rows` of the whole
         input."""
         if self.dx is not None:
-            if isinstance(rows, slice):
-                dx_of(dlogits, weight, self.dx[rows], True)
-            else:
-                part = x.new_empty(x.shape)
-                dx_of(dlogits, weight, part, True)
-                self.dx.index_copy_(0, rows, part)
+            self.add_dx(dlogits, weight, rows, start)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
         if self.dweight is not None:
             if self._entries is not None:
                 self._entries.extract(dlogits, x, start, add_product)
             dweight_of(dlogits, x, self.dweight, start == 0)
+
+    def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
+        """The first product of `add`, of the same arguments."""
+        if isinstance(rows, slice):
+            dx_of(dlogits, weight, self.dx[rows], True)
+        else:
+            part = self.dx.new_empty((dlogits.shape[0], self.dx.shape[1]))
+            dx_of(dlogits, weight, part, True)
+            self.dx.index_copy_(0, rows, part)
 
     def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """After the last chunk; the logits' buffer may be overwritten."""
@@ -139,15 +143,23 @@ def sweep(
     *,
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     order: torch.Tensor | None = None,
+    scan: Callable[[int, torch.Tensor], None] | None = None,
+    tile: int = 0,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Yields (start, logits, second logits or None) of one chunk after the other; see the top of this file.
 
+    tile: every product has so many rows, at least as many as a chunk, filled up with zeros (`tile_logits`); 0: as many
+    as the chunk
+
     logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows are padded
     (row kernels take `owned=True`). When the body is done with a chunk, what it left there goes into `grads`.
+
+    scan: is called with (first row, logits) of each half of a chunk, before the body. What it sends to other ranks
+    travels during the other half's product, or while the body works on the first half.
     """
     x, weight = x.detach(), weight.detach()
     later = max((stop - start for start, stop in chunks.bounds[1:]), default=0) if chunks.borrowed else 0
-    buffer, other = logits_buffer(max(chunks.rows, 2 * later), weight.shape[0], x), None
+    buffer, other = logits_buffer(max(chunks.rows, 2 * later, tile), weight.shape[0], x), None
     if second is not None:
         x2, weight2 = second[0].detach(), second[1].detach()
         if chunks.borrowed:
@@ -157,7 +169,13 @@ def sweep(
     for start, stop in chunks.bounds:
         rows = slice(start, stop) if order is None else order[start:stop]
         part, logits, logits2 = x[rows], buffer[: stop - start], None
-        logits_of(part, weight, logits)
+        for half in (slice(None),) if scan is None else _halves(stop - start):
+            if tile:
+                tile_logits(part, weight, buffer[:tile])
+            else:
+                logits_of(part[half], weight, logits[half])
+            if scan is not None:
+                scan(start + (half.start or 0), logits[half])
         if other is not None:
             if chunks.borrowed and start:
                 other = buffer[later:]
@@ -168,6 +186,12 @@ def sweep(
             grads.add(logits, part, weight, rows, start)
     if grads is not None:
         grads.finish(x, order, buffer)
+
+
+def _halves(rows: int) -> list[slice]:
+    """Two halves of a chunk's rows, or one of a small chunk."""
+    half = rows // 2 // STEP * STEP
+    return [slice(0, half), slice(half, rows)] if half else [slice(0, rows)]
 
 
 def logits_buffer(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
@@ -206,6 +230,21 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> No
     """logits [n, vocab] = x @ weight^T"""
     for columns in _columns_of(logits):
         torch.mm(x, weight[columns].t(), out=logits[:, columns])
+
+
+TILE = 1024
+"""Rows of a product in batch-invariant mode: enough to keep a large device busy, few enough for short batches."""
+
+
+def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+    """The first rows of logits [tile, vocab] = x @ weight^T, x [at most tile, hidden], by a product of tile rows.
+
+    A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and the alignment of a
+    product. Of this one both are always the same, so a row's logits do not depend on the rows beside it.
+    """
+    rows = x.new_zeros((logits.shape[0], x.shape[1]))
+    rows[: x.shape[0]] = x
+    logits_of(rows, weight, logits)
 
 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:

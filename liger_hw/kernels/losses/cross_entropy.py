@@ -39,6 +39,7 @@ from ...runtime.operator import (
     define,
     first_order,
     row_major,
+    to_flatten,
 )
 from .cross_entropy_reference import (
     REDUCTIONS,
@@ -231,7 +232,9 @@ def liger_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """Cross entropy of logits with class indices; see the top of this file for the formula.
+    """Cross entropy of logits with class indices, as `torch.nn.functional.cross_entropy`, with softcap and z-loss.
+
+    softcap replaces the logits s by softcap * tanh(s / softcap); lse_square_scale adds that times logsumexp(s)^2.
 
     input: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU), never overwritten; target: [n_rows] int64 or
     int32, in 0..n_cols-1 or ignore_index; weight: [n_cols] floating or None. size_average and reduce are torch's
@@ -243,13 +246,14 @@ def liger_cross_entropy(
     op = "liger_cross_entropy"
     check_tensors(op, input=input)
     if input.dim() != 2 or not input.shape[1]:
-        check(False, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}")
+        hint = f"{to_flatten(input=input)}, target.flatten()" if input.dim() > 2 else ""
+        check(False, op, f"input must be [n_rows, n_cols], got {tuple(input.shape)}{hint}")
     reduction = _reduction_name(op, size_average, reduce, reduction)
     settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
     options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-    if torch.is_grad_enabled() and input.requires_grad:
+    if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # of a DTensor: its reader
         loss_only = not any(extra)
         outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, loss_only)
         return outputs if loss_only else pack(*outputs, extra)
@@ -271,7 +275,13 @@ def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
     if target.dtype not in (torch.int64, torch.int32):
         check(False, op, f"target must hold class indices (int64 or int32), got {target.dtype}")
     if target.shape != rows.shape[:1]:
-        check(False, op, f"target must have shape {tuple(rows.shape[:1])} to match the rows, got {tuple(target.shape)}")
+        expected, got = tuple(rows.shape[:1]), tuple(target.shape)
+        hint = ""
+        if got == (n_cols,):
+            hint = "; it has one element a class: are input and weight, or rows and classes, swapped?"
+        elif target.dim() > 1 and target.numel() == rows.shape[0]:
+            hint = "; flatten it: target.flatten()"
+        check(False, op, f"target must have shape {expected} to match the rows, got {got}{hint}")
     if target.device != rows.device:
         check(False, op, f"target is on {target.device} but the rows are on {rows.device}; move them to one device")
     if weight is not None:
@@ -338,6 +348,7 @@ class LigerCrossEntropyLoss(torch.nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
+        """_input: [n_rows, n_cols] logits; target: [n_rows] class indices. Returns what `liger_cross_entropy` does."""
         return liger_cross_entropy(
             _input,
             target,

@@ -33,6 +33,7 @@ from ...runtime.operator import (
     first_order,
     launch,
     row_major,
+    to_flatten,
 )
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
@@ -490,7 +491,8 @@ def divergence(op: str, operators, input, target, labels, options: Divergence, p
     check_tensors(op, input=input, target=target)
     if input.dim() != 2 or not input.shape[1] or input.shape != target.shape:
         shapes = f"{tuple(input.shape)} and {tuple(target.shape)}"
-        check(False, op, f"input and target must both be [n_rows, n_cols], got {shapes}")
+        hint = to_flatten(input=input, target=target)
+        check(False, op, f"input and target must both be [n_rows, n_cols], got {shapes}{hint}")
     check_labels(op, labels, input, options.ignore_index)
     dtype = output_dtype(input, target if promotes else input)
     if target.requires_grad:

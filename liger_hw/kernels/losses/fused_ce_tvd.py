@@ -20,7 +20,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample, next_power_of_2
-from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major
+from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major, to_flatten
 from .cross_entropy import check_arguments, sample_targets
 from .cross_entropy_reference import NONE, Options, check_targets
 from .cross_entropy_rows import launch_stats
@@ -156,7 +156,8 @@ def liger_fused_ce_tvd(
     check_tensors(_NAME, student_logits=student_logits, teacher_logits=teacher_logits)
     if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
-        check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}")
+        hint = to_flatten(student_logits=student_logits, teacher_logits=teacher_logits)
+        check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}{hint}")
     if teacher_logits.requires_grad:
         teacher_logits = teacher_logits.detach()
     check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
@@ -175,6 +176,7 @@ class LigerFusedCETVDLoss(torch.nn.Module):
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """student_logits, teacher_logits: [n_rows, n_cols]; target: [n_rows]. Returns (cross entropy, distance)."""
         return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
 
     def extra_repr(self) -> str:

@@ -98,6 +98,7 @@ class LigerJSD(torch.nn.Module):
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """log_q, log_p: [n_rows, n_cols] log-probabilities; shift_labels: [n_rows] or None. Returns the loss."""
         return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
     def extra_repr(self) -> str:

@@ -102,6 +102,7 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor:
+        """y_pred: [n_rows, n_cols] log-probabilities; y_true: the target, like it. Returns the loss."""
         return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 For a row of logits x (a bias added in fp32, then the softcap), token y and temperature T, with s = softcap(x + bias) /
 T:
     lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
+    top = the first column of the largest x + bias
     d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
 where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. A preference or policy loss is a
 few torch operations on [n_rows] tensors between the two launches, and never sees the logits:
@@ -55,6 +56,7 @@ def _log_prob_rows_kernel(
     LSE_ptr,
     ENTROPY_ptr,
     SUM_ptr,
+    TOP_ptr,
     softcap,
     inv_temperature,
     X_row_stride,
@@ -92,6 +94,8 @@ def _log_prob_rows_kernel(
             tl.store(LSE_ptr + row, 0.0)
             if ENTROPY_ptr is not None:
                 tl.store(ENTROPY_ptr + row, 0.0)
+            if TOP_ptr is not None:
+                tl.store(TOP_ptr + row, -1)
             return
     inside = (y >= 0) & (y < n_cols)
     y_read = tl.where(inside, y, 0)  # a target out of range reads nothing out of range; its row becomes nan
@@ -103,9 +107,10 @@ def _log_prob_rows_kernel(
     s_y *= inv_temperature
     ENTROPY: tl.constexpr = ENTROPY_ptr is not None
     SUM: tl.constexpr = SUM_ptr is not None
-    m, d, moment, total, _, _, _ = scan_row(
+    TOP: tl.constexpr = TOP_ptr is not None
+    m, d, moment, total, top, _, _ = scan_row(
         X_ptr, BIAS_ptr, None, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
-        SOFTCAP, SUM, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+        SOFTCAP, SUM, ENTROPY, TOP, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
     lse = m + tl.log(d)
     logp = tl.where(inside, s_y - lse, float("nan"))
@@ -115,6 +120,8 @@ def _log_prob_rows_kernel(
         tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, tl.log(d) - moment / d))
     if SUM_ptr is not None:
         tl.store(SUM_ptr + row, total)
+    if TOP_ptr is not None:
+        tl.store(TOP_ptr + row, tl.where(ignored, -1, top))
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -235,27 +242,34 @@ def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registr
     return fwd, tunable("bwd", _log_prob_gradient_kernel, _gradient_heuristic)
 
 
-LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_scaled_cross_entropy", DIMS, vocab_key)
+LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", DIMS, vocab_key)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
 class LogProbs(NamedTuple):
-    """Per-row results, all fp32 [n_rows]; entropy and logit_sum are None where nobody asked."""
+    """Per-row results [n_rows], fp32; entropy, logit_sum and top are None where nobody asked.
+
+    top: int64, the first column of the largest logit; -1 in ignored rows
+    """
 
     logp: torch.Tensor
     lse: torch.Tensor
     entropy: torch.Tensor | None = None
     logit_sum: torch.Tensor | None = None
+    top: torch.Tensor | None = None
 
 
-def log_prob_buffers(n_rows: int, device: torch.device, *, entropy: bool = False, logit_sum: bool = False) -> LogProbs:
+def log_prob_buffers(
+    n_rows: int, device: torch.device, *, entropy: bool = False, logit_sum: bool = False, top: bool = False
+) -> LogProbs:
     """Room for the results of n_rows rows."""
 
-    def rows() -> torch.Tensor:
-        return torch.empty(n_rows, dtype=torch.float32, device=device)
+    def rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(n_rows, dtype=dtype, device=device)
 
-    return LogProbs(rows(), rows(), rows() if entropy else None, rows() if logit_sum else None)
+    sums = rows() if logit_sum else None
+    return LogProbs(rows(), rows(), rows() if entropy else None, sums, rows(torch.int64) if top else None)
 
 
 def row_log_probs(
@@ -334,7 +348,20 @@ def row_log_prob_gradients(
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def log_probs_reference(
+def scores_reference(
+    logits: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0
+) -> torch.Tensor:
+    """softcap(logits + bias) / temperature of some rows in plain differentiable torch, in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    s = logits.to(wide)
+    if bias is not None:
+        s = s + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as a linear layer's
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    return s / temperature
+
+
+def log_prob_rows_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -343,11 +370,7 @@ def log_probs_reference(
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logp, entropy, lse) of every row in plain differentiable torch, in fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    s = logits.to(wide) if bias is None else logits.to(wide) + bias.to(wide)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s / temperature
+    s = scores_reference(logits, bias, temperature, softcap)
     ignored = target == ignore_index
     y = target.long().masked_fill(ignored, 0)
     lse = torch.logsumexp(s, -1)
@@ -355,3 +378,38 @@ def log_probs_reference(
     logp = log_p.gather(1, y[:, None])[:, 0].masked_fill(ignored, 0.0)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)).sum(-1)
     return logp, entropy.masked_fill(ignored, 0.0), lse
+
+
+def top_reference(
+    logits: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
+    """The first column of each row's largest logit, -1 in ignored rows."""
+    return scores_reference(logits, bias).argmax(-1).masked_fill(target == ignore_index, -1)
+
+
+@torch.no_grad()
+def gradient_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    lse: torch.Tensor,
+    dlogp: torch.Tensor,
+    softmax_coef: torch.Tensor,
+    dentropy: torch.Tensor | None,
+    entropy: torch.Tensor,
+    *,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The gradient of every logit in plain torch, in fp32 (fp64 for fp64); softmax_coef as `pull` above."""
+    s = scores_reference(logits, bias, temperature, softcap)
+    log_p = s - lse[:, None]
+    p, ignored = log_p.exp(), target == ignore_index
+    g = -softmax_coef[:, None] * p
+    if dentropy is not None:
+        g -= dentropy[:, None] * p * (log_p.masked_fill(p == 0, 0.0) + entropy[:, None])
+    g.scatter_add_(1, target.long().masked_fill(ignored, 0)[:, None], dlogp[:, None])
+    if softcap:
+        g *= 1.0 - (s * (temperature / softcap)).square()
+    return (g / temperature).masked_fill(ignored[:, None], 0.0)

@@ -61,7 +61,7 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Total variation distance of probabilities `input` and `target`; see the top of this file.
+    """Total variation distance of probabilities: |input - target| / 2, summed over a row.
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
     rows at ignore_index do not count; reduction: none, sum, mean or batchmean. Returns [] or [n_rows, n_cols], in
@@ -85,6 +85,7 @@ class LigerTVDLoss(torch.nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
+        """p, q: [n_rows, n_cols] probabilities; shift_labels: [n_rows] or None. Returns the loss, see `liger_tvd`."""
         return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
     def extra_repr(self) -> str:

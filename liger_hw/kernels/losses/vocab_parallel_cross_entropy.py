@@ -5,13 +5,13 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
     megatron  the same with e V / (V - 1) for e
     mode "global" takes the mean over the whole vocabulary; "partition" over each rank's own part, V being its width, as
     Megatron does: the ranks' losses then differ, and a row exchanges one number less
-Rank r of the group holds columns r * n_cols .. (r + 1) * n_cols. Rows whose target is ignore_index have no loss and a
-gradient of exactly zero.
+Each rank of the group holds a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
+Rows whose target is ignore_index have no loss and a gradient of exactly zero.
 Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices
 of the whole vocabulary -> loss [...].
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so is the loss.
-Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges three numbers
-a row in two collectives; backward reads them once and needs none.
+Saved for backward: the logits and one log-sum-exp a row. The forward reads the logits once and exchanges the widths of
+the parts and two numbers a row (three with smoothing); backward reads the logits once and exchanges nothing.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ... import registry
 from ...registry import Op, Sample, next_power_of_2
@@ -33,22 +32,24 @@ from ...runtime.operator import (
     check_tensors,
     define,
     first_order,
+    no_view,
     row_major,
 )
 from .cross_entropy import sample_targets
-from .cross_entropy_reference import NONE, Options, check_targets
-from .cross_entropy_rows import launch_stats
-from .log_prob_rows import (
-    LogProbs,
-    log_prob_buffers,
-    log_prob_tunables,
-    row_log_prob_gradients,
-    row_log_probs,
+from .cross_entropy_reference import absent
+from .log_prob_rows import log_prob_tunables
+from .vocab_parts import (
+    check_group,
+    gather_rows,
+    own_targets,
+    part_gradient,
+    part_statistics,
+    target_scores,
+    vocab_part,
 )
 
 _NAME = "liger_vocab_parallel_cross_entropy"
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
-_IGNORED = -1  # among a rank's own targets, which count from 0
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -71,8 +72,11 @@ def vocab_parallel_cross_entropy_reference(
     return (lse - (1 - smoothing) * s_y - smoothing * s.mean(-1)).masked_fill(ignored, 0.0)
 
 
-def _smoothing(smoothing: float, formula: str, width: int) -> float:
-    return smoothing * width / (width - 1) if formula == "megatron" and width > 1 else smoothing
+def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
+    """width: a number or a tensor; of one column there is nothing to smooth."""
+    if formula != "megatron":
+        return smoothing
+    return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -85,33 +89,17 @@ def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
 FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"), _key)
 
 
-def _own(logits, target, start: int, ignore_index: int):
-    """(column of each row's target in this rank's part, whether it is there, the logit there or zero)."""
-    ignored = target == ignore_index
-    here = (target >= start) & (target < start + logits.shape[1]) & ~ignored
-    mine = torch.where(here, target - start, 0)
-    s_y = logits.gather(1, mine[:, None])[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
-    return mine.masked_fill(ignored, _IGNORED), here, torch.where(here, s_y, 0.0)
-
-
 @torch.no_grad()
-def _fwd(logits, target, start, vocab, ignore_index, logit_sum):
-    logits, target, device = row_major(logits), target.contiguous(), logits.device
-    none = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
-    launch_stats(_NAME, target, None, vocab, none, device)  # asserts the targets
-    mine, here, s_y = _own(logits, target, start, ignore_index)
-    out = log_prob_buffers(logits.shape[0], device, logit_sum=logit_sum)
-    row_log_probs(logits, mine, out, ignore_index=_IGNORED, owned=False, tunable=FWD)
-    return out.lse, s_y, s_y.new_empty(0) if out.logit_sum is None else out.logit_sum, mine, here
+def _fwd(logits, mine, logit_sum):
+    logits, mine = row_major(logits), mine.contiguous()
+    lse, total = part_statistics(logits, mine, logit_sum=logit_sum, tunable=FWD)
+    return lse, target_scores(logits, mine), absent(lse) if total is None else total
 
 
 @torch.no_grad()
 def _bwd(logits, mine, lse, push, pull, flat):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    logits, mine = row_major(logits), mine.contiguous()
-    coefs = {"pull": pull, "flat": flat, "dlogits": dx}
-    saved = LogProbs(lse, lse)
-    row_log_prob_gradients(logits, mine, saved, push, ignore_index=_IGNORED, owned=False, tunable=BWD, **coefs)
+    part_gradient(row_major(logits), mine.contiguous(), lse, push, pull, flat, dlogits=dx, tunable=BWD)
     return dx
 
 
@@ -119,32 +107,25 @@ def _bwd(logits, mine, lse, push, pull, flat):
 
 
 @torch.no_grad()
-def _fwd_reference(logits, target, start, vocab, ignore_index, logit_sum):
-    check_targets(_NAME, target, vocab, ignore_index)
-    mine, here, s_y = _own(logits, target, start, ignore_index)
-    s = logits.to(s_y.dtype)
-    lse = torch.logsumexp(s, -1).masked_fill(mine == _IGNORED, 0.0)
-    return lse, s_y, s.sum(-1) if logit_sum else lse.new_empty(0), mine, here
+def _fwd_reference(logits, mine, logit_sum):
+    lse, total = part_statistics(logits, mine, logit_sum=logit_sum, plain=True)
+    return lse, target_scores(logits, mine), absent(lse) if total is None else total
 
 
 @torch.no_grad()
 def _bwd_reference(logits, mine, lse, push, pull, flat):
-    g = -pull[:, None] * torch.exp(logits.to(lse.dtype) - lse[:, None])
-    g = g if flat is None else g + flat[:, None]
-    ignored = mine == _IGNORED
-    g = g.scatter_add(1, mine.masked_fill(ignored, 0)[:, None], push[:, None])
-    return g.masked_fill(ignored[:, None], 0.0).to(logits.dtype)
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    part_gradient(logits, mine, lse, push, pull, flat, dlogits=dx, plain=True)
+    return dx
 
 
-def _fwd_fake(logits, target, start, vocab, ignore_index, logit_sum):
+def _fwd_fake(logits, mine, logit_sum):
     wide, n = torch.promote_types(logits.dtype, torch.float32), logits.shape[0]
-    sizes = (n, wide), (n, wide), (n if logit_sum else 0, wide), (n, torch.int64), (n, torch.bool)
-    return tuple(logits.new_empty(size, dtype=dtype) for size, dtype in sizes)
+    return tuple(logits.new_empty(size, dtype=wide) for size in (n, n, n if logit_sum else 0))
 
 
 vocab_parallel_rows = define(
-    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor target, int start, int vocab, int ignore_index, "
-    "bool logit_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor mine, bool logit_sum) -> (Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
@@ -172,51 +153,38 @@ class LigerVocabParallelCEFunction(Function):
         label_smoothing_formula="pytorch",
         label_smoothing_mode="global",
     ):
-        logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten().long()
-        n_cols, world, rank = logits.shape[1], *group_rank(tp_group)
-        vocab, partition = n_cols * world, label_smoothing_mode == "partition"
-        width = n_cols if partition else vocab
-        smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
-        call = logits, y, rank * n_cols, vocab, ignore_index, smoothing != 0.0
-        lse, s_y, total, mine, here = vocab_parallel_rows(*call)
-        apart = not smoothing or partition
-        lse, (s_y, *summed) = combine_log_sum_exp(lse, [s_y] if apart else [s_y, total], tp_group, world)
+        logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
+        n_cols, partition = logits.shape[1], label_smoothing_mode == "partition"
+        part = vocab_part(n_cols, tp_group, logits.device)
+        own = own_targets(_NAME, y, n_cols, part, ignore_index)
+        lse, s_y, total = vocab_parallel_rows(logits, own.mine, label_smoothing != 0.0)
+        s_y = torch.where(own.here, s_y, 0.0)
+        sums = [s_y] if partition or not label_smoothing else [s_y, total]
+        gathered = gather_rows([lse, *sums], part).wait()
+        lse, (s_y, *summed) = torch.logsumexp(gathered[0], 0), gathered[1:].sum(1)
+        smoothing, flat = 0.0, None
+        if label_smoothing:
+            width = torch.full_like(lse[:1], n_cols) if partition else part.whole.to(lse.dtype)
+            smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
+            flat = smoothing / width
         loss = lse - (1.0 - smoothing) * s_y
-        if smoothing:
-            loss = loss - smoothing / width * (total if apart else summed[0])
-        loss = torch.where((y >= 0) & (y < vocab), loss, float("nan")).masked_fill(y == ignore_index, 0.0)
-        ctx.save_for_backward(vocab_parallel_logits, mine, here, lse)
-        ctx.smoothing, ctx.flat = smoothing, smoothing / width
-        return loss.view(target.shape)
+        if label_smoothing:
+            loss = loss - flat * (total if partition else summed[0])
+        loss = torch.where(own.valid, loss, float("nan")).masked_fill(~own.counted, 0.0)
+        push = own.here.to(lse.dtype) * (smoothing - 1.0)  # the target's share of the gradient, where this rank has it
+        ctx.save_for_backward(vocab_parallel_logits, own.mine, lse, push, *(() if flat is None else (flat,)))
+        return loss if loss.shape == target.shape else no_view(loss, target.shape)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output):
-        logits, mine, here, lse = ctx.saved_tensors
+        logits, mine, lse, push, *flat = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         go = grad_output.flatten().to(lse.dtype)
-        push = torch.where(here, -(1.0 - ctx.smoothing) * go, 0.0)
-        flat = -ctx.flat * go if ctx.smoothing else None
-        dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, push, -go, flat)
+        coefficients = push * go, -go, -flat[0] * go if flat else None
+        dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, *coefficients)
         return dx.view(logits.shape), *(None,) * 6
-
-
-def group_rank(group: Any) -> tuple[int, int]:
-    """(ranks, this rank) of a group; (1, 0) for None."""
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def combine_log_sum_exp(lse, parts: list[torch.Tensor], group: Any, world: int):
-    """The log-sum-exp over all ranks, and the sums of the parts, in two collectives."""
-    if world == 1:
-        return lse, parts
-    highest = lse.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    shift = torch.where(highest == float("-inf"), 0.0, highest)
-    sums = torch.stack((torch.exp(lse - shift), *parts))
-    dist.all_reduce(sums, group=group)
-    return shift + torch.log(sums[0]), list(sums[1:])
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -231,12 +199,15 @@ def liger_vocab_parallel_cross_entropy(
     label_smoothing_formula: str = "pytorch",
     label_smoothing_mode: str = "global",
 ) -> torch.Tensor:
-    """Per-token cross entropy of logits split over a process group along the vocabulary; see the top of this file.
+    """Per-token cross entropy of logits split over a process group along the vocabulary.
 
-    vocab_parallel_logits: [..., n_cols], this rank's part, all parts equally wide; fp32, fp16 or bf16 (fp64 on the
+    label_smoothing_formula: `pytorch`, or `megatron`, which smooths by V / (V - 1) times as much; label_smoothing_mode:
+    `global` over the whole vocabulary, `partition` over each rank's part.
+
+    vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the
     CPU). target: [...] int64 or int32, indices of the whole vocabulary, the same on every rank. tp_group: a
     ProcessGroup, or None for a whole vocabulary. Returns the loss of every token in fp32, the same on every rank (but
-    see the mode "partition"). Every rank must call it: it exchanges three numbers a token.
+    see the mode "partition"). Every rank must call it.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)
@@ -254,13 +225,6 @@ def liger_vocab_parallel_cross_entropy(
     check_group(_NAME, tp_group)
     options = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode
     return LigerVocabParallelCEFunction.apply(logits, target, tp_group, *options)
-
-
-def check_group(op: str, tp_group: Any) -> None:
-    """Raise `TypeError` for what is no process group."""
-    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
-        expected = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()) or None"
-        raise TypeError(f"{op}: tp_group must be {expected}, got {type(tp_group).__name__}")
 
 
 def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, mode: str) -> None:
@@ -295,6 +259,7 @@ class LigerVocabParallelCrossEntropy(torch.nn.Module):
         self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 
     def forward(self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
+        """vocab_parallel_logits: [..., n_cols], this rank's; target: [...]. Returns the loss of every token, fp32."""
         options = self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode
         return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
 

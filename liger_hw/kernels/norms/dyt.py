@@ -352,7 +352,7 @@ def _bwd_reference(dy, x, alpha, gamma, beta, needs_params):
     params, dalpha = x.new_empty(0, dtype=wide), torch.zeros_like(alpha)
     if needs_params:
         grads = [g * t] if beta is None else [g * t, g]
-        params = torch.cat([grad.reshape(-1, x.shape[-1]).sum(0) for grad in grads])
+        params = torch.cat([grad[None].flatten(0, -2).sum(0) for grad in grads])
         dalpha = (d * x.to(wide)).sum().to(alpha.dtype).view(alpha.shape)
     return (scale * d).to(x.dtype).contiguous(), params.to(params_dtype(x, gamma, beta)), dalpha
 
@@ -424,6 +424,7 @@ class LigerDyT(torch.nn.Module):
         self.register_parameter("beta", torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]; returns the same shape."""
         return liger_dyt(x, self.alpha, self.gamma, self.beta)
 
     def extra_repr(self) -> str:

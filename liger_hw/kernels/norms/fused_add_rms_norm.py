@@ -162,6 +162,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states, residual: [..., hidden_size]; returns (normalised sum, sum), each of that shape."""
         return liger_fused_add_rms_norm(
             hidden_states,
             residual,

@@ -397,6 +397,7 @@ class LigerGroupNorm(torch.nn.Module):
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(torch.zeros(num_channels)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [batch, num_channels, ...]; returns the same shape and dtype."""
         sizes = self.num_channels, self.num_groups
         return liger_group_norm(hidden_states, self.weight, self.bias, *sizes, self.variance_epsilon)
 

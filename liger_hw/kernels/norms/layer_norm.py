@@ -206,6 +206,7 @@ class LigerLayerNorm(torch.nn.Module):
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(torch.zeros(hidden_size)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [..., hidden_size]; returns the same shape."""
         return liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
     def extra_repr(self) -> str:

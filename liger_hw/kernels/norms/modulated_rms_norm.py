@@ -66,10 +66,10 @@ def modulated_rms_norm_reference(
         y = y.to(X.dtype).to(wide)
     if W is not None:
         y = y * (W.to(wide) + offset)
-    scale = scale.reshape(-1, 1, n_cols)
-    y = y.reshape(scale.shape[0], -1, n_cols) * (1.0 + scale.to(wide))
+    n_mods, n_rows = math.prod(scale.shape[:-1]), math.prod(X.shape[:-1])
+    y = y.reshape(n_mods, n_rows // max(1, n_mods), n_cols) * (1.0 + scale.reshape(n_mods, 1, n_cols).to(wide))
     if shift is not None:
-        y = y + shift.reshape(-1, 1, n_cols).to(wide)
+        y = y + shift.reshape(n_mods, 1, n_cols).to(wide)
     return y.reshape(X.shape).to(out_dtype(X, W, CASTING_MODES[casting_mode]))
 
 
@@ -212,11 +212,11 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
 
 
 def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
+    if not x.numel():
+        return torch.empty_like(x), *_no_grads(x, w, scale, shift, needs_params)
     wide, n_cols = rstd.dtype, x.shape[-1]
     n_mods = scale.numel() // n_cols
     by_mod = (n_mods, -1, n_cols)
-    if not x.numel():
-        return torch.empty_like(x), *_no_grads(x, w, scale, shift, needs_params)
     g, r = dy.to(wide).reshape(by_mod), rstd.view(n_mods, -1, 1)
     h = x.to(wide).reshape(by_mod) * r
     scaled = 1.0 + scale.to(wide).reshape(n_mods, 1, n_cols)
@@ -342,6 +342,7 @@ class LigerModulatedRMSNorm(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """hidden_states: [..., hidden_size]; scale, shift: see the class. Returns the same shape."""
         options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
 

@@ -364,6 +364,7 @@ class LigerPolyNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.tensor(1.0))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [..., n_cols]; returns the same shape and dtype."""
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, self.in_place)
 
     def extra_repr(self) -> str:

@@ -19,7 +19,16 @@ import torch
 from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, no_weight
+from ...runtime.operator import (
+    Function,
+    check,
+    check_numbers,
+    check_tensors,
+    define,
+    first_order,
+    no_weight,
+    warn_ignored,
+)
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, LLAMA, NONE, norm_forward, norm_forward_tunable
 
@@ -95,7 +104,7 @@ def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
     if w is None or not needs_dw:
         return dx, no_weight(x)
     seen = h.to(x.dtype).to(wide) if casting == LLAMA else h
-    return dx, (g * seen).flatten(0, -2).sum(0).to(w.dtype)
+    return dx, (g * seen)[None].flatten(0, -2).sum(0).to(w.dtype)
 
 
 rms_norm_fwd = define(
@@ -146,7 +155,8 @@ def liger_rms_norm(
     """RMSNorm over the last dimension: X / sqrt(mean(X^2) + eps) * (offset + W).
 
     X: [..., n_cols]; W: [n_cols] or None. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
-    casting_mode: `llama`, `gemma` or `none`, see the top of this file.
+    casting_mode: `llama` rounds the normalised X to its dtype before it is scaled; `gemma` computes all in fp32 and
+    rounds once to X's dtype; `none` the same, rounded to the dtype that torch promotes X and W to.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
@@ -186,6 +196,7 @@ class LigerRMSNorm(torch.nn.Module):
             "LigerRMSNorm",
             f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}",
         )
+        warn_ignored("LigerRMSNorm", "the launch configuration decides how many rows a program has", row_mode=row_mode)
         self.hidden_size = hidden_size
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
         self.elementwise_affine = elementwise_affine
@@ -193,6 +204,7 @@ class LigerRMSNorm(torch.nn.Module):
         self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [..., hidden_size]; returns the same shape."""
         return liger_rms_norm(
             hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         )

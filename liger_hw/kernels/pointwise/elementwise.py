@@ -1,7 +1,7 @@
 """Core of the activations: one forward and one backward kernel over elements, their tunables, launches and autograd.
 
 A gated activation (swiglu, fused_gate_up_swiglu, geglu) computes c = f(a) * b, an ungated one (relu_squared) y = f(x).
-The kernels take the name of f as a constexpr flag (`_activation`).
+The kernels take the name of f as a constexpr flag (`activation`).
 
 An elementwise kernel walks over memory, not over rows: tensors whose rows lie end to end count as one long row. Only
 views with a gap between rows are walked row by row, several at once where they are narrow. Where the column count is
@@ -26,7 +26,7 @@ from ...runtime.triton_import import tl, triton
 
 
 @triton.jit
-def _activation(x, KIND: tl.constexpr):
+def activation(x, KIND: tl.constexpr):
     """(f(x), f'(x)) in fp32; what the caller does not use is not computed. relu_squared's f' holds where x > 0."""
     if KIND == "silu":
         share = tl.sigmoid(x)
@@ -89,7 +89,7 @@ def _fwd_tile(
     gate = a.to(tl.float32)
     if IS_SCALED:
         gate = (gate * gate_multiplier).to(a.dtype).to(tl.float32)
-    c, _ = _activation(gate, KIND)
+    c, _ = activation(gate, KIND)
     if IS_GATED:
         c = c.to(a.dtype)
         if IS_SCALED:
@@ -169,7 +169,7 @@ def _bwd_tile(
         gate, d = a.to(tl.float32), dc.to(tl.float32)
         if IS_SCALED:
             gate, d = (gate * gate_multiplier).to(a.dtype).to(tl.float32), d * down_multiplier
-        value, slope = _activation(gate, KIND)
+        value, slope = activation(gate, KIND)
         da = d * b.to(tl.float32)
         if IS_SCALED:
             da = da * gate_multiplier * slope
@@ -183,7 +183,7 @@ def _bwd_tile(
         d = tl.load(dc_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
         x = tl.load(a_ptrs, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT).to(tl.float32)
         is_inactive = x <= 0.0
-        _, slope = _activation(x, KIND)
+        _, slope = activation(x, KIND)
         dx = slope * d
         if KIND == "relu_squared":
             dx = tl.where(is_inactive, 0.0, dx)  # 0 even where dy is not finite, as torch has it

@@ -135,6 +135,7 @@ class LigerPhi3SwiGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]; returns the same shape."""
         return self.down_proj(liger_fused_gate_up_swiglu(project(self.gate_up_proj, x)))
 
 

@@ -114,6 +114,7 @@ class LigerGEGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]; returns the same shape."""
         return self.down_proj(liger_geglu(project(self.gate_proj, x), project(self.up_proj, x), self.approximate))
 
 

@@ -104,6 +104,7 @@ class LigerReLUSquared(torch.nn.Module):
     """The squared ReLU as a module without parameters; `relu2` in Hugging Face's table of activations."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: any shape; returns max(x, 0)^2, of the same shape and dtype."""
         return liger_relu_squared(x)
 
 

@@ -112,6 +112,7 @@ class LigerSwiGLUMLP(torch.nn.Module):
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden_size]; returns the same shape."""
         return self.down_proj(liger_swiglu(project(self.gate_proj, x), project(self.up_proj, x)))
 
 

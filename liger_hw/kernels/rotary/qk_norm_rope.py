@@ -420,6 +420,7 @@ class LigerQKNormRope(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, k: [batch, heads, length, head_dim]; cos, sin: [batch or 1, length, rotary_dim]. Returns q, k rotated."""
         norm = (self.variance_epsilon, self.offset, self.casting_mode)
         return liger_qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, *norm, position_ids, unsqueeze_dim)
 

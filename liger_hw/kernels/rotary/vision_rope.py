@@ -17,7 +17,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, remembered
+from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, no_view, remembered
 from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turned
 
 _HEAD_AXIS = 2
@@ -49,7 +49,7 @@ class LigerVisionRopeFunction(Function):
     def forward(ctx, q, k, cos, sin, shared_halves=False):
         layout = cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
         q, k = _rotary.forward(ctx, q[None], k[None], cos[None], sin[None], *layout)
-        return q[0], k[0]
+        return no_view(q, q.shape[1:]), no_view(k, k.shape[1:])
 
     @staticmethod
     @first_order

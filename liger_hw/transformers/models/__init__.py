@@ -25,7 +25,8 @@ class FamilySpec:
 
     name: suffix of `apply_liger_kernel_to_<name>` and, by default, of the modeling module
     models: names of its model classes in the modeling module; a class patch examines one model of each, without weights
-    parameters: keyword and default of each argument of the public function, in order, `model` among them
+    parameters: keyword and default of each argument of the public function, in order, `model` among them; a
+        fused_linear_cross_entropy of None means the fused loss unless cross_entropy is asked for
     module: name of the package in transformers.models, where it is not `name`
     also: options that the function takes beyond its signature, as `**kwargs`; on unless given as False
     types: values of `config.model_type` that mean this family, beside its name

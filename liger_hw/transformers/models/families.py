@@ -11,7 +11,7 @@ from . import GEGLU, LAYER_NORM, LOSS, MODEL, NO_ROPE, NORM, ROPE, SWIGLU, Famil
 
 _NO_ROPE = (*NO_ROPE, *LOSS, *NORM, *SWIGLU, *MODEL)
 _NO_SWIGLU = (*LOSS, *NORM, ("swiglu", False), *MODEL)
-_PLAIN_LOSS = (("cross_entropy", True), ("fused_linear_cross_entropy", False))
+_EITHER_LOSS = (("cross_entropy", False), ("fused_linear_cross_entropy", None))
 _GEMMA = (*LOSS, *NORM, *GEGLU, *MODEL)
 _GEMMA_VISION = (*ROPE, *LOSS, *LAYER_NORM, *NORM, *GEGLU, *MODEL)
 _LLAMA_VISION = (*ROPE, *LOSS, *LAYER_NORM, *NORM, *SWIGLU, *MODEL)
@@ -23,7 +23,7 @@ SPECS = (
     FamilySpec("mistral", ("MistralForCausalLM",)),
     FamilySpec("ministral", ("MinistralForCausalLM",)),
     FamilySpec("smollm3", ("SmolLM3ForCausalLM",)),
-    FamilySpec("granite", ("GraniteForCausalLM",), (*ROPE, *_PLAIN_LOSS, *NORM, *SWIGLU, *MODEL)),
+    FamilySpec("granite", ("GraniteForCausalLM",), (*ROPE, *_EITHER_LOSS, *NORM, *SWIGLU, *MODEL)),
     FamilySpec("qwen2", ("Qwen2ForCausalLM",)),
     FamilySpec("qwen3", ("Qwen3ForCausalLM",)),
     FamilySpec("phi3", ("Phi3ForCausalLM",)),

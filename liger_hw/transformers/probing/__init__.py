@@ -8,15 +8,16 @@ Weights are never read: a norm's copy gets random weights of the same shapes, an
 stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
 alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, in bf16 the rounding, and the gradients.
 
-probe.py has how a copy is run; norms.py, mlps.py and rotary.py have one kind each; guards.py says when a match that was
-found on one module applies to another.
+probe.py has how a copy is run; norms.py, mlps.py, experts.py and rotary.py have one kind each; guards.py says when a
+match that was found on one module applies to another.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Callable
 
-from . import mlps, norms
+from . import experts, mlps, norms
 from .guards import EVERYTHING, Guards, guards_of, holds, reads
 from .probe import Match, Refused, current_forward, quiet
 
@@ -26,8 +27,19 @@ __all__ = ["EVERYTHING", "Guards", "Match", "Refused", "current_forward", "guard
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
     """The kernel that computes what `module` does; `forward` is the function to probe, default its class's own."""
     forward = forward or type(module).forward
-    for kind in (norms, mlps):
+    for kind in (norms, experts, mlps):
         if kind.is_candidate(module):
             with quiet():
-                return kind.recognise(module, forward)
+                found = kind.recognise(module, forward)
+                if kind is experts and isinstance(found, Refused):
+                    return _gate_of_experts(module, forward, found)
+            return found
     return None
+
+
+def _gate_of_experts(module: Any, forward: Callable, refused: Refused) -> Match | Refused:
+    """The kernel of the gate alone, where transformers' own products stay; else why the experts keep their own code."""
+    gate = mlps.recognise(module, forward)
+    if isinstance(gate, Match):
+        return replace(gate, variant=f"{gate.variant}, gate only: {refused.reason}")
+    return refused

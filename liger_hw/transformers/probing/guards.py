@@ -15,6 +15,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from ...distributed import owners
 from .probe import INSTANCE_FORWARDS, is_customised
 
 Guards = tuple[tuple[str, str, Any], ...]
@@ -22,6 +23,9 @@ Guards = tuple[tuple[str, str, Any], ...]
 
 EVERYTHING = "*"
 """Among what a function reads when it passes `self` on to something that may read any attribute."""
+
+_OF_CONFIG = "config."
+"""Before a name that a function may look up on a configuration: those of code that names one."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
@@ -38,7 +42,8 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
         names = names | vars(module).keys() | module._modules.keys() | module._parameters.keys()
     sizes = _weight_sizes(module)
     found: list[tuple[str, str, Any]] = []
-    for name in sorted(names - used):
+    flattened = owners.parameter_shapes(module).keys() - module._parameters.keys()
+    for name in sorted(names - used - flattened):
         if name in module._modules:
             child = module._modules[name]
             found.append(("child", name, None if child is None else _state(child)))
@@ -47,9 +52,14 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
         elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
             found += _value_guard(name, module, sizes)
     for name in sorted(used & module._parameters.keys()):
-        found.append(("none", name, module._parameters[name] is None))
+        shape = owners.parameter_shapes(module)[name]
+        found.append(("dims", name, None if shape is None else len(shape)))
     config = vars(module).get("config")
     if config is not None and "config" in names:
+        if EVERYTHING not in names:
+            names = {name.removeprefix(_OF_CONFIG) for name in names if name.startswith(_OF_CONFIG)}
+        if "_experts_implementation" in names:  # a property, of an attribute of this name
+            names = names | {"_experts_implementation_internal"}
         for name in sorted(names & set(vars(config))):
             value = vars(config)[name]
             if isinstance(value, (bool, int, float, str, type(None))) and value not in sizes:
@@ -67,8 +77,10 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         if kind == "child":
             child = module._modules.get(name)
             agree = child is None if value is None else _has_state(child, *value)
-        elif kind == "none":
-            agree = (getattr(module, name, None) is None) == value
+        elif kind == "dims":
+            agree = _dims_now(module, name) in (value, _UNKNOWN)
+        elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
+            agree = (module._parameters.get(name, module) is None) == value
         elif kind == "same":
             agree = getattr(module, name, None) == value
         else:
@@ -77,6 +89,19 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         if not agree:
             return False
     return True
+
+
+_UNKNOWN = -1
+
+
+def _dims_now(module: nn.Module, name: str) -> int | None:
+    """How many dimensions a weight has: a kernel that takes one of width elements takes none of heads x width.
+
+    A parameter that PEFT computes is not looked up, which would compute it once more.
+    """
+    own = module._parameters if name in module._parameters else module.__dict__  # FSDP1 and replicas: an attribute
+    weight = own.get(name, module)
+    return None if weight is None else weight.dim() if isinstance(weight, torch.Tensor) else _UNKNOWN
 
 
 def _value_guard(name: str, module: nn.Module, sizes: set[int]) -> Guards:
@@ -145,9 +170,8 @@ def _weight_sizes(module: nn.Module) -> set[int]:
     """The sizes of a module's and its children's weights."""
     found: set[int] = set()
     for part in (module, *module.children()):
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                found |= set(parameter.shape)
+        for shape in owners.parameter_shapes(part).values():
+            found |= set(shape or ())
         for name in ("in_features", "out_features"):
             if isinstance(getattr(part, name, None), int):
                 found.add(getattr(part, name))
@@ -161,6 +185,7 @@ def _weight_sizes(module: nn.Module) -> set[int]:
 def reads(cls: type, function: Callable) -> frozenset[str]:
     """Names that `function` may look up on self: its own, those of the methods it names, and of what it decorates.
 
+    Those that it may look up on self's configuration are there with `config.` before them too.
     `EVERYTHING` is among them when it passes self on to a function that may read anything.
     """
     seen: set[str] = set()
@@ -174,6 +199,8 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
             code = getattr(item, "__code__", None)
             names = _names(code, done)
             seen |= names
+            if "config" in names or (code is not None and "config" in code.co_varnames):
+                seen |= {_OF_CONFIG + name for name in names}
             if code is not None and not hasattr(item, "__wrapped__") and _passes_self_on(code):
                 seen.add(EVERYTHING)
             inherited = "super" in names or "__class__" in names

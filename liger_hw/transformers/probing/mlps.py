@@ -10,6 +10,8 @@ order, so that LoRA's dropout draws the same random numbers.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from ...kernels.pointwise.geglu import geglu_reference
 from ...kernels.pointwise.relu_squared import relu_squared_reference
 from ...kernels.pointwise.swiglu import swiglu_reference
 from ...recompute.recipes import project
+from .coverage import Coverage
 from .guards import EVERYTHING, reads
 from .probe import (
     BATCH,
@@ -37,6 +40,18 @@ from .probe import (
 # -- what takes its place --------------------------------------------------------------------------------------------
 
 
+Cast = frozenset[torch.dtype]
+"""Dtypes of a projection's weight that its input is cast to, by the module it belongs to (T5's `wo`, kept in fp32)."""
+
+
+def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
+    if cast:
+        weight = down.weight
+        if isinstance(weight, torch.Tensor) and weight.dtype in cast:
+            y = y.to(weight.dtype)
+    return down(y)
+
+
 def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
     """The kernel of act(gate) * up."""
     from ..functional import liger_geglu, liger_swiglu
@@ -48,11 +63,12 @@ def _gate_kernel(act: str) -> Callable[..., torch.Tensor]:
 
 
 def gated_replacement(
-    act: str, gate: str, up: str, down: str, *, up_first: bool, gate_scale: str, out_scale: str
+    act: str, gate: str, up: str, down: str, *, up_first: bool, gate_scale: str, out_scale: str, cast: "Cast"
 ) -> Callable:
     """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
 
     gate_scale, out_scale: attributes that multiply the gate and the result, or empty. up_first: up is called first.
+    cast: what down is given is cast to its weight's dtype where that is one of these
     """
     kernel = _gate_kernel(act)
 
@@ -64,7 +80,7 @@ def gated_replacement(
             g = project(getattr(self, gate), x)
             u = project(getattr(self, up), x)
         y = kernel(g, u, getattr(self, gate_scale)) if gate_scale else kernel(g, u)
-        y = getattr(self, down)(y)
+        y = _projected(getattr(self, down), y, cast)
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement
@@ -85,11 +101,11 @@ def halves_replacement(act: str, gate_first: bool) -> Callable:
     return replacement
 
 
-def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str) -> Callable:
-    """down(activation(module, up(x))) of (module, x)."""
+def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: "Cast") -> Callable:
+    """down(activation(module, up(x))) of (module, x); cast as above."""
 
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = getattr(self, down)(activation(self, project(getattr(self, up), x)))
+        y = _projected(getattr(self, down), activation(self, project(getattr(self, up), x)), cast)
         return y * getattr(self, out_scale) if out_scale else y
 
     return replacement
@@ -125,7 +141,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     projections = {name: child for name, child in children.items() if _kind(child) == "projection"}
     has_others = any(_kind(child) == "other" for child in children.values())
     if module._parameters:
-        return Refused("its projections are its own parameters: it needs a fused MoE kernel", "swiglu")
+        return Refused("its projections are its own parameters", "swiglu")
     if not projections or (has_others and len(projections) < 2):
         return None  # a container of MLPs, or a head: its parts are looked at on their own
     inputs = required_inputs(forward)
@@ -173,9 +189,13 @@ class _Call(NamedTuple):
 class _StandIn:
     """In a projection's place: notes what it is called with and answers with random numbers."""
 
-    def __init__(self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator) -> None:
+    def __init__(
+        self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator, case: "_Case"
+    ) -> None:
         self.name, self.projection, self.calls = name, projection, calls
-        self.answer = random(*BATCH, _out_features(projection), source=source)
+        self.answer = random(*case.leading, _out_features(projection), source=source)
+        if isinstance(getattr(projection, "weight", None), torch.Tensor):
+            self.weight = torch.empty(0, dtype=case.weight or case.dtype)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args or kwargs:
@@ -207,6 +227,8 @@ class _Probe:
         own, named = vars(module), reads(type(module), forward)
         self.numbers = [name for name in own if type(own[name]) is float and (name in named or EVERYTHING in named)]
         self.multipliers: dict[str, float] = {}
+        others = frozenset(list(inspect.signature(forward).parameters)[2:])  # with one of these, the module's own runs
+        self.coverage = Coverage(forward, others)
 
     def answer(self) -> Match | Refused:
         """With every number it reads taken for a multiplier, of a value unlike all others; else with none."""
@@ -223,20 +245,58 @@ class _Probe:
         return found
 
     def _answer(self) -> Match | Refused:
+        y, x, calls = self._run(_Case())
+        if isinstance(y, str):
+            return Refused(y, "swiglu")
+        with torch.enable_grad():
+            found = self._formula(x, y, calls)
+        if isinstance(found, Refused):
+            return found
+        match, formula = found
+        elsewhere = self._elsewhere(formula) or self.coverage.unexplored()
+        return Refused(elsewhere, match.kernel) if elsewhere else match
+
+    def _run(self, case: "_Case") -> tuple[torch.Tensor | str, torch.Tensor, list[_Call]]:
+        """The module's result of one run, or why there is none, its input, and the calls of its projections."""
         source = generator()
         calls: list[_Call] = []
-        stand_ins = {name: _StandIn(name, child, calls, source) for name, child in self.projections.items()}
+        stand_ins = {name: _StandIn(name, child, calls, source, case) for name, child in self.projections.items()}
         first = next(iter(self.projections.values()))
-        x = random(*BATCH, getattr(first, "in_features", None) or 8, source=source)
-        with torch.enable_grad():
-            copied = probe_copy(self.module, {}, stand_ins)
+        x = random(*case.leading, getattr(first, "in_features", None) or 8, source=source).to(case.dtype)
+        with torch.enable_grad(), self.coverage:
+            copied = probe_copy(self.module, {}, stand_ins, case.training)
             copied.__dict__.update(self.multipliers)
-            y = run(self.forward, copied, x)
-            return Refused(y, "swiglu") if isinstance(y, str) else self._formula(x, y, calls)
+            return run(self.forward, copied, x), x, calls
+
+    def _elsewhere(self, formula: "_Formula") -> str:
+        """Where a formula that was found does not hold: in eval mode, another shape or dtype; "" for nowhere."""
+        for case in _CASES:
+            y, _, calls = self._run(case)
+            if isinstance(y, str):
+                continue  # nor does the module
+            answers = {call.name: call.answer for call in calls}
+            given = next((call.given for call in calls if call.name == formula.down), None)
+            tolerance = 1e-5 if case.dtype is torch.float32 else 4 * torch.finfo(case.dtype).eps
+            if given is None or not agrees(given, formula.expected(answers), tolerance):
+                return f"it computes something else {case}"
+            if not agrees(y, answers[formula.down] * formula.scale, tolerance):
+                return f"it computes something else {case}"
+        return ""
+
+    def _cast(self, down: str) -> Cast:
+        """The dtypes of down's weight that its input is cast to."""
+        found = set()
+        for dtype in _WEIGHTS:
+            case = _Case(dtype=torch.bfloat16 if dtype is torch.float32 else torch.float32, weight=dtype)
+            calls = self._run(case)[2]
+            given = next((call.given for call in calls if call.name == down), None)
+            if given is not None and given.dtype is dtype:
+                found.add(dtype)
+        return frozenset(found)
 
     # -- how the activation is recognised -----------------------------------------------------------------------------
 
-    def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> Match | Refused:
+    def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> "tuple[Match, _Formula] | Refused":
         """The match, from what the projections were called with: x, then what the last one, `down`, was given."""
         names = [call.name for call in calls]
         if sorted(names) != sorted(set(names)) or set(names) != set(self.projections):
@@ -251,64 +311,136 @@ class _Probe:
         found = self._two_inputs(inputs, down, scale) if len(inputs) == 2 else self._one_input(*inputs, down, scale)
         if isinstance(found, Refused):
             return found
-        match, reference = found
-        if not _has_same_gradients(down.given, reference, [call.answer for call in inputs]):
+        match, expected = found
+        answers = {call.name: call.answer for call in calls}
+        if not _has_same_gradients(down.given, expected(answers), [call.answer for call in inputs]):
             return Refused(f"its gradients are not those of {match.kernel}", match.kernel)
-        return match
+        return match, _Formula(expected, down.name, self.multipliers.get(scale, 1.0))
 
-    def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> tuple[Match, torch.Tensor] | Refused:
-        """act(gate(x)) * up(x), with the reference's own result."""
+    def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
+        """act(gate(x)) * up(x), with the function of the reference."""
         for gate, up in (inputs, inputs[::-1]):
             found = _gated_activation(down.given, gate.answer, up.answer, {"": 1.0, **self.multipliers})
             if found:
                 names = {"gate": gate.name, "up": up.name, "down": down.name}
                 scales = {"gate_scale": found.gate_scale, "out_scale": scale}
-                replacement = gated_replacement(found.act, **names, up_first=up is inputs[0], **scales)
+                options = {"up_first": up is inputs[0], "cast": self._cast(down.name)}
+                replacement = gated_replacement(found.act, **names, **scales, **options)
                 used = frozenset((*names.values(), *scales.values())) - {""}
-                return Match(_gate_op(found.act), found.act, replacement, used=used), found.result
+                match = Match(_gate_op(found.act), found.act, replacement, used=used)
+                return match, _of_two(found.reference, gate.name, up.name)
         return Refused(_why_not(down.given, *(call.answer for call in inputs)), "swiglu")
 
-    def _one_input(self, up: _Call, down: _Call, scale: str) -> tuple[Match, torch.Tensor] | Refused:
+    def _one_input(self, up: _Call, down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
         """act(gate) * up of the two halves of one projection, or max(up(x), 0)^2."""
         used = frozenset((up.name, down.name, scale)) - {""}
         if up.answer.shape[-1] == 2 * down.given.shape[-1]:
-            for gate_first in (True, False):
-                halves = up.answer.chunk(2, -1) if gate_first else up.answer.chunk(2, -1)[::-1]
-                found = _gated_activation(down.given, *halves, {"": 1.0})
+            for order in (1, -1):
+                found = _gated_activation(down.given, *up.answer.chunk(2, -1)[::order], {"": 1.0})
                 if found:
+                    gate_first = order == 1
                     activation = halves_replacement(found.act, gate_first)
-                    replacement = one_projection_replacement(activation, up.name, down.name, scale)
+                    cast = self._cast(down.name)
+                    replacement = one_projection_replacement(activation, up.name, down.name, scale, cast)
                     words = found.act if gate_first else f"{found.act}, up first"
-                    return Match(_gate_op(found.act, gate_first), words, replacement, used=used), found.result
+                    match = Match(_gate_op(found.act, gate_first), words, replacement, used=used)
+                    return match, _of_halves(found.reference, up.name, order)
             return Refused(_why_not(down.given, *up.answer.chunk(2, -1)), "swiglu")
-        squared = relu_squared_reference(up.answer)
-        if agrees(squared, down.given):
-            replacement = one_projection_replacement(squared_relu, up.name, down.name, scale)
-            return Match("relu_squared", "", replacement, used=used), squared
+        if agrees(relu_squared_reference(up.answer), down.given):
+            replacement = one_projection_replacement(squared_relu, up.name, down.name, scale, self._cast(down.name))
+            match = Match("relu_squared", "", replacement, used=used)
+            return match, lambda answers: relu_squared_reference(answers[up.name])
+        plain = next((name for name, act in _ONE_LAUNCH.items() if agrees(act(up.answer), down.given)), None)
+        if plain:
+            return Refused(f"its activation has no gate: torch's {plain} is one launch already", "swiglu")
         return Refused("its activation has no gate, and no kernel", "swiglu")
 
 
+_ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "tanh gelu": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "relu": nn.functional.relu,
+}
+"""Activations between two products that read and write each element once in torch too."""
+
+
+_Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""From each projection's answer, what the last one is given."""
+
+
+def _of_two(reference: Callable, gate: str, up: str) -> _Expected:
+    return lambda answers: reference(answers[gate], answers[up])
+
+
+def _of_halves(reference: Callable, up: str, order: int) -> _Expected:
+    return lambda answers: reference(*answers[up].chunk(2, -1)[::order])
+
+
+class _Formula(NamedTuple):
+    """What was found: `expected` of the other projections' answers is what `down` is given; the result is `scale` times
+    down's answer."""
+
+    expected: _Expected
+    down: str
+    scale: float
+
+
+class _Case(NamedTuple):
+    """One run: the shape of x without its width, its dtype, the mode, and the dtype of the projections' weights."""
+
+    leading: tuple[int, ...] = BATCH
+    dtype: torch.dtype = torch.float32
+    training: bool = True
+    weight: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"for {list(self.leading)} rows of {self.dtype} in {'training' if self.training else 'eval mode'}"
+
+
+_CASES = tuple(
+    _Case(leading, dtype, training)
+    for training in (True, False)
+    for leading, dtype in (
+        ((1, 1), torch.float32),
+        ((1, 67), torch.float32),
+        ((5,), torch.float32),
+        (BATCH, torch.bfloat16),
+        (BATCH, torch.float16),
+    )
+)
+"""What must compute the same formula as the first run."""
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
+
+
 class _Gated(NamedTuple):
-    """act(gate_scale * gate) * up. act: silu, gelu_tanh or gelu; gate_scale: the multiplier's name, or empty."""
+    """act(gate_scale * gate) * up. act: silu, gelu_tanh or gelu; gate_scale: the multiplier's name, or empty.
+
+    reference: the same of (gate, up), with the multiplier's value in the probe
+    """
 
     act: str
     gate_scale: str
-    result: torch.Tensor
+    reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _gated_activation(
     wanted: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
     """The gated activation of (gate, up) that is `wanted`, in fp32. Only silu's kernel takes a multiplier."""
-    for name, value in multipliers.items():
-        found = swiglu_reference(gate, up, value, 1.0)
-        if agrees(found, wanted):
-            return _Gated("silu", name, found)
-    for act, approximate in (("gelu_tanh", "tanh"), ("gelu", "none")):
-        found = geglu_reference(gate, up, approximate)
-        if agrees(found, wanted):
-            return _Gated(act, "", found)
+    kinds = [("silu", name, functools.partial(_scaled_swiglu, value)) for name, value in multipliers.items()]
+    kinds += [
+        (act, "", functools.partial(geglu_reference, approximate=approximate))
+        for act, approximate in (("gelu_tanh", "tanh"), ("gelu", "none"))
+    ]
+    for act, name, reference in kinds:
+        if agrees(reference(gate, up), wanted):
+            return _Gated(act, name, reference)
     return None
+
+
+def _scaled_swiglu(scale: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return swiglu_reference(gate, up, scale, 1.0)
 
 
 def _gate_op(act: str, one_tensor_gate_first: bool = False) -> str:
@@ -344,10 +476,8 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
     """The gate that every batched experts implementation of transformers calls between its two products."""
     kernel = "fused_gate_up_swiglu"
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation == "eager":
-        return Refused(
-            "its experts run one by one; model.set_experts_implementation('grouped_mm') batches them", kernel
-        )
+    if implementation not in (None, "grouped_mm", "batched_mm"):
+        return Refused(f"experts_implementation={implementation!r} does not call its gate", kernel)
     down = module._parameters.get("down_proj")
     copied = probe_copy(module, {}, {})
     if getattr(module, "has_gate", True) is False:
@@ -360,9 +490,14 @@ def _recognise_experts(module: nn.Module) -> Match | Refused:
         return customised
     width = 2 * min(down.shape[1:])
     gate_up = random(2 * BATCH[1], width + width % 4, source=generator())
-    wanted = run(type(module)._apply_gate, copied, gate_up)
-    if isinstance(wanted, str):
-        return Refused(wanted, kernel)
+    coverage = Coverage(type(module)._apply_gate)
+    with coverage:
+        wanted = run(type(module)._apply_gate, copied, gate_up)
+        in_eval = run(type(module)._apply_gate, probe_copy(module, {}, {}, training=False), gate_up)
+    if isinstance(wanted, str) or isinstance(in_eval, str):
+        return Refused(str(wanted if isinstance(wanted, str) else in_eval), kernel)
+    if not is_equal(in_eval, wanted) or coverage.unexplored():
+        return Refused(coverage.unexplored() or "it computes something else in eval mode", kernel)
     for gate_first in (True, False):
         halves = gate_up.chunk(2, -1)
         found = _gated_activation(wanted, *(halves if gate_first else halves[::-1]), {"": 1.0})

@@ -1,4 +1,5 @@
-"""Norms: RMSNorm with its offset, casting mode and epsilon, and LayerNorm with or without scale and shift.
+"""Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm with or without scale and
+shift.
 
 In order: what takes a norm's place, which modules may be a norm, which are refused at once, how a copy is run, and how
 the variant is recognised.
@@ -13,10 +14,13 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
+from ...distributed import owners
+from ...kernels.norms import gated_rms_norm as gated
 from ...kernels.norms.layer_norm import layer_norm_reference
 from ...kernels.norms.rms_norm import CASTING_MODES, rms_norm_reference
+from .coverage import Coverage
 from .guards import EVERYTHING, reads
-from .probe import BATCH, Match, Refused, agrees, generator, probe_copy, random, required_inputs, run
+from .probe import BATCH, Match, Refused, agrees, autocast, generator, probe_copy, random, required_inputs, run
 
 # -- what takes its place --------------------------------------------------------------------------------------------
 
@@ -47,6 +51,20 @@ def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | floa
     return replacement
 
 
+def gated_rms_norm_replacement(
+    weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: "_Groups"
+) -> Callable:
+    """Gated RMSNorm of (module, x, gate) likewise."""
+    from ..functional import liger_gated_rms_norm
+
+    def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        value = getattr(self, eps) if isinstance(eps, str) else eps
+        options = activation, casting_mode, norm_before_gate, groups.columns(self, x.shape[-1])
+        return liger_gated_rms_norm(x, gate, getattr(self, weight), value, *options)
+
+    return replacement
+
+
 # -- which modules may be a norm -------------------------------------------------------------------------------------
 
 _OTHER_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
@@ -64,14 +82,25 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     kind = "layer_norm" if "layernorm" in type(module).__name__.lower() else "rms_norm"
     inputs = required_inputs(forward)
     named = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is not p.VAR_KEYWORD][1:]
-    if len(inputs) != 1 or len(named) != 1:
+    gated_norm = kind == "rms_norm" and len(named) == 2 and named[1] == "gate"
+    if not gated_norm and (len(inputs) != 1 or len(named) != 1):
         return Refused(f"it takes {' and '.join(named) or 'no input'}", kind)
     if module._buffers:
         return Refused(f"it keeps buffers ({', '.join(module._buffers)})", kind)
-    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    if lost := owners.forgotten(module):
+        return Refused(
+            f"FSDP1 holds its {' and '.join(lost)}: patch the model before it is wrapped, or pass the wrapper itself",
+            kind,
+        )
+    shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     if len(shapes) > 2 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
         return Refused(f"its parameters are {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}", kind)
+    if gated_norm:
+        return _GatedProbe(module, forward, shapes).answer("gated_rms_norm") if shapes else Refused(_NO_WEIGHT, kind)
     return _Probe(module, forward, shapes).answer(kind)
+
+
+_NO_WEIGHT = "it has a gate and no weight"
 
 
 @dataclass(frozen=True)
@@ -83,6 +112,10 @@ class _Variant:
     weight: str | None
     bias: str | None
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(CASTING_MODES) if self.kernel == "rms_norm" else ("",)
+
     def reference(
         self, x: torch.Tensor, weights: dict[str, torch.Tensor | None], eps: float, mode: str
     ) -> torch.Tensor:
@@ -92,7 +125,7 @@ class _Variant:
         weight = weight + self.offset if self.offset else weight
         return layer_norm_reference(x, weight, None if self.bias is None else weights[self.bias], eps)
 
-    def match(self, eps: str | float, mode: str, one_dtype: bool) -> Match:
+    def match(self, eps: str | float, mode: str, one_dtype: bool, outside_autocast: bool) -> Match:
         if self.kernel == "rms_norm":
             words, replacement = mode, rms_norm_replacement(self.weight, eps, self.offset, mode)
         else:
@@ -101,7 +134,51 @@ class _Variant:
         words = words if self.weight else "no weight"
         words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
         used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
-        return Match(self.kernel, words, replacement, used=used, input_dtype_of=self.weight if one_dtype else "")
+        dtype_of = self.weight if one_dtype else ""
+        options = {"input_dtype_of": dtype_of, "outside_autocast": outside_autocast}
+        return Match(self.kernel, words, replacement, used=used, **options)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """How many columns are normalised together: all, or as the module's attribute `name` says, which is a number of
+    columns, or of groups (count)."""
+
+    name: str = ""
+    count: bool = False
+
+    def columns(self, module: Any, width: int) -> int:
+        if not self.name:
+            return width
+        number = getattr(module, self.name)
+        return width // number if self.count else number
+
+
+@dataclass(frozen=True)
+class _GatedVariant:
+    """What a norm of (x, gate) may be."""
+
+    weight: str
+    activation: str
+    norm_before_gate: bool
+    groups: _Groups
+    module: nn.Module
+
+    kernel = "gated_rms_norm"
+    modes = gated.CASTING_MODES
+
+    def reference(self, x, weights, eps, mode, gate) -> torch.Tensor:
+        options = self.activation, mode, self.norm_before_gate, self.groups.columns(self.module, x.shape[-1])
+        return gated.gated_rms_norm_reference(x, gate, weights[self.weight], eps, *options)
+
+    def match(self, eps: str | float, mode: str, one_dtype: bool, outside_autocast: bool) -> Match:
+        options = self.activation, mode, self.norm_before_gate, self.groups
+        replacement = gated_rms_norm_replacement(self.weight, eps, *options)
+        order = f"{self.activation} {'after' if self.norm_before_gate else 'before'} the norm"
+        words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
+        used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
+        held = {"input_dtype_of": self.weight if one_dtype else "", "outside_autocast": outside_autocast}
+        return Match(self.kernel, words, replacement, used=used, inputs=2, **held)
 
 
 # -- how it is run, and how the variant is recognised -----------------------------------------------------------------
@@ -115,16 +192,24 @@ _MISMATCHES = 0.02
 """Share of low-precision results that may differ by one rounding: the references' sums run in another order."""
 _WIDTH = 64
 """Of the probe's input, where the module has no weight and names no width."""
+_OTHER_BATCHES = ((1, 1), (1, 67), (5,))
+"""Leading dimensions that a norm must treat as the probe's own."""
 
 
 class _Probe:
     """Runs copies of one module with random weights and a large epsilon, beside the kernels' references."""
 
+    more: tuple[torch.Tensor, ...] = ()
+    """Inputs after the first."""
+
     def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
         self.module, self.forward = module, forward
         source = generator()
         self.weights = {name: random(*shape, source=source) for name, shape in shapes.items()}
-        self.x = random(*BATCH, next(iter(shapes.values()))[0] if shapes else _width_of(module), source=source)
+        width = next(iter(shapes.values()))[0] if shapes else _width_of(module)
+        self.x = random(*BATCH, width, source=source)
+        self.others = [random(*leading, width, source=source) for leading in _OTHER_BATCHES]
+        self.training, self.coverage = True, Coverage(forward)
 
     def answer(self, kind: str) -> Match | Refused:
         """The first epsilon and variant that agree in fp32, where their rounding and gradients agree too."""
@@ -139,6 +224,10 @@ class _Probe:
                 if agrees(self._reference(variant, eps, "llama", _HIGH, _HIGH), wanted):
                     return self._with_casting_mode(eps, variant)
         return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
+
+    def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the norm takes beside x."""
+        return ()
 
     def _epsilons(self) -> list[str | float]:
         """What may be the epsilon: attributes that the forward reads, and small numbers written in its code."""
@@ -164,26 +253,54 @@ class _Probe:
         match holds for inputs of the weight's dtype only.
         """
         kernel = variant.kernel
-        modes = tuple(CASTING_MODES) if kernel == "rms_norm" else ("",)
-        good = [mode for mode in modes if self._rounds_alike(eps, variant, mode, _LOW)]
+        good = [mode for mode in variant.modes if self._rounds_alike(eps, variant, mode, _LOW)]
         if not good:
             return Refused(f"it rounds in bf16 unlike {kernel} in any casting mode", kernel)
         if not self._has_same_gradients(eps, variant):
             return Refused(f"its gradients are not those of {kernel}", kernel)
         mixed = [mode for mode in good if not self.weights or self._rounds_alike(eps, variant, mode, _HIGH)]
-        return variant.match(eps, (mixed or good)[0], one_dtype=not mixed)
+        mode = (mixed or good)[0]
+        elsewhere = self._elsewhere(eps, variant, mode)
+        with autocast():
+            in_autocast = self._original(eps, _HIGH, _HIGH)
+        elsewhere = elsewhere or self.coverage.unexplored()
+        if elsewhere:
+            return Refused(elsewhere, kernel)
+        outside = isinstance(in_autocast, str) or not agrees(
+            self._reference(variant, eps, mode, _HIGH, _HIGH), in_autocast
+        )
+        return variant.match(eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
-    def _rounds_alike(self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype) -> bool:
-        """Whether results of bf16 inputs, with weights in `w_dtype`, differ by one rounding in a few places at most."""
-        wanted = self._original(eps, _LOW, w_dtype)
+    def _elsewhere(self, eps: str | float, variant: _Variant, mode: str) -> str:
+        """Where a variant that agrees so far does not: in other shapes, in eval mode, in fp16; "" for nowhere."""
+        own = self.x
+        for training in (True, False):
+            self.training = training
+            for x in (own, *self.others):
+                self.x, self.more = x, self._more_of(x)
+                wanted = self._original(eps, _HIGH, _HIGH)
+                found = self._reference(variant, eps, mode, _HIGH, _HIGH)
+                if isinstance(wanted, torch.Tensor) and not agrees(found, wanted):
+                    return f"of {list(x.shape)} in {_mode(training)} it is no {variant.kernel}"
+            self.x, self.more = own, self._more_of(own)
+            for dtype in (_LOW, torch.float16):
+                if not self._rounds_alike(eps, variant, mode, dtype, dtype):
+                    return f"in {dtype} in {_mode(training)} it is no {variant.kernel}"
+        return ""
+
+    def _rounds_alike(
+        self, eps: str | float, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW
+    ) -> bool:
+        """Whether results of inputs in `x_dtype`, with weights in `w_dtype`, differ by one rounding in a few places."""
+        wanted = self._original(eps, x_dtype, w_dtype)
         if isinstance(wanted, str):  # torch's own norms refuse mixed dtypes, and then so may ours
-            return w_dtype is not _LOW
-        found = self._reference(variant, eps, mode, _LOW, w_dtype)
+            return w_dtype is not x_dtype
+        found = self._reference(variant, eps, mode, x_dtype, w_dtype)
         if isinstance(found, str) or found.dtype != wanted.dtype or found.shape != wanted.shape:
             return False
-        low = found.dtype is _LOW
+        low = found.dtype is x_dtype
         difference = (found.float() - wanted.float()).abs()
-        step = 2.0**-7 if low else 1e-5
+        step = torch.finfo(x_dtype).eps if low else 1e-5
         if not bool((difference <= step * wanted.float().abs() + 1e-5).all()):
             return False
         return not low or float((difference > 0).float().mean()) <= _MISMATCHES
@@ -194,11 +311,13 @@ class _Probe:
             with torch.enable_grad():
                 weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
                 x = self._input(eps).clone().requires_grad_()
+                more = [t.clone().requires_grad_() for t in self.more]
                 if is_reference:
-                    y = variant.reference(x, weights, self._value(eps), "llama")
+                    y = variant.reference(x, weights, self._value(eps), "llama", *more)
                 else:
-                    y = self.forward(self._copy(eps, weights), x)
-                leaves = [x, *(w for w in weights.values() if w is not None)]
+                    with self.coverage:
+                        y = self.forward(self._copy(eps, weights), x, *more)
+                leaves = [x, *more, *(w for w in weights.values() if w is not None)]
                 if not y.requires_grad:
                     return False
                 results.append(torch.autograd.grad((y * self.x.cos()).sum(), leaves, allow_unused=True))
@@ -207,21 +326,24 @@ class _Probe:
     # -- one run -----------------------------------------------------------------------------------------------------
 
     def _original(self, eps: str | float, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
-        return run(self.forward, self._copy(eps, self._cast(w_dtype)), self._input(eps).to(x_dtype))
+        inputs = (t.to(x_dtype) for t in (self._input(eps), *self.more))
+        with self.coverage:
+            return run(self.forward, self._copy(eps, self._cast(w_dtype)), *inputs)
 
     def _reference(
         self, variant: _Variant, eps: str | float, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
     ) -> torch.Tensor | str:
-        return run(variant.reference, self._input(eps).to(x_dtype), self._cast(w_dtype), self._value(eps), mode)
+        x, *more = (t.to(x_dtype) for t in (self._input(eps), *self.more))
+        return run(variant.reference, x, self._cast(w_dtype), self._value(eps), mode, *more)
 
     def _copy(self, eps: str | float, weights: dict[str, torch.Tensor | None]) -> nn.Module:
-        copied = probe_copy(self.module, weights, {})
+        copied = probe_copy(self.module, weights, {}, self.training)
         if isinstance(eps, str):
             copied.__dict__[eps] = _PROBE_EPS
         return copied
 
     def _cast(self, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-        absent = {name: None for name in self.module._parameters}
+        absent = dict.fromkeys(owners.parameter_shapes(self.module))
         return absent | {name: w.to(dtype) for name, w in self.weights.items()}
 
     def _input(self, eps: str | float) -> torch.Tensor:
@@ -229,6 +351,32 @@ class _Probe:
 
     def _value(self, eps: str | float) -> float:
         return _PROBE_EPS if isinstance(eps, str) else eps
+
+
+class _GatedProbe(_Probe):
+    """The same of a norm that takes a gate."""
+
+    def __init__(self, module: nn.Module, forward: Callable, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__(module, forward, shapes)
+        self.more = self._more_of(self.x)
+        self.coverage = Coverage(forward, given=frozenset({"gate"}))  # without one, the module's own forward runs
+
+    def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (random(*x.shape, source=generator().manual_seed(1)),)
+
+    def _variants(self) -> Iterator[_GatedVariant]:
+        width, own = self.x.shape[-1], vars(self.module)
+        numbers = [name for name in own if type(own[name]) is int and 1 < own[name] < width and not width % own[name]]
+        groups = [_Groups(), *(_Groups(name, count) for name in numbers for count in (False, True))]
+        for weight in self.weights:
+            for activation in gated.ACTIVATIONS:
+                for norm_before_gate in (True, False):
+                    for group in groups:
+                        yield _GatedVariant(weight, activation, norm_before_gate, group, self.module)
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "eval mode"
 
 
 def _width_of(module: nn.Module) -> int:

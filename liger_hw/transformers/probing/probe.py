@@ -13,6 +13,8 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
+from ...distributed import owners
+
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
@@ -28,6 +30,8 @@ class Match:
     slot: attribute of the module that `replacement` replaces
     used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
     input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
+    inputs: how many tensors `replacement` takes after the module
+    outside_autocast: the match holds only while autocast is off
     """
 
     kernel: str
@@ -36,6 +40,8 @@ class Match:
     slot: str = "forward"
     used: frozenset[str] = frozenset()
     input_dtype_of: str = ""
+    inputs: int = 1
+    outside_autocast: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,20 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    """Autocast to bf16, of the CPU and as code sees it that asks without naming a device, which means CUDA's."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------------
@@ -94,27 +114,31 @@ def required_inputs(forward: Callable) -> list[str]:
 def is_customised(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward: it has hooks, or a forward of its own.
 
-    Accelerate's placement hooks replace the forward of a module and compute the same, so they do not count.
+    Hooks of FSDP2 and ZeRO-3 gather weights, and accelerate's placement hooks replace a forward by one that computes
+    the same, so they do not count.
     """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
         return True
     return "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
 
 
-def probe_copy(module: nn.Module, parameters: dict[str, torch.Tensor | None], children: dict[str, Any]) -> nn.Module:
-    """A module of the same class and attributes, with other parameters, in training mode and without hooks.
+def probe_copy(
+    module: nn.Module, parameters: dict[str, torch.Tensor | None], children: dict[str, Any], training: bool = True
+) -> nn.Module:
+    """A module of the same class and attributes, with other parameters, in training or eval mode and without hooks.
 
     children: what to use in place of its children; those that are not named are copied likewise.
     """
     copied = object.__new__(type(module))
     nn.Module.__init__(copied)
     for name, value in vars(module).items():
-        if name not in vars(copied) and name not in INSTANCE_FORWARDS:
+        if name not in vars(copied) and name not in INSTANCE_FORWARDS and name not in parameters:
             copied.__dict__[name] = value
     own_children = {name: child for name, child in module._modules.items() if name not in children}
     for name, child in own_children.items():
         leaf = child is not None and not child._modules and not isinstance(child, torch.jit.ScriptModule)
-        own_children[name] = probe_copy(child, child._parameters, {}) if leaf else child
+        own_children[name] = probe_copy(child, child._parameters, {}, training) if leaf else child
+    copied.__dict__["training"] = training
     copied.__dict__["_parameters"] = dict(parameters)
     copied.__dict__["_modules"] = {name: {**own_children, **children}[name] for name in module._modules}
     copied.__dict__["_buffers"] = dict(module._buffers)

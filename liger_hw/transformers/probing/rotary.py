@@ -23,6 +23,7 @@ from ...kernels.rotary.qwen2vl_mrope import qwen2vl_mrope_reference
 from ...kernels.rotary.rope import rope_reference
 from ...kernels.rotary.vision_rope import vision_rope_reference
 from .. import functional
+from .coverage import Coverage
 from .probe import (
     Match,
     Refused,
@@ -212,12 +213,20 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
     with quiet():
         for form in forms:
             inputs = form.inputs(shared_halves)
-            wanted = [_outcome(function, given, {}) for given in inputs]
+            coverage = Coverage(function, frozenset(names) - set(inputs[0]))
+            with coverage:
+                wanted = [_outcome(function, given, {}) for given in inputs]
+                _outcome(function, {**inputs[0], "k": None}, {})  # the original's own, when the kernel is in place
             ran = [i for i, value in enumerate(wanted) if value is not None]
             for kernel in form.kernels(shared_halves) if ran else ():
                 if all(_is_same(wanted[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
-                    return Match(kernel.op, kernel.variant, kernel.make(function))
+                    unexplored = coverage.unexplored()
+                    return Refused(unexplored, "rope") if unexplored else _match(kernel, function)
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
+
+
+def _match(kernel: "_Kernel", function: Callable) -> Match:
+    return Match(kernel.op, kernel.variant, kernel.make(function))
 
 
 def _outcome(function: Callable, given: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from liger_hw import distributed, registry
-from liger_hw.autotune import notes, store
+from liger_hw.autotune import inline, notes, store
 from tests.autotune.fakes import H200, entry, tunable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +49,15 @@ with registry.pretend(target):
         registry.quarantine(fwd.plan(device, (4096, 9, 2)), RuntimeError("out of shared memory"))
     if what == "deterministic" and rank:
         registry.set_deterministic(True)
-    before = None if what == "lock" else liger_hw.distributed.digest(target)
+    if what == "error" and rank:
+        registry.quarantined = lambda target: {}["a key"]
+    if what == "late" and rank:
+        import time
+        time.sleep(6)
+        os._exit(0)
+    before = None if what in ("lock", "error") else liger_hw.distributed.digest(target)
     try:
-        digest = liger_hw.distributed.sync()
+        digest = liger_hw.distributed.sync(seconds=3 if what == "late" else None)
     except RuntimeError as error:
         print("raised", error)
         sys.stdout.flush()
@@ -60,7 +68,7 @@ dist.destroy_process_group()
 """
 
 
-def ranks(tmp_path: Path, what: str) -> list[str]:
+def ranks(tmp_path: Path, what: str, code: str = RANK) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -74,7 +82,7 @@ def ranks(tmp_path: Path, what: str) -> list[str]:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        command = [sys.executable, "-c", RANK, str(rank), what, address]
+        command = [sys.executable, "-c", code, str(rank), what, address]
         running.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -103,11 +111,66 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
         ("device", "multiprocessors 66 instead of 132"),
         ("deterministic", "deterministic True"),
         ("lock", "LIGER_HW_LOCK_FILE=no-such.lock: no such file"),
+        ("error", "KeyError: 'a key'"),
     ],
 )
 def test_ranks_that_still_differ_are_all_told(clean_registry, tmp_path, what, word):
     one, two = ranks(tmp_path, what)
     assert one.startswith("raised") and two.startswith("raised") and word in one and "rank 1" in one
+
+
+def test_a_rank_that_does_not_answer_is_named(clean_registry, tmp_path):
+    one, two = ranks(tmp_path, "late")
+    assert "rank 1 of 2 has not answered in time" in one and not two
+
+
+STEP = """
+import os, sys, torch, torch.distributed as dist
+import liger_hw
+from liger_hw import registry
+from tests.distributed.engines import batches, make_model
+rank, what = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
+model = make_model()
+liger_hw.patch(model, swiglu=not (what == "parts" and rank))
+if what == "stages" and rank:
+    del model.model.layers[1]
+registry.set_deterministic(what == "drift" and rank == 1)
+for _ in range(2):
+    try:
+        loss = model(**batches(1)[0]).loss
+        print("trained", registry.is_deterministic())
+    except RuntimeError as error:
+        print("raised", error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.daily(what="parts")
+@pytest.mark.parametrize(
+    "what, word",
+    [
+        ("parts", "raised.*rank 1: swiglu on 0 modules, not 2.*LIGER_HW_SYNC_SECONDS=0.*"),
+        ("drift", "raised.*rank 1: deterministic True instead of False.*"),
+        ("stages", "trained False"),
+        ("off", "trained False"),
+    ],
+)
+def test_a_patched_models_first_step_compares_the_ranks(clean_registry, monkeypatch, tmp_path, what, word):
+    if what == "off":
+        monkeypatch.setenv("LIGER_HW_SYNC_SECONDS", "0")
+    for output in ranks(tmp_path, what, STEP):
+        first, second = output.splitlines()
+        assert re.fullmatch(word, first) and second.startswith("trained"), output
+
+
+def test_one_rank_tunes_for_all(clean_registry, monkeypatch):
+    tuned = []
+    monkeypatch.setattr(inline, "_tune", lambda tunable, target, device, key: tuned.append((tunable.name, key)) or True)
+    monkeypatch.setattr(registry, "misses", lambda: {NAME: H200, ("rms_norm", "bwd", NAME[2]): "another device"})
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    assert inline.tune_misses(H200) == 1 and tuned == [("rms_norm.fwd", NAME[2])]
 
 
 def test_without_a_process_group_it_is_the_digest(clean_registry):

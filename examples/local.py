@@ -1,0 +1,45 @@
+"""What the examples start from: a model by its name and a text; without a connection a tiny one and Python's manual."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def load(name: str):
+    """(model, tokenizer) of the hub or of a folder."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), AutoTokenizer.from_pretrained(name)
+    except OSError:
+        print(f"{name} cannot be reached: a tiny Llama with random weights takes its place")
+    letters = sorted({*read(None)})
+    words = Tokenizer(models.WordLevel({"<eos>": 0, **{c: i + 1 for i, c in enumerate(letters)}}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters) + 1,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config), tokenizer
+
+
+def read(path: Path | None) -> str:
+    return path.read_text() if path else "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def rows(tokenizer, path: Path | None, length: int, count: int) -> torch.Tensor:
+    """[count, length] token ids of the text, from its start again where it ends."""
+    ids = torch.tensor(tokenizer(read(path)[: 8 * length * count]).input_ids)
+    return ids.repeat(-(-count * length // len(ids)))[: count * length].view(count, length)

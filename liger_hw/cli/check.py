@@ -1,0 +1,99 @@
+"""`liger-hw check MODEL`: what a patch would change in a model and what it would leave alone, with the reason.
+
+    liger-hw check mistral                             a model type of transformers, in its default configuration
+    liger-hw check Qwen/Qwen3-8B                       a Hugging Face id, whose config.json is read
+    liger-hw check path/to/config.json                 a file, or the folder of a checkpoint
+
+The model is built without weights, on torch's meta device, and patched as `apply_liger_kernel_to_<family>` or
+`liger_hw.patch` would patch it. Ends with 1 when no part of it would run on a kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from typing import Any
+
+from ..text import fold, json_text, table
+from . import UsageError, needs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("model", help="a Hugging Face id, a config.json or its folder, or a model type such as mistral")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    needs("check", "transformers")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from ..transformers import MODEL_TYPE_TO_APPLY_LIGER_FN, patch
+
+    config = _config(arguments.model)
+    model = _model(config)
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
+    report = function(model=model)
+    groups = Counter((row.part, row.where, row.kernel, row.variant, row.state) for row in report.rows)
+    if arguments.json:
+        names = ("part", "where", "kernel", "variant", "state", "count")
+        rows = [dict(zip(names, (*group, count))) for group, count in groups.items()]
+        call = f"liger_hw.transformers.{function.__name__}" if function is not patch else "liger_hw.patch"
+        print(json_text({"model": type(model).__name__, "model_type": config.model_type, "call": call, "rows": rows}))
+        return 0 if report.patched else 1
+    rows = [("part", "where", "kernel", "what happens")]
+    for (part, where, kernel, variant, state), count in groups.items():
+        words = f"{kernel} ({variant})" if variant else kernel
+        rows.append((part, f"{where} x{count}" if count > 1 else where, words, state))
+    print(f"{type(model).__name__}, model type {config.model_type}")
+    print(table(rows))
+    if not report.patched:
+        print("nothing of this model would run on a kernel")
+        return 1
+    named = function is not patch
+    call = f"{function.__name__}()  (liger_hw.transformers; before or after the model is made)" if named else ""
+    print(fold(f"do it: {call or 'liger_hw.patch(model)  (no function of its own: by what its parts compute)'}"))
+    return 0
+
+
+def _config(name: str) -> Any:
+    """The configuration that a name means. Raises `UsageError` that says what was tried."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from ..autotune.models import KNOWN
+
+    if name in CONFIG_MAPPING:
+        return CONFIG_MAPPING[name]()
+    name = next((public for public, model in KNOWN.items() if model.name == name.lower()), name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"check: no configuration of {name!r}: {reason} Give a config.json, a Hugging Face id, or a model type, "
+            "such as mistral"
+        ) from None
+
+
+def _model(config: Any) -> Any:
+    """A model of this configuration without weights: of the class that it names, else of the causal LM of its type."""
+    import torch
+    import transformers
+
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    cls = next(filter(None, named), None) or _causal_lm(config)
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise UsageError(f"check: {cls.__name__} cannot be made from this configuration: {reason}") from None
+
+
+def _causal_lm(config: Any) -> type:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise UsageError(f"check: transformers has no causal LM of type {config.model_type!r}") from None

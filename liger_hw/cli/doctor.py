@@ -1,0 +1,97 @@
+"""`liger-hw doctor`: whether liger_hw works on this machine, in a minute, and what to paste into a bug report.
+
+Every op runs once, forward and backward, and is compared with its reference in plain torch. Then the speed of a copy in
+device memory, the host time of a small launch, and the health of the cache. Without a GPU the ops run their references,
+and nothing is timed. Ends with 1 when anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from ..text import StatusLine, fold, json_text
+from .arguments import usable_device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = usable_device("doctor", arguments.device)
+    from ..autotune import store
+    from . import info
+    from .cache import health
+
+    began = time.monotonic()
+    facts = info.collect(ops=False)
+    ops = _check_ops(device)
+    wrong = {name: reason for name, reason in ops.items() if reason}
+    timings = _timings(device) if device.type != "cpu" else {}
+    own, shipped, broken, outdated = health(store.device_folders())
+    seconds = round(time.monotonic() - began, 1)
+    problems = [f"{name}: {reason}" for name, reason in wrong.items()] + broken
+    problems += [facts["triton"]["warning"]] if facts["triton"]["warning"] else []
+    if arguments.json:
+        found = {"device": str(device), "ops": ops, **timings, "cache": {"entries": own, "shipped": shipped}}
+        print(json_text({**facts, **found, "problems": problems, "seconds": seconds}, indent=1))
+        return 1 if problems else 0
+    print("Paste this into a bug report, between two lines of three backticks:\n")
+    print(info.as_text(facts))
+    runs = "kernels" if device.type != "cpu" or info.interprets() else "references: no GPU, no kernel is launched"
+    agree = f"{len(ops) - len(wrong)} of {len(ops)} agree with their reference on {device}, as {runs}"
+    print(fold(f"ops           {agree}", " " * 14))
+    for name, value in timings.items():
+        print(f"{name:<13} {value}")
+    unused = f"; {len(outdated)} of them are out of date and not used" if outdated else ""
+    print(fold(f"cache         {own} entries of your own and {shipped} shipped ones checked{unused}", " " * 14))
+    print(f"took          {seconds} s")
+    for problem in problems:
+        print(fold(f"PROBLEM       {problem}", " " * 14))
+    print("\n" + ("all is well" if not problems else f"{len(problems)} problems"))
+    return 1 if problems else 0
+
+
+def _check_ops(device: Any) -> dict[str, str]:
+    """op -> why it and its reference disagree, or ""; in bf16 where kernels are launched, else in fp32."""
+    import torch
+
+    from .. import registry
+    from ..autotune.check import against_reference
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    found, screen = {}, StatusLine()
+    for number, op in enumerate(registry.ops().values()):
+        screen.progress(number, len(registry.ops()), op.name)
+        try:
+            found[op.name] = against_reference(op, op.small_sizes, dtype, device, dict(op.options[0]))
+        except Exception as error:
+            found[op.name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    screen.end()
+    return found
+
+
+def _timings(device: Any) -> dict[str, str]:
+    import torch
+
+    from ..bench import timing
+    from ..transformers.functional import liger_rms_norm
+
+    with timing.Meter(device) as meter:
+        copied = meter.copy_rate()
+    x, w = torch.ones(16, 128, device=device), torch.ones(128, device=device)
+    calls = 1000
+    wait = torch.get_device_module(device).synchronize
+    with torch.no_grad():
+        for _ in range(2):  # the first is a warm-up
+            wait()
+            began = time.perf_counter()
+            for _ in range(calls):
+                liger_rms_norm(x, w, 1e-6)
+            each = (time.perf_counter() - began) / calls * 1e6
+    wait()
+    return {"bandwidth": f"{copied:.0f} GB/s in a copy", "launch": f"{each:.1f} us of host time for a small rms_norm"}

@@ -1,0 +1,15 @@
+"""Training on many devices: the same kernels on every rank, and weights that others own or cut in pieces.
+
+    liger_hw.distributed.sync()      # after init_process_group, before the first step
+
+The names below load on first use; importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from ..lazy import lazy
+
+HOME = dict.fromkeys(("sync", "digest", "facts_of"), "liger_hw.distributed.agreement")
+"""Public name -> module that defines it."""
+
+__all__, __getattr__, __dir__ = lazy(__name__, HOME)

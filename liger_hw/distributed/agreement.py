@@ -1,0 +1,251 @@
+"""The same kernels on every rank.
+
+    digest = liger_hw.distributed.sync()      # after init_process_group, before the first step
+
+Two ranks whose caches differ would launch differently tuned kernels: another order of summation, another speed.
+`sync` gives every rank rank 0's tables, then compares a digest of all that decides a launch. A patched causal LM calls
+it by itself before its first training step among several ranks (`at_first_step`).
+
+What ranks tell each other goes through the store that `init_process_group` made, as JSON. So nothing here comes between
+the collectives of the training, no GPU is waited for, and a rank that does not answer is known by its number.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+from .. import env, registry
+from ..autotune import tables
+from ..backends import Target
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("liger_hw")
+_exchanges: Counter = Counter()
+"""How often each group of ranks has exchanged something: every rank counts alike."""
+_stepped: Any = None
+"""The store of the process group whose first step was seen."""
+
+
+def sync(
+    group: Any = None, device: "torch.device | str | None" = None, seconds: float | None = None, tune: bool = False
+) -> str:
+    """Answer from rank 0's tables on every rank of `group`, and return the digest they agree on.
+
+    device: this rank's device (default: the current accelerator, or the CPU). Every rank of the group must call it.
+    seconds: how long to wait for the other ranks; default LIGER_HW_SYNC_SECONDS. tune: rank 0 first tunes what this
+    process found no entry for (`registry.misses()`), seconds a key, while the others wait; give `seconds` room for it.
+
+    What any rank has quarantined is quarantined on all. Holds until `registry.reload()`. Without an initialised process
+    group it only returns the digest. Raises `RuntimeError` on every rank when ranks still differ (other devices, other
+    kernel sources, another LIGER_HW_DETERMINISTIC), when one of them fails, or when one does not answer in time.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return digest(registry.target_named(device))
+    return _sync(group, lambda: registry.target_named(device), seconds, {}, tune)
+
+
+def _sync(
+    group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any], tune: bool = False
+) -> str:
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    first = ranks[0] == dist.get_rank()
+    seconds = seconds or env.get("LIGER_HW_SYNC_SECONDS") or 300.0
+
+    def tell() -> dict[str, Any]:
+        target = find_target()
+        if tune and first:
+            from ..autotune import inline
+
+            inline.tune_misses(target)
+        failed = [
+            [list(mark[:2]), list(mark[2]), mark[3], reason] for mark, reason in registry.quarantined(target).items()
+        ]
+        return {"layers": _as_json(target) if first else [], "failed": failed}
+
+    facts: dict[str, Any] = {}
+
+    def apply() -> dict[str, Any]:
+        target = find_target()
+        source = f"rank {ranks[0]} of {len(ranks)}"
+        layers = []
+        for layer, records in everyone[0]["layers"]:
+            layers.append((layer, dict(tables.from_record(record, source) for record in records)))
+        failed = [one for rank in everyone for one in rank["failed"]]
+        marks = {(*names, tuple(key), config): reason for names, key, config, reason in reversed(failed)}
+        registry.set_tables(target, layers, marks)
+        facts.update(facts_of(target))
+        return {**facts, "configurations": _hash(facts["configurations"]), **more}
+
+    everyone = _exchange(tell, ranks, seconds)
+    reports = _exchange(apply, ranks, seconds)
+    wrong = [
+        f"rank {number}: {difference}"
+        for number, report in zip(ranks, reports)
+        if (difference := _difference(reports[0], report))
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"liger_hw.distributed.sync: {len(wrong)} of {len(reports)} ranks would launch other kernels than rank "
+            f"{ranks[0]}. {'; '.join(wrong[:4])}. Run the same liger_hw and environment on the same devices, "
+            "or pin with LIGER_HW_LOCK_FILE"
+        )
+    found = _hash(facts)
+    if first:
+        log.info("liger_hw: %d ranks agree on kernel configurations, digest %s", len(reports), found)
+    return found
+
+
+def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"], dict[str, int]]) -> None:
+    """Called by a patched causal LM's forward that trains: `sync` before the first step among several ranks.
+
+    parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
+    kernels on them. Once a process group; LIGER_HW_SYNC_SECONDS=0 leaves it out. Raises as `sync` does.
+    """
+    global _stepped
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    store = _store()
+    if store is None or store is _stepped:
+        return
+    _stepped = store
+    if (
+        dist.get_world_size() == 1
+        or dist.get_backend() == "fake"
+        or not env.get("LIGER_HW_SYNC_SECONDS")
+        or registry.is_quiet()
+    ):
+        return
+    device = next((p.device for p in model.parameters()), None)
+    modules = _hash([f"{name} {type(module).__name__}" for name, module in model.named_modules()])
+    try:
+        _sync(None, lambda: registry.target_named(device), None, {"patched": {"modules": modules, **parts(model)}})
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}. (A patched model's first step compares the ranks; LIGER_HW_SYNC_SECONDS=0 leaves that out, for "
+            "jobs whose ranks differ on purpose)"
+        ) from error
+
+
+def digest(target: Target | None = None) -> str:
+    """Hash of everything that decides which kernel configurations this process launches on `target`."""
+    return _hash(facts_of(target or registry.target_named(None)))
+
+
+def facts_of(target: Target) -> dict[str, Any]:
+    """What the digest covers, as JSON data."""
+    tunables = registry.tunables()
+    kernels = {name: tunable.kernel_hash() for name, tunable in tunables.items()}
+    configurations = [
+        [
+            layer,
+            sorted(
+                [op, variant, list(key), e.config.to_json(), e.kernel_hash] for (op, variant, key), e in table.items()
+            ),
+        ]
+        for layer, table in registry.tables(target)
+    ]
+    return {
+        "target": {k: v for k, v in json.loads(json.dumps(target.to_json())).items() if k != "name"},
+        "deterministic": registry.is_deterministic(),
+        "kernels": _hash(kernels),
+        "overrides": [[scope, config.to_text()] for scope, config in registry.overrides()],
+        "environment": [f"{t.name}={forced[1]}" for t in tunables.values() if (forced := registry.forced_config(t))],
+        "failed": sorted([*mark[:2], list(mark[2]), mark[3]] for mark in registry.quarantined(target)),
+        "interpreted": env.get("LIGER_HW_INTERPRET"),
+        "configurations": configurations,
+    }
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """In words what two ranks' facts differ in, or an empty string."""
+    names = [name for name in first if first[name] != other.get(name)]
+    said = []
+    for name in names:
+        if name == "target":
+            fields = [k for k in first[name] if first[name][k] != other[name].get(k)]
+            said.append(", ".join(f"{k} {other[name].get(k)} instead of {first[name][k]}" for k in fields[:3]))
+        elif name in ("deterministic", "interpreted", "kernels"):
+            said.append(f"{name} {other[name]} instead of {first[name]}")
+        elif name == "patched":  # stages of a pipeline have other modules, and so other counts
+            mine, theirs = first[name], other.get(name) or {}
+            kernels = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
+            if "modules" not in kernels:
+                said.append(", ".join(f"{k} on {theirs.get(k, 0)} modules, not {mine.get(k, 0)}" for k in kernels))
+        else:
+            said.append(f"different {name}")
+    return ", ".join(said)
+
+
+def _as_json(target: Target) -> list[Any]:
+    return [
+        [layer, [tables.to_record(name, entry) for name, entry in sorted(table.items())]]
+        for layer, table in registry.tables(target)
+    ]
+
+
+def _exchange(tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+    """`tell()` of every rank, in their order. What one raises is told too, so that no other waits for it.
+
+    Raises `RuntimeError` on every rank that is left: where a rank failed, or has not answered after `seconds`.
+    """
+    import torch.distributed as dist
+
+    store = _store()
+    if store is None:
+        raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
+    where = f"liger_hw/{_hash(list(ranks))}/{_exchanges[tuple(ranks)]}"
+    _exchanges[tuple(ranks)] += 1
+    try:
+        mine = tell()
+    except Exception as error:  # whatever it is, raised alone it would leave the other ranks waiting
+        mine = {"refused": f"{type(error).__name__}: {error}"}
+    store.set(f"{where}/{dist.get_rank()}", json.dumps(mine))
+    keys = [f"{where}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+        told = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    except Exception as error:  # torch's stores raise each its own
+        raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
+    everyone = [json.loads(one) for one in told]
+    refused = [f"rank {rank}: {one['refused']}" for rank, one in zip(ranks, everyone) if "refused" in one]
+    if refused:
+        raise RuntimeError(f"liger_hw.distributed.sync: {len(refused)} of {len(ranks)} ranks cannot: {refused[0]}")
+    return everyone
+
+
+def _missing(store: Any, ranks: Sequence[int], keys: Sequence[str]) -> str:
+    try:
+        missing = [str(rank) for rank, key in zip(ranks, keys) if not store.check([key])]
+    except Exception:
+        return "the store does not answer: the process that keeps it, mostly rank 0, has ended"
+    return (
+        f"rank {', '.join(missing)} of {len(ranks)} has not answered in time: it died, is late, or does not call sync, "
+        "as where only some ranks train a patched model"
+    )
+
+
+def _store() -> Any:
+    """The store behind the default process group, or None where its backend has none."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (ValueError, RuntimeError, KeyError):
+        return None

@@ -1,0 +1,324 @@
+"""liger_hw's functions on DTensors: what each does with placements.
+
+A public function that is given a DTensor comes here (`runtime/operator.py: Function.apply`). The rule of its op says
+which placements the tensors need, the op runs on the local parts, and the results are DTensors again:
+
+    norms, softmax        any dimension but the last may be sharded; a sharded last dimension is gathered. Weights are
+                          replicated, and where the rows are sharded their gradients are partial sums
+    gates                 any placement, the other tensors as the first
+    rope                  any placement but a sharded head width, which is gathered. Angles follow: each rank takes
+                          those of its own tokens, so positions are global
+    cross entropy         rows may be sharded; over a sharded vocabulary it is liger_vocab_parallel_cross_entropy
+    head and loss         with the weight sharded by rows it is the tensor-parallel head, with the hidden states whole
+                          or sharded by rows; with a replicated weight the rows may be sharded
+
+Everything else raises `ShardingError`, which names the op, the placements and what to do. A plain tensor beside
+DTensors is the whole tensor, the same on every rank, if it needs no gradient (angles, labels); one that needs a
+gradient is an error, since nothing says whether its gradients are to be summed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, NoReturn, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+Placements = tuple[Any, ...]
+
+
+class ShardingError(ValueError):
+    """A function has no answer for the placements of its arguments."""
+
+
+def apply(function: Any, args: Sequence[Any]) -> Any:
+    """What `function.apply(*args)` gives; some args are DTensors.
+
+    function: a Function class of an op
+    Raises `ShardingError`.
+    """
+    rule = RULES.get(function.__name__)
+    if rule is None:
+        refuse(function.__module__.rpartition(".")[2], args)
+    return rule(_Call(function, args))
+
+
+def refuse(name: str, args: Sequence[Any]) -> NoReturn:
+    """Raise `ShardingError` for an op that takes plain tensors only."""
+    placements = ", ".join(str(arg.placements) for arg in args if isinstance(arg, DTensor))
+    raise ShardingError(
+        f"liger_hw: {name} takes no DTensor (placements {placements}). Run it on the local parts (to_local()) where "
+        "they are independent, or on whole tensors (full_tensor()), or leave this part of the model unpatched"
+    )
+
+
+class _Call:
+    """One call: the Function, its arguments, and the mesh that all DTensors among them share."""
+
+    def __init__(self, function: Any, args: Sequence[Any]) -> None:
+        self.function, self.args = function, list(args)
+        self.name = function.__module__.rpartition(".")[2]
+        given = [arg for arg in args if isinstance(arg, DTensor)]
+        self.mesh = given[0].device_mesh
+        if any(arg.device_mesh != self.mesh for arg in given):
+            meshes = ", ".join(str(arg.device_mesh) for arg in given)
+            self.fail(f"its tensors are on different meshes: {meshes}", "redistribute them to one mesh")
+
+    def fail(self, what: str, remedy: str) -> NoReturn:
+        raise ShardingError(f"liger_hw: {self.name}: {what}; {remedy}")
+
+    def kept(self, x: Any, *gathered: int) -> Placements:
+        """The placements of x, with partial sums reduced and shards of the dimensions `gathered` made whole.
+
+        What is neither Shard nor Replicate becomes whole too, as a sharded sequence after flatten(0, 1).
+        """
+        if not isinstance(x, DTensor):
+            self.fail("its input is a plain tensor and another argument a DTensor", _WRAP)
+        axes = {axis % x.dim() for axis in gathered}
+        return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
+
+    def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
+        """This rank's part of x when it has these placements; grads: those of its gradient, if they are others."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not isinstance(x, DTensor):
+            if x.requires_grad:
+                self.fail("a plain tensor that needs a gradient stands beside a DTensor", _WRAP)
+            x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return x.redistribute(placements=placements).to_local(grad_placements=grads)
+
+    def weight(self, w: Any, rows: Placements) -> Any:
+        """A weight that all rows share: replicated, its gradient a partial sum where the rows are sharded."""
+        return self.local(w, (Replicate(),) * self.mesh.ndim, tuple(Partial() if type(p) is Shard else p for p in rows))
+
+    def whole(self, part: torch.Tensor, placements: Placements, shape: Sequence[int] | None = None) -> DTensor:
+        """The DTensor of which `part` is this rank's part."""
+        if shape is None:
+            return DTensor.from_local(part, self.mesh, placements, run_check=False)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def run(self, **changed: Any) -> Any:
+        """The op on plain tensors; changed: `a3` is argument 3."""
+        for place, value in changed.items():
+            self.args[int(place[1:])] = value
+        return self.function.apply(*self.args)
+
+
+_WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_local() of the others"
+
+
+# -- norms, gates, rope ----------------------------------------------------------------------------------------------
+
+
+def _rows(
+    call: _Call, inputs: tuple[int, ...], weights: tuple[int, ...] = (), gathered: tuple[int, ...] = (-1,)
+) -> Any:
+    """An op on rows: `inputs` have one shape, of which the dimensions `gathered` must be whole."""
+    x = call.args[inputs[0]]
+    placements = call.kept(x, *gathered)
+    parts = {f"a{i}": call.local(call.args[i], placements) for i in inputs}
+    parts |= {f"a{i}": call.weight(call.args[i], placements) for i in weights}
+    found = call.run(**parts)
+    several = found if isinstance(found, tuple) else (found,)
+    wholes = tuple(
+        call.whole(part, placements, (*x.shape[:-1], part.shape[-1] if gathered else x.shape[-1])) for part in several
+    )
+    return wholes if isinstance(found, tuple) else wholes[0]
+
+
+def _rope(call: _Call, angles: tuple[int, int], positions: int, head_axis: int, weights: tuple[int, ...] = ()) -> Any:
+    """q and k are the first two; cos and sin follow their batch and their tokens."""
+    q, k = call.args[:2]
+    axis = call.args[head_axis]
+    tokens = 3 - axis
+    placements = call.kept(q, 3)
+    parts = {f"a{i}": call.local(call.args[i], placements) for i in (0, 1)}
+    parts |= {f"a{i}": call.weight(call.args[i], placements) for i in weights}
+    ids = call.args[positions]
+
+    def follow(t: torch.Tensor, batch: int | None, sequence: int | None) -> Placements:
+        by = {0: batch if batch is None or t.shape[batch] > 1 else None, tokens: sequence}
+        axes = [by.get(p.dim % 4) if type(p) is Shard else None for p in placements]
+        return tuple(Replicate() if axis is None else Shard(axis) for axis in axes)
+
+    for i in angles:
+        t = call.args[i]
+        if t.dim() == 3:
+            parts[f"a{i}"] = call.local(t, follow(t, 0, 1))
+        elif ids is None:
+            parts[f"a{i}"] = call.local(t[: q.shape[tokens]], follow(t, None, 0))
+        else:
+            parts[f"a{i}"] = call.local(t, (Replicate(),) * call.mesh.ndim)
+    if ids is not None:
+        parts[f"a{positions}"] = call.local(ids, follow(ids, 0 if ids.dim() == 2 else None, ids.dim() - 1))
+    found = call.run(**parts)
+    return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(found, (q, k)))
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
+    """The mesh dimension along which `dim` of t is sharded, None for none; every rank must have a part of it."""
+    axes = [i for i, p in enumerate(t.placements) if type(p) is Shard and p.dim % t.dim() == dim]
+    if len(axes) > 1:
+        call.fail(f"the vocabulary is sharded along {len(axes)} mesh dimensions", "shard it along one")
+    if axes:
+        world = call.mesh.size(axes[0])
+        if -(-t.shape[dim] // world) * (world - 1) >= t.shape[dim]:
+            call.fail(f"a vocabulary of {t.shape[dim]} leaves one of {world} ranks without a part", "use fewer ranks")
+    return axes[0] if axes else None
+
+
+def _reduced(
+    call: _Call, rows: torch.Tensor, target: torch.Tensor, placements: Placements, n_rows: int, ignored: int, how: str
+) -> DTensor:
+    """Losses of this rank's rows, reduced over all of them; placements: of the rows."""
+    if how == "none":
+        return call.whole(rows, placements, (n_rows,))
+    total = rows.float().sum() if rows.dtype.itemsize < 4 else rows.sum()
+    summed = tuple(Partial() if type(p) is Shard else Replicate() for p in placements)
+    everywhere = (Replicate(),) * call.mesh.ndim
+    loss = call.whole(total, summed).redistribute(placements=everywhere)
+    if how == "mean":
+        counted = call.whole((target != ignored).sum().to(total.dtype), summed).redistribute(placements=everywhere)
+        loss = loss / counted
+    return loss.to(rows.dtype)
+
+
+def _cross_entropy(call: _Call) -> Any:
+    logits, target, weight, ignore_index, lse_scale, smoothing, how, softcap, *extra, loss_only = call.args
+    placements = call.kept(logits)
+    axis = _vocab_axis(call, logits, 1)
+    rows = tuple(Replicate() if i == axis else p for i, p in enumerate(placements))
+    sharded = any(type(p) is Shard for p in rows)
+    if any(extra) or sharded and weight is not None and how == "mean":
+        call.fail("return_* and a weighted mean are not there for DTensors", "take full_tensor() of the logits")
+    y = call.local(target, rows)
+    if axis is None:
+        changed = {"a0": call.local(logits, rows), "a1": y, "a2": call.weight(weight, rows), "a11": True}
+        if not sharded:
+            return call.whole(call.run(**changed), rows)
+        losses = call.run(**changed, a6="none")
+    else:
+        if weight is not None or lse_scale or softcap:
+            call.fail("over a sharded vocabulary there is no class weight, z-loss or softcap", "gather the logits")
+        from ..kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy
+
+        group = call.mesh.get_group(axis)
+        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, group, ignore_index, smoothing)
+        losses = losses.to(logits.dtype)
+    return _reduced(call, losses, y, rows, logits.shape[0], ignore_index, how)
+
+
+def _head_rows(call: _Call) -> tuple[int | None, Placements]:
+    """(mesh dimension of the vocabulary's shards or None, placements of the hidden states).
+
+    Along the vocabulary's mesh dimension the tensor-parallel head takes as many rows of every rank, or all rows.
+    """
+    x, weight = call.args[:2]
+    if not isinstance(weight, DTensor):
+        call.fail("the hidden states are a DTensor and the weight is a plain tensor", _WRAP)
+    rows, axis = call.kept(x, 1), _vocab_axis(call, weight, 0)
+    if any(p != (Shard(0) if i == axis else Replicate()) for i, p in enumerate(weight.placements)):
+        call.fail(f"its weight has placements {weight.placements}", "shard the weight by rows, or replicate it")
+    if axis is None:
+        return None, rows
+    if x.shape[0] % call.mesh.size(axis):
+        rows = tuple(Replicate() if i == axis else p for i, p in enumerate(rows))
+    if any(type(p) is Shard for i, p in enumerate(rows) if i != axis):
+        call.fail(f"rows sharded along another mesh dimension ({x.placements})", "use a mesh of the vocabulary's ranks")
+    return axis, rows
+
+
+def _head(call: _Call) -> Any:
+    x, weight, target, bias, ce_weight, ignore_index, lse_scale, smoothing, how, softcap, *rest = call.args
+    z_loss, accum_dtype, token_scaling, accuracy, top, _, _ = rest
+    axis, rows = _head_rows(call)
+    everywhere = (Replicate(),) * call.mesh.ndim
+    if axis is not None:
+        if ce_weight is not None or token_scaling:
+            call.fail("the tensor-parallel head has no class weight or token scaling", "gather the weight")
+        from ..kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
+
+        part = weight.placements
+        output = liger_fused_linear_cross_entropy_tp(
+            call.local(x, rows),
+            call.local(weight, part),
+            call.local(target, everywhere),
+            call.mesh.get_group(axis),
+            bias=call.local(bias, part),
+            ignore_index=ignore_index,
+            lse_square_scale=lse_scale,
+            label_smoothing=smoothing,
+            reduction=how,
+            softcap=softcap,
+            return_z_loss=z_loss,
+            accum_dtype=accum_dtype,
+            return_token_accuracy=accuracy,
+            return_predicted_tokens=top,
+            sequence_parallel=type(rows[axis]) is Shard,
+        )
+        names = "loss", "z_loss", "token_accuracy", "predicted_tokens"
+        found = (getattr(output, name, output if name == "loss" else None) for name in names)
+        return tuple(t if t is None else call.whole(t, everywhere) for t in found)
+    sharded = any(type(p) is Shard for p in rows)
+    if sharded and (z_loss or accuracy or top or ce_weight is not None and how == "mean"):
+        call.fail("return_* and a weighted mean are not there for sharded rows", "gather the hidden states")
+    y = call.local(target, rows)
+    parts = {"a0": call.local(x, rows), "a1": call.weight(weight, rows), "a2": y, "a3": call.weight(bias, rows)}
+    parts |= {"a4": call.weight(ce_weight, rows), "a16": None}
+    if not sharded:
+        return tuple(call.whole(t, everywhere) for t in call.run(**parts))
+    losses = call.run(**parts, a8="none" if how == "none" else "sum")[0]
+    return _reduced(call, losses, y, rows, x.shape[0], ignore_index, how), None, None, None
+
+
+def _log_probs(call: _Call) -> Any:
+    x, weight, target, bias, ids, options = call.args
+    axis, rows = _head_rows(call)
+    everywhere = (Replicate(),) * call.mesh.ndim
+    if options.top and not isinstance(target, DTensor):
+        call.fail("return_top1 compares the results with plain targets", _WRAP)
+    if axis is None:
+        parts = {"a0": call.local(x, rows), "a1": call.weight(weight, rows), "a2": call.local(target, rows)}
+        found = call.run(**parts, a3=call.weight(bias, rows), a4=call.local(ids, everywhere))
+        return tuple(call.whole(t, rows, (x.shape[0], *t.shape[1:])) if t.numel() else t for t in found)
+    if bias is not None or ids is not None or options.top or options.softcap or options.wide or options.batch_invariant:
+        known = "temperature, ignore_index and return_entropy"
+        call.fail(f"the tensor-parallel head has no options but {known}", "gather the weight")
+    from ..kernels.heads.fused_linear_scaled_cross_entropy_tp import liger_fused_linear_scaled_cross_entropy_tp
+
+    found = liger_fused_linear_scaled_cross_entropy_tp(
+        call.local(x, everywhere),
+        call.local(weight, weight.placements),
+        call.local(target, everywhere),
+        call.mesh.get_group(axis),
+        temperature=options.temperature,
+        ignore_index=options.ignore_index,
+        return_entropy=options.entropy,
+    )
+    nll, entropy = found if options.entropy else (found, None)
+    return -call.whole(nll, everywhere), None if entropy is None else call.whole(entropy, everywhere), None, None
+
+
+RULES: dict[str, Callable[[_Call], Any]] = {
+    "LigerRMSNormFunction": partial(_rows, inputs=(0,), weights=(1,)),
+    "LigerFusedAddRMSNormFunction": partial(_rows, inputs=(0, 1), weights=(2,)),
+    "LigerLayerNormFunction": partial(_rows, inputs=(0,), weights=(1, 2)),
+    "LigerDyTFunction": partial(_rows, inputs=(0,), weights=(1, 2, 3)),
+    "LigerPolyNormFunction": partial(_rows, inputs=(0,), weights=(1, 2)),
+    "LigerSoftmaxFunction": partial(_rows, inputs=(0,)),
+    "LigerFusedGateUpSiLUMulFunction": partial(_rows, inputs=(0,)),
+    "LigerSiLUMulFunction": partial(_rows, inputs=(0, 1), gathered=()),
+    "LigerGELUMulFunction": partial(_rows, inputs=(0, 1), gathered=()),
+    "LigerReLUSquaredFunction": partial(_rows, inputs=(0,), gathered=()),
+    "LigerRopeFunction": partial(_rope, angles=(2, 3), positions=4, head_axis=5),
+    "LigerQKNormRopeFunction": partial(_rope, angles=(4, 5), positions=9, head_axis=10, weights=(2, 3)),
+    "LigerCrossEntropyFunction": _cross_entropy,
+    "LigerFusedLinearCrossEntropyFunction": _head,
+    "LigerFusedLinearLogProbsFunction": _log_probs,
+}
+"""Name of an op's Function -> what it does with placements."""

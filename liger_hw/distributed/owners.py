@@ -1,0 +1,269 @@
+"""Who owns a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism, or nobody but its module.
+
+`find_access(head)` answers for an output head. Sharded data parallelism gathers a weight around its module's forward,
+so there the loss runs in the place of that forward, hooks and all (`Access.caller`). Tensor parallelism never gathers
+it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `whole_shape` is the shape that a parameter
+has when it is gathered, which says what a module computes while it holds a shard, or nothing.
+
+torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes and imported only
+where one of them is found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
+"""Whose hooks are on a module. `hooks_of` gives the set of them."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the loss reads an output head's weight.
+
+    linear: the `nn.Linear` whose weight it is
+    caller: the module to call so that the weight is whole while `linear`'s own forward runs, in whose place the loss
+    runs; None where the weight may be read at any time
+    slot: the attribute of `linear` that holds its own forward
+    mesh: the DeviceMesh whose ranks each hold an equal or shorter slice of the vocabulary; None for a whole weight
+    layout: placement of the hidden states on that mesh
+    """
+
+    linear: nn.Linear
+    caller: nn.Module | None = None
+    slot: str = "forward"
+    mesh: Any = None
+    layout: Any = None
+
+    @property
+    def group(self) -> Any:
+        """The process group between whose ranks the vocabulary is split, or None."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    def arrived(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states of every row, as the rows' targets are: under sequence parallelism they are gathered."""
+        if self.mesh is None:
+            return hidden
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, self.mesh, [self.layout], run_check=False)
+        return hidden.redistribute(placements=[Replicate()]).to_local()
+
+    def run(self, loss: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """`loss(hidden, weight, bias)`, with the weight whole, or this rank's slice of it as a plain tensor."""
+        linear = self.linear
+        if self.mesh is not None:
+            return loss(hidden, linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local())
+        if self.caller is None:
+            _check_whole(linear.weight)
+            return loss(hidden, linear.weight, linear.bias)
+        found = []
+
+        def instead(x: torch.Tensor) -> torch.Tensor:
+            _check_whole(linear.weight)
+            found.append(loss(x, linear.weight, linear.bias))
+            return found[0]
+
+        before = linear.__dict__.get(self.slot)
+        setattr(linear, self.slot, instead)
+        try:
+            returned = self.caller(hidden)
+        finally:
+            delattr(linear, self.slot)
+            if before is not None:
+                setattr(linear, self.slot, before)
+        # FSDP casts what a module returns to its output dtype, meant for logits: the loss stays as it was computed.
+        return found[0] if returned.dtype != found[0].dtype else returned
+
+
+def _check_whole(weight: torch.Tensor) -> None:
+    if is_dtensor(weight) or weight.dim() != 2:
+        raise RuntimeError(
+            f"liger_hw: the output head's weight is a shard ({type(weight).__name__} {list(weight.shape)}) when the "
+            "loss needs it whole. Call the wrapped model itself (model(...), not model.forward(...)), so that its "
+            "hooks gather the weight, or shard the head as a unit of its own; otherwise apply the patch with "
+            "fused_linear_cross_entropy=False."
+        )
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether a tensor is a DTensor; imports nothing."""
+    return type(t).__name__ == "DTensor"
+
+
+# -- which heads may be read ------------------------------------------------------------------------------------------
+
+_CORRECT = "its logits are computed in full, which is right but takes their memory"
+_PLAIN_WEIGHTS = ("DTensor", "FakeTensor", "FunctionalTensor")
+"""Tensor subclasses that stand for plain tensors; others may be quantised (torchao's)."""
+_HOOKS = f"hooks are registered on it that must see its logits; {_CORRECT}"
+_ADAPTER = (
+    f"it carries an adapter (LoRA or alike), whose share the fused loss would leave out; {_CORRECT}. To fuse it, train "
+    "the head whole with modules_to_save=['lm_head'] or leave it out of target_modules"
+)
+_TENSOR_PARALLEL = (
+    "it is tensor parallel in a way whose logits this loss does not stand for: the fused loss takes a weight split by "
+    f"rows over a mesh of one dimension (ColwiseParallel) whose logits come back whole or as a DTensor; {_CORRECT}"
+)
+
+
+def find_access(head: nn.Module) -> Access | str:
+    """How the loss may read an output head's weight; or why it may not, and what to do."""
+    if type(head).__name__ == "FullyShardedDataParallel":
+        inner = find_access(head._fsdp_wrapped_module)
+        plain = isinstance(inner, Access) and inner.caller is None and inner.mesh is None
+        if isinstance(inner, str):
+            return inner
+        return Access(inner.linear, head) if plain and not hooks_of(head) else _HOOKS
+    hooks = hooks_of(head)
+    if type(head).__name__ == "ModulesToSaveWrapper":
+        adapters = head.active_adapters
+        active = head.original_module if head.disable_adapters or not adapters else head.modules_to_save[adapters[0]]
+        if not hooks:
+            return find_access(active)
+        inner = find_access(active)
+        gathered = isinstance(inner, Access) and inner.mesh is None and not hooks & {OTHER, TENSOR_PARALLEL}
+        return Access(inner.linear, head, inner.slot) if gathered else _HOOKS
+    if hasattr(head, "base_layer"):
+        return _ADAPTER
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
+    kind = type(head.weight)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ not in _PLAIN_WEIGHTS:
+        return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
+    if TENSOR_PARALLEL in hooks or _tensor_parallel_forward(head) is not None:
+        return _sliced(head, hooks) or _TENSOR_PARALLEL
+    if OTHER in hooks:
+        return _HOOKS
+    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not nn.Linear.forward:
+        hook, own = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
+        placed = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+        if placed and getattr(own, "__func__", None) is nn.Linear.forward:
+            return Access(head, head, "_old_forward")
+        return f"its forward was replaced (offloading or another patch); {_CORRECT}"
+    return Access(head, head if hooks else None)
+
+
+def hooks_of(module: nn.Module) -> set[str]:
+    """Whose hooks a module has: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER, which stands for everybody else."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return {OTHER}
+    return {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
+
+
+def _owner_of(hook: Any) -> str:
+    own = inspect.unwrap(hook)  # of a group of modules, FSDP2 registers functions that wrap its state's methods
+    if getattr(own, "__module__", "") == "deepspeed.utils.nvtx":  # it names the range of a function that it calls
+        own = _cells(own).get("func", own)
+    module = type(own.__self__).__module__ if inspect.ismethod(own) else getattr(own, "__module__", "")
+    if module.startswith("torch.distributed.fsdp._fully_shard"):
+        return FSDP2
+    if module.startswith("deepspeed.runtime.zero."):
+        return ZERO3
+    return TENSOR_PARALLEL if _parallel_style(own) is not None else OTHER
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """The variables that a closure holds."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells:
+        return {}
+    empty = types.CellType()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells) if cell != empty}
+
+
+def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
+    """(style's class, arguments it was given, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
+    if getattr(hook, "__module__", "") != "torch.distributed.tensor._api":
+        return None
+    held = _cells(hook)
+    partial = held.get("input_fn", held.get("output_fn"))
+    name = getattr(getattr(partial, "func", None), "__qualname__", "")
+    return name.rpartition(".")[0], getattr(partial, "args", ()), held.get("device_mesh")
+
+
+def _tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
+    """What transformers' own tensor parallelism closed over where it replaced a module's forward, else None."""
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel":
+        return None
+    return _cells(forward)
+
+
+def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
+    """Access to a weight that is split by rows, the vocabulary, over the one dimension of a mesh."""
+    if not _split_by_rows(head.weight) or not (head.bias is None or _split_by_rows(head.bias)):
+        return None
+    own = _tensor_parallel_forward(head)
+    if own is not None:
+        style, original = own.get("self"), own.get("original_forward")
+        if hooks or type(style).__name__ != "ColwiseParallel":
+            return None
+        if getattr(original, "__func__", None) is not nn.Linear.forward:
+            return None
+        layout, output, local = style.input_layouts, style.output_layouts, style.use_local_output
+    else:
+        styles = [_parallel_style(hook) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())]
+        if hooks != {TENSOR_PARALLEL} or "forward" in head.__dict__ or len(styles) != 2:
+            return None
+        (before, entering, _), (after, leaving, _) = styles
+        if not before == after == "ColwiseParallel" or len(entering) != 2 or len(leaving) != 2:
+            return None
+        (layout,), ((output,), local) = entering[0], leaving
+    whole = output.is_replicate() or (output.is_shard() and not local)
+    return Access(head, mesh=head.weight.device_mesh, layout=layout) if whole else None
+
+
+def _split_by_rows(weight: torch.Tensor) -> bool:
+    return is_dtensor(weight) and len(weight.placements) == 1 and weight.placements[0].is_shard(0)
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+_flattened: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+"""Shapes of the parameters that FSDP1 took out of their modules, by module; see `learn`."""
+
+
+def learn(model: nn.Module) -> None:
+    """Note the shapes of the parameters inside a model that FSDP1 wraps: afterwards their modules do not know them."""
+    for module in model.modules():
+        handle = getattr(module, "_handle", None)
+        if type(module).__name__ == "FullyShardedDataParallel" and handle is not None:
+            flat = handle.flat_param
+            for (name, owner, _), shape in zip(flat._param_infos, flat._shapes):
+                _flattened.setdefault(owner, {})[name] = tuple(shape)
+            for name, owner, _, first_name, first_owner, _ in flat._shared_param_infos:
+                _flattened.setdefault(owner, {})[name] = _flattened[first_owner][first_name]
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Name -> shape, when gathered, of a module's own parameters; None for one that it does not have (`bias=None`)."""
+    found = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
+    return found | _flattened.get(module, {})
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a parameter has when it is gathered: ZeRO-3 leaves an empty tensor in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def forgotten(module: nn.Module) -> list[str]:
+    """Names of parameters that FSDP1 flattened and `learn` did not see, because it was not given the wrapped model.
+
+    With original parameters a module holds parts of them, else plain tensors whose memory is freed between forwards.
+    """
+    flat = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
+    flat += [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    known = _flattened.get(module, {})
+    return [name for name in flat if name not in known]

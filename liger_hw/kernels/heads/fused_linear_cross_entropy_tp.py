@@ -1,0 +1,447 @@
+"""fused_linear_cross_entropy over a vocabulary split between the ranks of a process group, without gathering logits.
+
+Each rank holds its part of the head's weight, in the order of the ranks; parts may be unequal (losses/vocab_parts.py).
+The loss of a row is that of cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits taken
+over all ranks. It is the same number, bit for bit, on every rank.
+
+A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. What the ranks exchange travels meanwhile:
+    logits    the product is made in two halves. The statistics of the first half's rows travel during the second
+              product, those of the second half's while the gradient of the first half is written
+    dx        is summed over the ranks while dweight is computed. Under sequence parallelism each rank holds some rows
+              of the input; all are gathered first, and dx is summed by a reduce-scatter
+The forward computes the gradients, as in fused_linear_cross_entropy.py; with reduction="none" backward does, and the
+log-sum-exp is not exchanged again.
+
+Shapes: input [n_rows, hidden], or [n_rows / ranks, hidden] under sequence parallelism; weight [vocab part, hidden],
+bias [vocab part], target [n_rows], indices of the whole vocabulary -> loss [] or [n_rows].
+Dtypes: as fused_linear_cross_entropy. dx is summed over the ranks in the dtype of the input.
+
+Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
+from ..losses.cross_entropy import check_arguments
+from ..losses.cross_entropy_reference import MEAN, NONE, REDUCTIONS, CrossEntropyOutput, absent, fake_outputs, pack
+from ..losses.vocab_parts import (
+    OwnTargets,
+    VocabPart,
+    all_gather_single,
+    check_group,
+    gather_rows,
+    own_targets,
+    part_gradient,
+    part_statistics,
+    reduce_scatter_single,
+    target_scores,
+    vocab_part,
+)
+from .chunk_plan import Chunks, plan_shared
+from .counted_rows import CountedRows, remaining_rows
+from .head_inputs import checked_head, sums_in_fp32
+from .linear_head import HeadGradients, dx_of, fake_gradients, scale_wanted, sweep
+
+_NAME = "liger_fused_linear_cross_entropy_tp"
+_TOP_ROWS = 256
+"""Rows whose logits are searched for the largest at a time, in fp32."""
+
+
+class _Call(NamedTuple):
+    """The operators' arguments after the tensors, in the order of their schema.
+
+    group: the process group's name, or "" for a whole vocabulary
+    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    """
+
+    group: str
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    reduction: int
+    wide: bool
+    z_loss: bool
+    token_accuracy: bool
+    predicted_tokens: bool
+    sequence_parallel: bool
+    dinput: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dinput, self.dweight, self.dbias
+
+    @property
+    def seeks_top(self) -> bool:
+        return self.token_accuracy or self.predicted_tokens
+
+    def divides_late(self, dtype: torch.dtype) -> bool:
+        """Whether backward divides the gradients by the mean's denominator: in fp16 p / n_rows underflows."""
+        return dtype is torch.float16 and self.reduction == MEAN
+
+    def part(self, width: int, device: torch.device) -> VocabPart:
+        """This rank's part of the vocabulary; collective."""
+        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+        return vocab_part(width, group, device)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class SharedGradients(HeadGradients):
+    """The gradients of one rank. Those of its weight are its own; dx is summed over the ranks while they are computed.
+
+    scattered: x [n_rows, hidden] is gathered, the sweep takes equally many rows of every rank at a time, and dx has
+    this rank's rows; else dx has all rows.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        wanted: Sequence[bool],
+        chunks: Chunks,
+        targets: torch.Tensor,
+        part: VocabPart,
+        plain: bool,
+        scattered: bool = False,
+    ) -> None:
+        super().__init__(x, weight, (wanted[0] and not scattered, *wanted[1:]), chunks, targets, plain)
+        if wanted[0] and scattered:
+            self.dx = x.new_empty((x.shape[0] // part.world, x.shape[1]))
+        self._part, self._scattered, self._under_way = part, scattered, []
+
+    def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
+        group, world = self._part.group, self._part.world
+        if world == 1:
+            super().add_dx(dlogits, weight, rows, start)
+            return
+        share = self.dx[rows] if isinstance(rows, slice) else self.dx.new_empty((len(dlogits), self.dx.shape[1]))
+        dx_of(dlogits, weight, share, True)
+        if self._scattered:
+            into = self.dx[start // world : (start + len(dlogits)) // world]
+            work = reduce_scatter_single(into, share, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(share, group=group, async_op=True)
+        self._under_way.append((work, share, rows))
+
+    def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
+        super().finish(x, order, buffer)
+        for work, share, rows in self._under_way:
+            work.wait()
+            if not self._scattered and not isinstance(rows, slice):
+                self.dx.index_copy_(0, rows, share)
+        self._under_way.clear()
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+class _Results(NamedTuple):
+    """What rows give: their loss, its part that is z-loss, and the column of the largest logit or None."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor
+    top: torch.Tensor | None
+
+
+class _Rows:
+    """The row steps of one call on one rank. Results are [n_rows], in the order of the sweep.
+
+    With `lse`, which a forward saved, there is nothing to exchange.
+    """
+
+    def __init__(
+        self,
+        target: torch.Tensor,
+        own: OwnTargets,
+        part: VocabPart,
+        bias: torch.Tensor | None,
+        call: _Call,
+        like: torch.Tensor,
+        plain: bool,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        self.target, self.own, self.part, self.call = target, own, part, call
+        self._sent, self._results = [], []
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.lse = torch.empty(own.mine.shape, dtype=wide, device=like.device) if lse is None else lse
+        self._options = {"bias": bias, "softcap": call.softcap, "owned": True, "plain": plain}
+        self._flat = call.label_smoothing / part.whole.to(wide) if call.label_smoothing else None
+
+    def send(self, start: int, logits: torch.Tensor) -> None:
+        """Read the logits of the rows from `start` on, and send the other ranks what they need of them."""
+        rows, call = slice(start, start + logits.shape[0]), self.call
+        mine, softcap, bias = self.own.mine[rows], call.softcap, self._options["bias"]
+        sums = self._flat is not None
+        read = partial(part_statistics, logits, mine, logit_sum=sums, **self._options)
+        lse, total = with_fallback(read)()
+        s_y = torch.where(self.own.here[rows], target_scores(logits, mine, bias, softcap), 0.0)
+        numbers = [lse, s_y, *([total] if sums else []), *(_largest(logits, bias) if call.seeks_top else ())]
+        self._sent.append((rows, gather_rows(numbers, self.part, later=True)))
+
+    def receive(self) -> slice:
+        """Take in what was sent first; the rows it was about."""
+        rows, gathered = self._sent.pop(0)
+        call, valid, counted = self.call, self.own.valid[rows], self.own.counted[rows]
+        lses, scores, *more = gathered.wait()
+        lse = torch.logsumexp(lses, 0)
+        self.lse[rows] = lse
+        loss = lse - (1.0 - call.label_smoothing) * scores.sum(0)
+        if self._flat is not None:
+            loss = loss - self._flat * more.pop(0).sum(0)
+        z = call.lse_square_scale * lse.square()
+        loss = torch.where(valid, loss + z, float("nan")).masked_fill(~counted, 0.0)
+        top = None
+        if call.seeks_top:
+            values, columns = more
+            winner = values.argmax(0, keepdim=True)
+            top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~counted, -1)
+        self._results.append(_Results(loss, z.masked_fill(~counted, 0.0), top))
+        return rows
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that was sent is still to be received."""
+        return bool(self._sent)
+
+    def results(self) -> _Results:
+        """Of all rows."""
+        if not self._results:
+            none = self.lse.new_empty(0)
+            return _Results(none, none, none.long() if self.call.seeks_top else None)
+        return _Results(*(None if t[0] is None else torch.cat(t) for t in zip(*self._results)))
+
+    def gradient(self, rows: slice, logits: torch.Tensor, incoming: torch.Tensor) -> None:
+        """Turn the logits of these rows into their gradient, in place; incoming: [n] or [], d / d loss of each row."""
+        call, lse, own = self.call, self.lse[rows], self.own
+        push = torch.where(own.here[rows], (call.label_smoothing - 1.0) * incoming, 0.0)
+        pull = torch.where(own.valid[rows], -(1.0 + 2.0 * call.lse_square_scale * lse) * incoming, float("nan"))
+        flat = None if self._flat is None else (-self._flat * incoming).expand_as(lse).contiguous()
+        with_fallback(partial(part_gradient, logits, own.mine[rows], lse, push, pull, flat, **self._options))()
+
+
+def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row and its column, the first of equal ones, both in fp32 (fp64 for fp64)."""
+    wide, found = torch.promote_types(logits.dtype, torch.float32), []
+    for rows in logits.split(_TOP_ROWS):
+        rows = rows if bias is None else rows.to(wide) + bias.to(wide)
+        column = rows.argmax(1)
+        found.append((rows.gather(1, column[:, None])[:, 0].to(wide), column.to(wide)))
+    values, columns = (torch.cat(t) for t in zip(*found))
+    return values, columns
+
+
+# -- forward and backward --------------------------------------------------------------------------------------------
+
+
+def _all_rows(x: torch.Tensor, part: VocabPart, sequence_parallel: bool) -> torch.Tensor:
+    """The rows of all ranks [n_rows, hidden], in the order of the ranks, where each has some of them."""
+    x = x.detach()
+    if not sequence_parallel or part.world == 1:
+        return x
+    rows = x.new_empty((part.world * x.shape[0], x.shape[1]))
+    all_gather_single(rows, x.contiguous(), group=part.group)
+    return rows
+
+
+def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
+    """The order of a sweep of which every chunk has equally many rows of every rank."""
+    rows = torch.arange(chunks.n_rows, device=device).view(world, -1)
+    return torch.cat([rows[:, start // world : stop // world].reshape(-1) for start, stop in chunks.bounds])
+
+
+@torch.no_grad()
+def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row_grads=None):
+    """(the rows, the order they are in or None, gradients, share of a row in the mean).
+
+    lse, row_grads: [n_rows], what the forward found and each row's incoming gradient: with reduction="none" the
+    gradients are computed in backward
+    plain: the row steps run in torch, without kernels
+    """
+    part = call.part(weight.shape[0], x.device)
+    scattered = call.sequence_parallel and part.world > 1
+    whole, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
+    options = {"wide": call.wide, "device": x.device, "world": part.world if scattered else 1}
+    chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, **options)
+    if scattered:
+        order = _order(chunks, part.world, x.device)
+    if order is not None:
+        target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
+    own = own_targets(_NAME, target, weight.shape[0], part, call.ignore_index)
+    rows = _Rows(target, own, part, bias, call, x, plain, lse)
+    entries = torch.where(own.here, own.mine, -1)
+    grads = SharedGradients(whole, weight, call.wanted, chunks, entries, part, plain, scattered)
+    share = own.counted.sum().to(rows.lse.dtype).reciprocal() if call.reduction == MEAN else rows.lse.new_ones(())
+    incoming = share.new_ones(()) if call.divides_late(x.dtype) else share
+    for start, logits, _ in sweep(
+        chunks, whole, weight, grads if any(call.wanted) else None, order=order, scan=rows.send if lse is None else None
+    ):
+        if lse is not None:
+            here = slice(start, start + logits.shape[0])
+            rows.gradient(here, logits, row_grads[here])
+        while rows.is_waiting:
+            here = rows.receive()
+            if any(call.wanted):
+                rows.gradient(here, logits[here.start - start : here.stop - start], incoming)
+    return rows, order, grads.results(bias), share
+
+
+def _forward(x, weight, target, bias, order, *arguments, plain=False):
+    call, n_rows = _Call(*arguments), len(target)
+    rows, order, grads, share = _run(x, weight, target, bias, order, call, plain)
+    counted, (loss, z_loss, top) = rows.own.counted, rows.results()
+
+    def in_order(t: torch.Tensor, left_out: int) -> torch.Tensor:
+        return t if order is None else t.new_full((n_rows,), left_out).index_copy_(0, order, t)
+
+    hits = (counted & (top == rows.target)).float() if call.token_accuracy else absent(loss)
+    if call.reduction == NONE:
+        loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
+        hits = in_order(hits, 0) if call.token_accuracy else hits
+    else:
+        loss, z_loss = loss.sum() * share, z_loss.sum() * share
+        hits = hits.sum() / counted.sum() if call.token_accuracy else hits
+    z_loss = z_loss if call.z_loss else absent(z_loss)
+    top = in_order(top, -1) if call.predicted_tokens else absent(target)
+    return loss, z_loss, hits, top, in_order(rows.lse, 0), *grads, share
+
+
+def _backward(grad_output, lse, x, weight, target, bias, order, *arguments, plain=False):
+    return _run(x, weight, target, bias, order, _Call(*arguments), plain, lse, grad_output.to(lse.dtype))[2]
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_fake(x, weight, target, bias, order, *arguments):
+    call, wide = _Call(*arguments), torch.promote_types(x.dtype, torch.float32)
+    extra = call.z_loss, call.token_accuracy, call.predicted_tokens
+    outputs = fake_outputs(x, target.shape[0], call.reduction, wide, extra)
+    lse, share = x.new_empty(target.shape[0], dtype=wide), x.new_empty((), dtype=wide)
+    return *outputs, lse, *fake_gradients(x, weight, bias, call.wanted), share
+
+
+def _bwd_fake(grad_output, lse, x, weight, target, bias, order, *arguments):
+    return fake_gradients(x, weight, bias, _Call(*arguments).wanted)
+
+
+_ARGUMENTS = (
+    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? order, str group, int ignore_index, "
+    "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool wide, bool z_loss, "
+    "bool token_accuracy, bool predicted_tokens, bool sequence_parallel, bool dinput, bool dweight, bool dbias"
+)
+fused_linear_cross_entropy_tp_fwd = define(
+    f"fused_linear_cross_entropy_tp_fwd({_ARGUMENTS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_forward,
+    reference=partial(_forward, plain=True),
+    fake=_fwd_fake,
+    recorded=False,
+)
+fused_linear_cross_entropy_tp_bwd = define(
+    f"fused_linear_cross_entropy_tp_bwd(Tensor grad_output, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    launcher=_backward,
+    reference=partial(_backward, plain=True),
+    fake=_bwd_fake,
+    recorded=False,
+)
+
+
+class LigerFusedLinearCrossEntropyTPFunction(Function):
+    """Autograd for one rank: saves the finished gradients, or for reduction="none" the inputs and one number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, bias, order, call):
+        dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
+        tensors = x, weight, target, bias, order
+        with_gradients = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
+        ctx.wanted, ctx.later = with_gradients.wanted, with_gradients if call.reduction == NONE else None
+        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, *(call if ctx.later else with_gradients))
+        loss, z_loss, hits, top, lse, *saved = outputs
+        ctx.late = call.divides_late(x.dtype)
+        ctx.save_for_backward(*((lse, *tensors) if ctx.later else saved))
+        ctx.mark_non_differentiable(z_loss, hits, top)
+        ctx.set_materialize_grads(False)
+        return loss, z_loss, hits, top
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_output, *_not_differentiable):
+        if grad_output is None:
+            return (None,) * 6
+        if ctx.later:
+            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, *ctx.later)
+            dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
+        else:
+            *grads, share = ctx.saved_tensors
+            grad_output = grad_output * share if ctx.late else grad_output
+            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, absent(share))
+        return dx, dweight, None, dbias, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_linear_cross_entropy_tp(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: Any,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    compact: bool | CountedRows = False,
+    sequence_parallel: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """`liger_fused_linear_cross_entropy` with the vocabulary split over a process group.
+
+    input: [n_rows, hidden], the same on every rank; with sequence_parallel this rank's rows, equally many on every
+    rank. weight: [vocab, hidden] and bias: [vocab], this rank's part, of any width; one dtype, fp32, fp16 or bf16 (fp64
+    on the CPU), or any under autocast. target: [n_rows] int64 or int32, of all rows, the same on every rank, in the
+    order of the ranks with sequence_parallel; indices of the whole vocabulary. tp_group: a ProcessGroup, or None for a
+    whole vocabulary. compact: as there; not used with sequence_parallel.
+    Returns the loss of all rows in fp32, the same on every rank, [] or [n_rows] with reduction="none", or a
+    `CrossEntropyOutput` when any return_* is set. The gradient of the input is that of the whole vocabulary, summed
+    over the ranks. Every rank must call it and run backward.
+    Raises as `liger_cross_entropy` does, and `TypeError` for what is no process group.
+    """
+    input, weight, bias = checked_head(_NAME, input, weight, bias)
+    wide = sums_in_fp32(_NAME, accum_dtype, weight)
+    check_group(_NAME, tp_group)
+    check_flags(_NAME, sequence_parallel=sequence_parallel)
+    scattered = bool(sequence_parallel) and tp_group is not None and dist.get_world_size(tp_group) > 1
+    n_rows = input.shape[0] * (dist.get_world_size(tp_group) if scattered else 1)
+    settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
+    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    check_arguments(_NAME, input.new_empty((n_rows, 0)), target, weight.shape[0], None, *settings, *extra)
+    order = None if scattered else remaining_rows(_NAME, target, ignore_index, compact)
+    call = _Call(
+        group="" if tp_group is None else tp_group.group_name,
+        ignore_index=ignore_index,
+        label_smoothing=float(label_smoothing),
+        lse_square_scale=float(lse_square_scale),
+        softcap=float(softcap or 0.0),
+        reduction=REDUCTIONS[reduction],
+        wide=wide,
+        z_loss=return_z_loss,
+        token_accuracy=return_token_accuracy,
+        predicted_tokens=return_predicted_tokens,
+        sequence_parallel=scattered,
+    )
+    return pack(*LigerFusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), extra)

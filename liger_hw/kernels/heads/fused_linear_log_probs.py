@@ -1,0 +1,573 @@
+"""Log-probabilities of tokens under a linear head, with entropy and accuracy, without the logits of all rows at once.
+
+With z = input @ weight^T + bias of a row, s = softcap * tanh(z / softcap) / temperature, p = softmax(s), and target y:
+    log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax z == y)
+    selected[k] = log p[selected_token_ids[k]], for all rows
+Rows whose target is ignore_index have results and a gradient of exactly zero.
+
+Shapes: input [..., hidden], weight [vocab, hidden], target [...] int64 or int32, bias [vocab], selected_token_ids [k]
+int64 -> log_probs [...], entropy [...], is_top1 [...], selected [..., k].
+
+Dtypes: input, weight and bias share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are rounded
+to it as a linear layer's are, before the bias, which is added in fp32; everything after is fp32, and so are the
+results. Every result but is_top1 is differentiable.
+
+Saved for backward: the inputs, one log-sum-exp a row (and the results, small), and logits, since each row's incoming
+gradients are not known in the forward. `kept_logits.py` says which logits are kept; backward computes the others again.
+None are kept where the weight has no gradient, with selected_token_ids, with accum_dtype, under torch.compile, and in a
+second backward (retain_graph): there backward computes all of them again, chunk by chunk (`chunk_plan.py`).
+
+batch_invariant: every product of the forward has the same sizes and alignment, whatever the batch (`TILE` rows, filled
+up with zeros), and a row's statistics are read by one program from its whole row. So its results do not depend on the
+rows beside it, bit for bit, as far as the GEMM library computes equal rows of equal products alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order
+from ...runtime.saved_tensors import graph_is_kept
+from ..losses.cross_entropy import check_arguments, sample_targets
+from ..losses.cross_entropy_reference import NONE, Options, absent, check_targets
+from ..losses.cross_entropy_rows import launch_stats
+from ..losses.log_prob_rows import (
+    LOGP,
+    LOGP_GRAD,
+    LogProbs,
+    gradient_reference,
+    log_prob_buffers,
+    log_prob_rows_reference,
+    row_log_prob_gradients,
+    row_log_probs,
+    scores_reference,
+    top_reference,
+)
+from ..losses.log_probs import (
+    LogProbsOutput,
+    check_temperature,
+    next_tokens,
+    pack_log_probs,
+    results_of,
+    rows_and_targets,
+)
+from .chunk_plan import Chunks, plan_chunks
+from .counted_rows import CountedRows, remaining_rows
+from .head_inputs import checked_head, random_head, sums_in_fp32
+from .kept_logits import KeptLogits, keeping_backward, keeping_forward, plan_kept
+from .linear_head import TILE, HeadGradients, fake_gradients, sweep
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_log_probs_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    selected_token_ids: torch.Tensor | None = None,
+    shift_labels: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    compact: bool | CountedRows = False,
+    batch_invariant: bool = False,
+) -> torch.Tensor | LogProbsOutput:
+    """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
+    target = next_tokens(target, ignore_index) if shift_labels else target
+    y, call = target.reshape(-1), _Call(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant)
+    logits = _logits(input.reshape(-1, input.shape[-1]), weight, call)
+    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap or 0.0)
+    ids, selected, top = selected_token_ids, None, None
+    if ids is not None:
+        selected = _selected(logits, lse, y, bias, ids, call).reshape(*target.shape, len(ids))
+    if return_top1:
+        top = (top_reference(logits, y, bias, ignore_index) == y).view(target.shape) & (target != ignore_index)
+    return pack_log_probs(
+        logp.view(target.shape), entropy.view(target.shape) if return_entropy else None, top, selected
+    )
+
+
+def _logits(x, weight, call):
+    if call.batch_invariant and x.shape[0] > 1:  # products of one row each are of one size
+        return torch.cat([F.linear(row, weight) for row in x.split(1)])
+    return F.linear(x, weight)
+
+
+def _selected(logits, lse, target, bias, ids, call):
+    bias = bias if bias is None else bias.index_select(0, ids)
+    found = scores_reference(logits.index_select(1, ids), bias, call.temperature, call.softcap) - lse[:, None]
+    return found.masked_fill((target == call.ignore_index)[:, None], 0.0)
+
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+_NAME = "liger_fused_linear_log_probs"
+
+
+class _Call(NamedTuple):
+    """The operators' numbers, in the order of their schema. softcap 0.0 is none.
+
+    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    """
+
+    temperature: float
+    softcap: float
+    ignore_index: int
+    entropy: bool = False
+    top: bool = False
+    batch_invariant: bool = False
+    wide: bool = False
+    dinput: bool = False
+    dweight: bool = False
+    dbias: bool = False
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "softcap": self.softcap, "ignore_index": self.ignore_index}
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dinput, self.dweight, self.dbias
+
+    @property
+    def tile(self) -> int:
+        return TILE if self.batch_invariant else 0
+
+
+def _check_targets_on_device(target, vocab: int, ignore_index: int, device: torch.device) -> None:
+    launch_stats(_NAME, target, None, vocab, Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
+
+
+def _prepared(x, weight, target, bias, call: _Call):
+    """(target, bias, room for the results), after the targets were checked on the device."""
+    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
+    _check_targets_on_device(target, weight.shape[0], call.ignore_index, x.device)
+    return target, bias, log_prob_buffers(x.shape[0], x.device, entropy=call.entropy, top=call.top)
+
+
+@torch.no_grad()
+def _fwd(x, weight, target, bias, ids, *numbers):
+    call = _Call(*numbers)
+    target, bias, out = _prepared(x, weight, target, bias, call)
+    (n_rows, hidden), vocab = x.shape, weight.shape[0]
+    selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
+    chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False, device=x.device)
+    if call.tile:
+        chunks = Chunks.of([(start, min(start + call.tile, n_rows)) for start in range(0, n_rows, call.tile)])
+    for start, logits, _ in sweep(chunks, x, weight, tile=call.tile):
+        row_log_probs(logits, target, out, bias=bias, row_start=start, **call.row_options)
+        if ids is not None:
+            rows = slice(start, start + logits.shape[0])
+            selected[rows] = _selected(logits, out.lse[rows], target[rows], bias, ids, call)
+    return *results_of(out), selected
+
+
+@torch.no_grad()
+def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
+    call = _Call(*numbers)
+    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
+    (n_rows, hidden), vocab = x.shape, weight.shape[0]
+    dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
+    dentropy = None if dentropy is None else dentropy.contiguous()
+    one_entry_a_row = dentropy is None and dselected is None
+    sizes = n_rows, hidden, vocab, x.dtype.itemsize
+    chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row, device=x.device)
+    entries = target if here is None else torch.where(here, target, -1)
+    grads = HeadGradients(x, weight, call.wanted, chunks, entries)
+    saved = LogProbs(lse, lse, entropy)
+    given = {"bias": bias, "entropy_coef": dentropy, "pull": softmax_coef, **call.row_options}
+    for start, logits, _ in sweep(chunks, x, weight, grads):
+        row_log_prob_gradients(logits, target, saved, dlogp, row_start=start, **given)
+        if dselected is not None:
+            rows = slice(start, start + logits.shape[0])
+            dlogits = _gradient_at_ids(
+                *(selected[rows], ids, target[rows], dselected[rows], dlogp[rows], softmax_coef[rows]),
+                dentropy=None if dentropy is None else dentropy[rows],
+                entropy=entropy[rows],
+                lse=lse[rows],
+                call=call,
+            )
+            logits.index_copy_(1, ids, dlogits.to(logits.dtype))
+    return grads.results(bias)
+
+
+def _row_coefficients(lse, dlogp, dselected, here):
+    """(gradient of each row's log-probability, factor of its softmax where that is another number, or None)
+
+    here: whether this rank has the row's target; None where it has the whole vocabulary
+    """
+    dlogp = torch.zeros_like(lse) if dlogp is None else dlogp.contiguous()
+    if here is not None:
+        return torch.where(here, dlogp, 0.0), dlogp
+    return dlogp, None if dselected is None else dlogp + dselected.sum(1)
+
+
+def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, call):
+    """The gradient of the logits in the selected columns, [n, k] fp32: what the row kernel gave there, and their own.
+
+    An id that occurs twice gets the sum of both in each place, so that it does not matter which of them is stored.
+    """
+    same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
+    step = max(1, (1 << 24) // max(1, dselected.numel()))
+    parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, len(ids), step)]
+    p = selected.exp()
+    found = torch.cat(parts, 1) + dlogp[:, None] * (target[:, None] == ids) - softmax_coef[:, None] * p
+    if dentropy is not None:
+        found -= dentropy[:, None] * p * (selected.masked_fill(p == 0, 0.0) + entropy[:, None])
+    if call.softcap:
+        found *= 1.0 - ((selected + lse[:, None]) * (call.temperature / call.softcap)).square()
+    return (found / call.temperature).masked_fill((target == call.ignore_index)[:, None], 0.0)
+
+
+@torch.no_grad()
+def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
+    call = _Call(*numbers)
+    target, bias, out = _prepared(x, weight, target, bias, call)
+    kept = KeptLogits(waiting, tail, rest, slab, width)
+    keeping_forward(x, weight, target, out, kept, call.tile, bias=bias, **call.row_options)
+    return results_of(out)
+
+
+@torch.no_grad()
+def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, width, *numbers):
+    call = _Call(*numbers)
+    dlogp, _ = _row_coefficients(lse, dlogp, None, None)
+    dentropy = None if dentropy is None else dentropy.contiguous()
+    saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
+    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
+    wanted = {"dinput": call.dinput, "dbias": call.dbias}
+    given = x, weight, bias, target, saved, dlogp, dentropy, kept
+    dx, dweight, dbias = keeping_backward(*given, **wanted, **call.row_options)
+    return (
+        absent(x) if dx is None else dx,
+        absent(x) if dweight is waiting else dweight,
+        absent(x) if dbias is None else dbias.to(x.dtype),
+    )
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _fwd_reference(x, weight, target, bias, ids, *numbers):
+    call = _Call(*numbers)
+    check_targets(_NAME, target, weight.shape[0], call.ignore_index)
+    logits = _logits(x, weight, call)
+    logp, h, lse = log_prob_rows_reference(logits, target, bias, call.ignore_index, call.temperature, call.softcap)
+    top = top_reference(logits, target, bias, call.ignore_index) if call.top else absent(lse).long()
+    chosen = absent(lse) if ids is None else _selected(logits, lse, target, bias, ids, call)
+    return logp, h if call.entropy else absent(lse), top, lse, chosen
+
+
+@torch.no_grad()
+def _bwd_reference(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
+    call = _Call(*numbers)
+    dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
+    coefs = dlogp, dlogp if softmax_coef is None else softmax_coef, dentropy, entropy
+    g = gradient_reference(F.linear(x, weight), target, bias, lse, *coefs, **call.row_options)
+    if dselected is not None:
+        at_ids = torch.zeros_like(g).index_add_(1, ids, dselected)
+        if call.softcap:
+            s = scores_reference(F.linear(x, weight), bias, call.temperature, call.softcap)
+            at_ids *= 1.0 - (s * (call.temperature / call.softcap)).square()
+        g += (at_ids / call.temperature).masked_fill((target == call.ignore_index)[:, None], 0.0)
+    dlogits = g.to(x.dtype)
+    return (
+        dlogits @ weight if call.dinput else absent(x),
+        dlogits.t() @ x if call.dweight else absent(x),
+        dlogits.sum(0, dtype=g.dtype).to(x.dtype) if call.dbias else absent(x),
+    )
+
+
+@torch.no_grad()
+def _keep_reference(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
+    return _fwd_reference(x, weight, target, bias, None, *numbers)[:4]
+
+
+@torch.no_grad()
+def _keep_bwd_reference(
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, width, *numbers
+):
+    saved, grads = (lse, entropy, absent(lse)), (dlogp, dentropy, None, None)
+    dx, dweight, dbias = _bwd_reference(x, weight, target, bias, None, *saved, *grads, *numbers)
+    if not slab:
+        return dx, dweight, dbias
+    waiting.copy_(dweight)
+    return dx, absent(x), dbias
+
+
+def _fwd_fake(x, weight, target, bias, ids, *numbers):
+    call, n_rows = _Call(*numbers), x.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def rows(there: bool, dtype: torch.dtype = wide) -> torch.Tensor:
+        return x.new_empty(n_rows if there else 0, dtype=dtype)
+
+    selected = rows(False) if ids is None else x.new_empty((n_rows, ids.shape[0]), dtype=wide)
+    return rows(True), rows(call.entropy), rows(call.top, torch.int64), rows(True), selected
+
+
+def _bwd_fake(x, weight, target, bias, *rest):
+    return fake_gradients(x, weight, bias, [bool(wanted) for wanted in rest[-3:]])
+
+
+def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
+    return _fwd_fake(x, weight, target, bias, None, *numbers)[:4]
+
+
+def _keep_bwd_fake(x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, *numbers):
+    dinput, _, dbias = numbers[-3:]
+    return fake_gradients(x, weight, bias, (dinput, not slab, dbias))
+
+
+_INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
+_KEPT = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width"
+_NUMBERS = (
+    "float temperature, float softcap, int ignore_index, bool entropy, bool top, bool batch_invariant, bool wide, "
+    "bool dinput, bool dweight, bool dbias"
+)
+linear_log_probs_fwd = define(
+    f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids, {_NUMBERS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+linear_log_probs_bwd = define(
+    f"fused_linear_log_probs_bwd({_INPUTS}, Tensor? selected_token_ids, Tensor lse, Tensor saved_entropy, "
+    f"Tensor selected, Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor? here, {_NUMBERS})"
+    " -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+linear_log_probs_keep = define(
+    f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    launcher=_keep,
+    reference=_keep_reference,
+    fake=_keep_fake,
+)
+linear_log_probs_keep_bwd = define(
+    f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
+    f"Tensor? dentropy, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    launcher=_keep_bwd,
+    reference=_keep_bwd_reference,
+    fake=_keep_bwd_fake,
+)
+
+
+def _is_watched() -> bool:
+    """Whether torch.compile traces, or a dispatch mode sees the operators.
+
+    Selective checkpointing may keep an operator's results, and not the memory that it wrote.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _are_batched(grads: list[torch.Tensor | None]) -> bool:
+    """Whether they are torch.func.vmap's or is_grads_batched's: torch batches no operator that writes its inputs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(
+        torch._C._functorch.is_legacy_batchedtensor(g) for g in grads if g is not None
+    )
+
+
+class LigerFusedLinearLogProbsFunction(Function):
+    """Autograd for rows [n_rows, hidden]: saves the inputs and what is small; returns (logp, entropy, top, selected).
+
+    top: int64 [n_rows], the first column of the largest logit
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, target, bias, ids, call):
+        dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
+        call = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
+        plan, kept = None, ()
+        if dweight and ids is None and not call.wide and not _is_watched():
+            plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
+        if plan is None:
+            logp, entropy, top, lse, selected = linear_log_probs_fwd(x, weight, target, bias, ids, *call)
+        else:
+            kept = plan.allocate(x, weight, call.tile)
+            logp, entropy, top, lse = linear_log_probs_keep(x, weight, target, bias, *kept, *call)
+            selected = absent(lse)
+        memory = kept[:3]
+        ctx.save_for_backward(x, weight, target, bias, ids, lse, entropy, selected, *memory)
+        ctx.call, ctx.plan, ctx.has_selected = call, plan, ids is not None
+        absentees = [t for t, there in ((entropy, call.entropy), (selected, ctx.has_selected)) if not there]
+        ctx.mark_non_differentiable(top, *absentees)
+        ctx.set_materialize_grads(False)
+        if any(ctx.needs_input_grad):  # small; what backward reads is not what the caller may change in place
+            entropy = entropy.clone() if call.entropy else entropy
+            selected = selected.clone() if ctx.has_selected else selected
+        return logp, entropy, top, selected
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dlogp, dentropy, _not_differentiable, dselected):
+        call = ctx.call
+        dentropy, dselected = dentropy if call.entropy else None, dselected if ctx.has_selected else None
+        if dlogp is None and dentropy is None and dselected is None:
+            return (None,) * 6
+        x, weight, target, bias, ids, lse, entropy, selected, *memory = ctx.saved_tensors
+        if ctx.plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
+            saved, grads = (lse, entropy, selected), (dlogp, dentropy, dselected, None)
+            dx, dw, db = linear_log_probs_bwd(x, weight, target, bias, ids, *saved, *grads, *call)
+        else:
+            for written in memory:  # first, so that a second backward raises, should this one run out of memory
+                torch.autograd.graph.increment_version(written)
+            kept = KeptLogits(*memory, ctx.plan.slab, ctx.plan.width)
+            given = lse, entropy, dlogp, dentropy, *kept
+            dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, *call)
+            dw = kept.waiting.detach() if kept.slab else dw
+        dx, dw, db = (g if w else None for g, w in zip((dx, dw, db), call.wanted))
+        return dx, dw, None, db, None, None
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_linear_log_probs(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    selected_token_ids: torch.Tensor | None = None,
+    shift_labels: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    compact: bool | CountedRows = False,
+    batch_invariant: bool = False,
+) -> torch.Tensor | LogProbsOutput:
+    """Log-probability of each target under softmax(softcap(input @ weight^T + bias) / temperature), or more.
+
+    input: [..., hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU), or
+    any under autocast. target: [...] int64 or int32, the token that each row predicts; with shift_labels=True the
+    tokens of the sequences themselves, [..., length]: a row predicts the next one, the last row of a sequence nothing.
+    In a packed sequence the first token of each part must be ignore_index then.
+    temperature: a positive number; softcap: a positive number, after which logits are softcap * tanh(logits / softcap).
+    return_entropy: the entropy of each row in nats, differentiable; return_top1: whether the target is the largest
+    logit, the first of equal ones; selected_token_ids: [k] int64, on the device, in 0..vocab-1, repeats allowed: their
+    log-probabilities too, differentiable.
+    accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer. compact leaves ignored rows out of the
+    products: a `CountedRows` of the labels made early in the step, or True to count now, which waits for the device.
+    batch_invariant: a row's results, not its gradients, are the same bits whatever rows are beside it, on one device
+    and version of its GEMM library.
+    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` where more was asked for. Rows at
+    ignore_index have zeros.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
+    """
+    flags = {"return_entropy": return_entropy, "return_top1": return_top1}
+    check_flags(_NAME, **flags, shift_labels=shift_labels, batch_invariant=batch_invariant)
+    check_tensors(_NAME, input=input)
+    input, target, shape = rows_and_targets(_NAME, input, target, ignore_index, bool(shift_labels))
+    input, weight, bias = checked_arguments(_NAME, input, weight, target, bias, temperature, softcap, ignore_index)
+    ids = selected_token_ids
+    if ids is not None and (not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1):
+        check(False, _NAME, "selected_token_ids must be an int64 tensor of shape [k]")
+    if ids is not None and ids.device != input.device:
+        check(False, _NAME, f"selected_token_ids is on {ids.device} but the input is on {input.device}")
+    call = _Call(
+        temperature=float(temperature),
+        softcap=float(softcap or 0.0),
+        ignore_index=ignore_index,
+        entropy=bool(return_entropy),
+        top=bool(return_top1),
+        batch_invariant=bool(batch_invariant),
+        wide=sums_in_fp32(_NAME, accum_dtype, weight),
+    )
+    order, n_rows = remaining_rows(_NAME, target, ignore_index, compact), target.shape[0]
+    if order is not None:
+        input, target = input.index_select(0, order), target.index_select(0, order)
+    logp, entropy, top, selected = LigerFusedLinearLogProbsFunction.apply(input, weight, target, bias, ids, call)
+    is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
+
+    def shaped(rows: torch.Tensor | None, there: bool = True) -> torch.Tensor | None:
+        if rows is None or not there:
+            return None
+        if order is not None:
+            rows = rows.new_zeros((n_rows, *rows.shape[1:])).index_copy(0, order, rows)
+        return rows.reshape(*shape, *rows.shape[1:])
+
+    results = shaped(logp), shaped(entropy, return_entropy), shaped(is_top1)
+    return pack_log_probs(*results, shaped(selected, ids is not None))
+
+
+def checked_arguments(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(input, weight, bias), cast as autocast asks. Raises where the arguments of a public function do not fit."""
+    input, weight, bias = checked_head(op, input, weight, bias)
+    check_temperature(op, temperature)
+    check_arguments(op, input, target, weight.shape[0], None, ignore_index, 0.0, "none", softcap)
+    return input, weight, bias
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "llama3_8b": (8192, 4096, 128256),
+    "mistral_7b": (8192, 4096, 32768),
+    "qwen3_8b": (8192, 4096, 151936),
+}
+"""Problem sizes (n_rows, hidden, vocab) of real models."""
+
+
+def _sample(
+    sizes, dtype, device, generator, *, ignored=0.1, select=0, biased=False, frozen=False, **options: Any
+) -> Sample:
+    n_rows, hidden, vocab = sizes
+
+    if select:
+        ids = torch.randint(vocab, (select,), generator=generator, device=device)
+        options["selected_token_ids"] = torch.cat((ids, ids[:1]))  # one of them twice
+    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
+    bias = None
+    if biased:
+        bias = torch.randn(vocab, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+    target = sample_targets(n_rows, vocab, device, generator, ignored)
+    return Sample(
+        args=(x.requires_grad_(), weight.requires_grad_(not frozen), target, bias),
+        kwargs=options,
+        reduction=max(hidden, vocab),
+        grad_reduction=max(n_rows, hidden, vocab),
+        moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_linear_log_probs",
+        function=liger_fused_linear_log_probs,
+        reference=fused_linear_log_probs_reference,
+        tunables=(LOGP, LOGP_GRAD),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"temperature": 0.7, "return_entropy": True, "return_top1": True},
+            {"return_entropy": True, "select": 3, "softcap": 5.0, "biased": True, "accum_dtype": torch.float32},
+            {"biased": True, "softcap": 5.0, "return_entropy": True, "compact": True, "ignored": 0.4},
+            {"frozen": True, "return_entropy": True, "batch_invariant": True},
+        ),
+    )
+)

@@ -1,0 +1,317 @@
+"""Log-probabilities of tokens from their logits, with entropy and accuracy.
+
+With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s), and target y:
+    log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
+Rows whose target is ignore_index have results and a gradient of exactly zero.
+
+Shapes: logits [..., n_cols], target [...] int64 or int32 -> log_probs [...], entropy [...], is_top1 [...].
+
+Dtypes: logits are fp32, fp16 or bf16; everything is computed in fp32, and results are fp32. All but is_top1 are
+differentiable. For a caller that has the logits already: `fused_linear_log_probs` never makes them.
+
+Saved for backward: the logits, a log-sum-exp a row, and the entropy. One read of the logits forward, a read and a write
+backward, by the kernels of log_prob_rows.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import (
+    Function,
+    check,
+    check_flags,
+    check_floats,
+    check_tensors,
+    define,
+    first_order,
+    row_major,
+)
+from ...runtime.saved_tensors import graph_is_kept
+from .cross_entropy import WORKLOADS, check_arguments, sample_targets
+from .cross_entropy_reference import NONE, Options, absent, check_targets
+from .cross_entropy_rows import launch_stats
+from .log_prob_rows import (
+    LogProbs,
+    gradient_reference,
+    log_prob_buffers,
+    log_prob_rows_reference,
+    log_prob_tunables,
+    row_log_prob_gradients,
+    row_log_probs,
+    top_reference,
+    vocab_key,
+)
+
+
+class LogProbsOutput(NamedTuple):
+    """What is returned when more than log-probabilities was asked for; what was not asked for is None.
+
+    log_probs, entropy: fp32, of the target's shape; is_top1: bool, the same shape, no gradient: whether the target is
+    the first largest logit; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
+
+
+def pack_log_probs(log_probs, entropy, is_top1, selected=None) -> torch.Tensor | LogProbsOutput:
+    """The log-probabilities alone where nothing else is there."""
+    found = LogProbsOutput(log_probs, entropy, is_top1, selected)
+    return log_probs if all(t is None for t in found[1:]) else found
+
+
+def next_tokens(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The token that follows each of target [..., length]; none follows the last."""
+    return F.pad(target, (0, 1), value=ignore_index)[..., 1:]
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def log_probs_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    shift_labels: bool = False,
+) -> torch.Tensor | LogProbsOutput:
+    """The specification in plain torch, in fp32 (fp64 for fp64)."""
+    target = next_tokens(target, ignore_index) if shift_labels else target
+    rows, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    logp, entropy, _ = log_prob_rows_reference(rows, y, None, ignore_index, temperature, softcap or 0.0)
+    is_top1 = (top_reference(rows, y, None, ignore_index) == y) & (y != ignore_index)
+    results = logp, entropy if return_entropy else None, is_top1 if return_top1 else None
+    return pack_log_probs(*(None if t is None else t.view(target.shape) for t in results))
+
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+_NAME = "liger_log_probs"
+
+
+def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
+    return vocab_key(n_rows, 0, n_cols, itemsize)
+
+
+FWD, BWD = log_prob_tunables("log_probs", ("n_rows", "n_cols"), _key)
+
+
+def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top):
+    logits, target, device = row_major(logits), target.contiguous(), logits.device
+    launch_stats(_NAME, target, None, logits.shape[1], Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
+    out = log_prob_buffers(logits.shape[0], device, entropy=entropy, top=top)
+    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
+    row_log_probs(logits, target, out, owned=False, tunable=FWD, **options)
+    return results_of(out)
+
+
+def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp, entropy, top, lse) as an operator returns them: empty where nobody asked."""
+    entropy = absent(out.lse) if out.entropy is None else out.entropy
+    return out.logp, entropy, absent(out.lse).long() if out.top is None else out.top, out.lse
+
+
+def _launch_bwd(dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index, dlogits):
+    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "dlogits": dlogits}
+    saved, slopes = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
+    given = logits, target.contiguous(), saved, dlogp.contiguous()
+    row_log_prob_gradients(*given, entropy_coef=slopes, owned=False, tunable=BWD, **options)
+
+
+def _bwd(dlogp, dentropy, logits, *saved):
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _launch_bwd(dlogp, dentropy, row_major(logits), *saved, dlogits)
+    return dlogits
+
+
+def _bwd_in_place(dlogp, dentropy, logits, *saved):
+    _launch_bwd(dlogp, dentropy, logits, *saved, logits)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _fwd_reference(logits, target, temperature, softcap, ignore_index, entropy, top):
+    check_targets(_NAME, target, logits.shape[1], ignore_index)
+    logp, h, lse = log_prob_rows_reference(logits, target, None, ignore_index, temperature, softcap)
+    found = top_reference(logits, target, None, ignore_index) if top else absent(lse).long()
+    return logp, h if entropy else absent(lse), found, lse
+
+
+def _fwd_fake(logits, target, temperature, softcap, ignore_index, entropy, top):
+    n_rows, wide = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
+    sizes = (n_rows, wide), (n_rows if entropy else 0, wide), (n_rows if top else 0, torch.int64), (n_rows, wide)
+    return tuple(logits.new_empty(size, dtype=dtype) for size, dtype in sizes)
+
+
+def _bwd_reference(dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index):
+    options = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
+    return gradient_reference(logits, target, None, lse, dlogp, dlogp, dentropy, entropy, **options).to(logits.dtype)
+
+
+def _bwd_in_place_reference(dlogp, dentropy, logits, *saved):
+    logits.copy_(_bwd_reference(dlogp, dentropy, logits, *saved))
+
+
+_SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
+_NUMBERS = "float temperature, float softcap, int ignore_index"
+log_probs_fwd = define(
+    f"log_probs_fwd(Tensor logits, Tensor target, {_NUMBERS}, bool entropy, bool top)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+)
+log_probs_bwd = define(
+    f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}, {_NUMBERS}) -> Tensor",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("logits",),
+)
+log_probs_bwd_ = define(
+    f"log_probs_bwd_(Tensor dlogp, Tensor? dentropy, Tensor(a!) logits, {_SAVED}, {_NUMBERS}) -> ()",
+    launcher=_bwd_in_place,
+    reference=_bwd_in_place_reference,
+    fake=(),
+)
+
+
+class LigerLogProbsFunction(Function):
+    """Autograd for rows [n_rows, n_cols]; returns (logp, entropy, top).
+
+    inplace: the caller lets backward write over the logits, which are dense rows
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, temperature, softcap, ignore_index, return_entropy, return_top, inplace):
+        numbers = temperature, softcap, ignore_index
+        logp, entropy, top, lse = log_probs_fwd(logits, target, *numbers, return_entropy, return_top)
+        ctx.save_for_backward(logits, target, lse, entropy)
+        ctx.numbers, ctx.has_entropy, ctx.inplace = numbers, return_entropy, inplace
+        ctx.mark_non_differentiable(top, *(() if return_entropy else (entropy,)))
+        ctx.set_materialize_grads(False)
+        # a row's entropy is small: what backward reads is not what the caller may change in place
+        return logp, entropy.clone() if return_entropy and any(ctx.needs_input_grad) else entropy, top
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dlogp, dentropy, _not_differentiable):
+        logits, target, lse, entropy = ctx.saved_tensors
+        dentropy = dentropy if ctx.has_entropy else None
+        if dlogp is None and dentropy is None:
+            return (None,) * 8
+        given = torch.zeros_like(lse) if dlogp is None else dlogp, dentropy, logits, target, lse, entropy
+        if not ctx.inplace or graph_is_kept():
+            return log_probs_bwd(*given, *ctx.numbers), *(None,) * 7
+        log_probs_bwd_(*given, *ctx.numbers)
+        # another graph that saved the logits must see the change; the dispatcher, which would count it, is not in the
+        # way
+        torch.autograd.graph.increment_version(logits)
+        return logits.detach(), *(None,) * 7
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_log_probs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    shift_labels: bool = False,
+) -> torch.Tensor | LogProbsOutput:
+    """Log-probability of each target under softmax(softcap(logits) / temperature).
+
+    logits: [..., n_cols] fp32, fp16 or bf16 (fp64 on the CPU); target: [...] int64 or int32, the token that each row
+    predicts; with shift_labels=True the tokens of the sequences themselves, [..., length]: a row predicts the next one,
+    the last row of a sequence nothing. temperature: a positive number; softcap: a positive number, after which logits
+    are softcap * tanh(logits / softcap). return_entropy: the entropy of each row in nats, differentiable; return_top1:
+    whether the target is the largest logit, the first of equal ones.
+    Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` where more was asked for. Rows at
+    ignore_index have zeros.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
+    """
+    check_tensors(_NAME, logits=logits)
+    check_flags(_NAME, return_entropy=return_entropy, return_top1=return_top1, shift_labels=shift_labels)
+    rows, target, shape = rows_and_targets(_NAME, logits, target, ignore_index, bool(shift_labels))
+    check_temperature(_NAME, temperature)
+    check_arguments(_NAME, rows, target, rows.shape[-1], None, ignore_index, 0.0, "none", softcap)
+    if not rows.shape[-1]:
+        check(False, _NAME, f"logits must be [..., n_cols] with at least one column, got {tuple(logits.shape)}")
+    numbers = float(temperature), float(softcap or 0.0), ignore_index
+    flags = bool(return_entropy), bool(return_top1)
+    logp, entropy, top = LigerLogProbsFunction.apply(rows, target, *numbers, *flags, False)
+    is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
+    results = logp, entropy if return_entropy else None, is_top1
+    return pack_log_probs(*(None if t is None else t.view(shape) for t in results))
+
+
+def rows_and_targets(
+    op: str, x: torch.Tensor, target: torch.Tensor, ignore_index: int, shift: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
+    """(x [..., width] as rows, their targets, the targets' shape); shift: those are the next tokens of `target`.
+
+    Raises `TypeError` for what is no tensor, `ValueError` for shapes that do not fit.
+    """
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if x.dim() < 2 or x.shape[:-1] != target.shape:
+        expected = f"target must have the shape of the rows, {tuple(x.shape[:-1])}"
+        check(False, op, f"{expected}, got {tuple(target.shape)}; a single row is [1, width]")
+    shape = target.shape
+    if shift:
+        target = next_tokens(target, ignore_index)
+    return (x, target, shape) if x.dim() == 2 else (x.reshape(-1, x.shape[-1]), target.reshape(-1), shape)
+
+
+def check_temperature(op: str, temperature: float) -> None:
+    """Raises unless it is a positive finite number."""
+    check_floats(op, temperature=temperature)
+    if not 0.0 < temperature < float("inf"):
+        check(False, op, f"temperature must be positive and finite, got {temperature}")
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+
+def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    return Sample(
+        args=(x.requires_grad_(), sample_targets(n_rows, n_cols, device, generator, ignored)),
+        kwargs=options,
+        reduction=n_cols,
+        grad_reduction=n_cols,
+        moved=3 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="log_probs",
+        function=liger_log_probs,
+        reference=log_probs_reference,
+        tunables=(FWD, BWD),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"temperature": 0.7, "return_entropy": True, "return_top1": True},
+            {"softcap": 5.0, "return_entropy": True, "ignored": 0.5},
+        ),
+    )
+)

@@ -1,0 +1,210 @@
+"""A vocabulary whose columns are shared out between the ranks of a process group, in the order of the ranks.
+
+The parts may be of any widths, also of unequal ones (50 | 46). The ranks exchange their widths in every call: a cache
+could hold the answer for one rank's part and lack it for another's, and those ranks would wait for each other. The
+exchange is one integer a rank, and the host does not wait for it: first column and number of all columns are tensors.
+
+What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's logit, and sums. `gather_rows`
+sends them in one collective, and every rank combines them in the same order, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ... import env
+from ...registry import Tunable
+from .cross_entropy_reference import check_targets
+from .log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
+
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+IGNORED = -1
+"""A row that does not count, among a rank's own targets, which are columns of its part."""
+
+
+class VocabPart(NamedTuple):
+    """One rank's part of a vocabulary.
+
+    group: the process group, or None for a whole vocabulary; world, rank: its size, and this rank in it
+    starts: [world] int64, the first column of every rank's part; start, whole: [] int64, this rank's first column and
+    the number of all columns. All three are on the device.
+    """
+
+    group: Any
+    world: int
+    rank: int
+    starts: torch.Tensor
+    start: torch.Tensor
+    whole: torch.Tensor
+
+
+def vocab_part(width: int, group: Any, device: torch.device) -> VocabPart:
+    """The part of a rank that has `width` columns. Collective: every rank of the group must call it."""
+    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    widths = torch.full((1,), width, dtype=torch.int64, device=device)
+    if world > 1:
+        mine, widths = widths, widths.new_zeros(world)
+        all_gather_single(widths, mine, group=group)
+    starts = widths.cumsum(0) - widths
+    return VocabPart(group, world, rank, starts, starts[rank], widths.sum())
+
+
+def check_group(op: str, tp_group: Any) -> None:
+    """Raise `TypeError` for what is no process group."""
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        expected = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()) or None"
+        raise TypeError(f"{op}: tp_group must be {expected}, got {type(tp_group).__name__}")
+
+
+class OwnTargets(NamedTuple):
+    """The rows' targets as one rank sees them, [n_rows] each.
+
+    mine: the target's column in this rank's part; 0 where another rank has it, IGNORED in rows that do not count
+    here: whether this rank has the target
+    counted: whether the row counts
+    valid: whether it counts and its target is in the whole vocabulary
+    """
+
+    mine: torch.Tensor
+    here: torch.Tensor
+    counted: torch.Tensor
+    valid: torch.Tensor
+
+
+def own_targets(op: str, target: torch.Tensor, width: int, part: VocabPart, ignore_index: int) -> OwnTargets:
+    """What a rank sees of target [n_rows], indices of the whole vocabulary.
+
+    A target out of range raises `IndexError` on the CPU or with LIGER_HW_CHECK_TARGETS=1; elsewhere it is an assertion
+    on the device. In a compiled graph neither waits: the row's loss and gradient are nan.
+    """
+    y = target.long()
+    counted = y != ignore_index
+    valid = counted & (y >= 0) & (y < part.whole)
+    if torch.compiler.is_compiling():
+        pass
+    elif y.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets(op, y, int(part.whole), ignore_index)
+    elif y.device.type != "meta":
+        try:
+            torch._assert_async((valid == counted).all(), f"{op}: target out of range; LIGER_HW_CHECK_TARGETS=1")
+        except NotImplementedError:
+            pass  # no such operator on this device: the loss and the gradient of the row are nan all the same
+    column = y - part.start
+    here = valid & (column >= 0) & (column < width)
+    return OwnTargets(torch.where(here, column, 0).masked_fill(~counted, IGNORED), here, counted, valid)
+
+
+class GatheredRows:
+    """Some numbers of each row, on their way to every rank."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], part: VocabPart, later: bool) -> None:
+        self._sent, self._work = torch.stack(tuple(rows)), None
+        self._all = self._sent[None]
+        if part.world > 1:
+            self._all = self._sent.new_empty((part.world, *self._sent.shape))
+            into = self._all.view(-1, *self._sent.shape[1:])
+            self._work = all_gather_single(into, self._sent, group=part.group, async_op=later)
+
+    def wait(self) -> torch.Tensor:
+        """[numbers, world, n_rows]"""
+        if self._work is not None:
+            self._work.wait()
+        return self._all.transpose(0, 1)
+
+
+def gather_rows(rows: Sequence[torch.Tensor], part: VocabPart, later: bool = False) -> GatheredRows:
+    """Send each rank's numbers, some [n_rows] of one dtype, to all ranks in one collective.
+
+    later: return at once; `GatheredRows.wait` waits
+    """
+    return GatheredRows(rows, part, later)
+
+
+# -- rows of a part --------------------------------------------------------------------------------------------------
+
+
+def _scores(
+    logits: torch.Tensor, bias: torch.Tensor | None, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(scores, their derivatives by the logits or None for 1) in plain torch, in fp32, or fp64 for fp64."""
+    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    s = s if bias is None else s + bias.to(s.dtype)
+    if not softcap:
+        return s, None
+    t = torch.tanh(s / softcap)
+    return softcap * t, 1.0 - t.square()
+
+
+def target_scores(
+    logits: torch.Tensor, mine: torch.Tensor, bias: torch.Tensor | None = None, softcap: float = 0.0
+) -> torch.Tensor:
+    """[n] the scores at the columns `mine`, in fp32 (fp64); of no meaning in ignored rows."""
+    y = mine.clamp_min(0)
+    picked = logits.gather(1, y[:, None])
+    return _scores(picked, None if bias is None else bias[y][:, None], softcap)[0][:, 0]
+
+
+def part_statistics(
+    logits: torch.Tensor,
+    mine: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    logit_sum: bool = False,
+    owned: bool = False,
+    tunable: Tunable | None = None,
+    plain: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log-sum-exp, sum of the scores or None) of rows of a part's logits [n, width], in fp32 (fp64 for fp64).
+
+    mine: `OwnTargets.mine` of these rows; owned, tunable: see `row_log_probs`; plain: in torch, without kernels
+    """
+    if plain:
+        s, _ = _scores(logits, bias, softcap)
+        lse = torch.logsumexp(s, -1).masked_fill(mine == IGNORED, 0.0)
+        return lse, s.sum(-1) if logit_sum else None
+    out = log_prob_buffers(logits.shape[0], logits.device, logit_sum=logit_sum)
+    options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
+    row_log_probs(logits, mine, out, **options)
+    return out.lse, out.logit_sum
+
+
+def part_gradient(
+    logits: torch.Tensor,
+    mine: torch.Tensor,
+    lse: torch.Tensor,
+    push: torch.Tensor,
+    pull: torch.Tensor,
+    flat: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dlogits: torch.Tensor | None = None,
+    owned: bool = False,
+    tunable: Tunable | None = None,
+    plain: bool = False,
+) -> None:
+    """d loss / d logits of rows of a part, into `dlogits` or over the logits: push at the target - pull * p + flat.
+
+    lse: over all ranks; push, pull, flat: [n], push is zero where another rank has the target; other arguments as for
+    `part_statistics`. Rows that are ignored get zeros.
+    """
+    dlogits = logits if dlogits is None else dlogits
+    if plain:
+        s, slope = _scores(logits, bias, softcap)
+        g = -pull[:, None] * torch.exp(s - lse[:, None])
+        g = g if flat is None else g + flat[:, None]
+        g = g.scatter_add(1, mine.clamp_min(0)[:, None], push[:, None])
+        g = g if slope is None else g * slope
+        dlogits.copy_(g.masked_fill((mine == IGNORED)[:, None], 0.0))
+        return
+    options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
+    options |= {"pull": pull, "flat": flat, "dlogits": dlogits}
+    row_log_prob_gradients(logits, mine, LogProbs(lse, lse), push, **options)

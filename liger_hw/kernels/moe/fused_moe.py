@@ -1,0 +1,387 @@
+"""Mixture of experts: every token goes through a few of many gated MLPs, and the weighted results are added up.
+
+    z = x[t] @ gate_up_proj[e]^T + gate_up_bias[e]          for each of a token's top_k experts e, with weight w
+    out[t] = sum over them of w * (gate(z) @ down_proj[e]^T + down_bias[e])
+
+Shapes: x [T, H], gate_up_proj [E, 2 I, H] (ungated [E, I, H]), down_proj [E, H, I], top_k_index and top_k_weights
+[T, K], out [T, H]. The gate is `reference.Gate`. Dtypes: x, weights and biases share one; sums are fp32, and z, gate(z)
+and the experts' results are rounded to it.
+
+The T * K slots are sorted by expert (`routing.py`). The first product gathers rows of x (`products.py`), a kernel over
+rows applies the gate (`gates.py`), the second product writes a row for each slot, and the rows of a token are added in
+the order of its choices (`sums.py`). Nothing waits for the device and nothing is added atomically: results are the same
+from run to run. Saved for backward: the inputs, the routing and z. Backward, with da = dout[t] @ down_proj[e]:
+
+    dz = w * da * gate'(z)        dw = da . gate(z) + dout[t] . down_bias[e]        (gate(z) is computed again)
+    ddown_proj[e] = dout[t]^T @ (w * gate(z))             dgate_up_proj[e] = dz^T @ x[t]        over the rows of e
+    dx[t] = sum over its slots of dz @ gate_up_proj[e]
+
+Source: Gale et al., "MegaBlocks", https://arxiv.org/abs/2211.15841; Guo et al., "SonicMoE",
+https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's result is saved).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import registry
+from ...registry import Op, Sample
+from ...runtime.operator import (
+    Function,
+    check,
+    check_flags,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    no_weight,
+    row_major,
+)
+from . import gates, products, routing, sums
+from .reference import Gate, check_index, experts_bwd_reference, experts_fwd_reference, experts_reference
+from .routing import Routing
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    has_gate: bool = True,
+    is_transposed: bool = False,
+    is_concatenated: bool = True,
+) -> torch.Tensor:
+    """The specification in plain torch, one expert after the other."""
+    gate = Gate(activation, alpha, limit or 0.0, up_offset, has_gate, is_concatenated).checked("fused_moe_reference")
+    tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
+    return experts_reference(*tensors, gate, is_transposed)
+
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *how):
+    gate, is_transposed = Gate.from_numbers(*how[:-1]), how[-1]
+    x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
+    (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
+    inner, n_z = down_proj.shape[1 if is_transposed else 2], gate_up_proj.shape[2 if is_transposed else 1]
+    check_index(top_k_index, n_experts)
+    where = routing.route(top_k_index, n_experts)
+    if not n_tokens * top_k:
+        return torch.zeros_like(x), x.new_empty((0, n_z)), *where
+    key = products.product_key(n_tokens, hidden, inner, n_experts, top_k, x.itemsize)
+    axis = 1 if is_transposed else 2
+    z = products.rows_product(products.UP, key, x, gate_up_proj, axis, True, where)
+    act = gates.gated(z, dense(gate_up_bias), None, top_k_index, gate, where, n_experts)
+    y = products.rows_product(products.DOWN, key, act, down_proj, axis, False, where)
+    del act
+    return sums.combine(y, top_k_weights, dense(down_bias), top_k_index, where), z, *where
+
+
+def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
+    where, gate, is_transposed, wanted = Routing(*rest[:5]), Gate.from_numbers(*rest[5:-2]), rest[-2], rest[-1]
+    dout, x = row_major(dout), row_major(x)
+    top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
+    (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
+    inner, axis = down_proj.shape[1 if is_transposed else 2], 2 if is_transposed else 1
+    wants_x, wants_up, wants_down, wants_weights, wants_up_bias, wants_down_bias = wanted
+    key = products.product_key(n_tokens, hidden, inner, n_experts, top_k, x.itemsize)
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = None
+    if not n_tokens * top_k:
+        zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
+        zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
+        return tuple([zero if want else no_weight(x) for zero, want in zip(zeros, wanted)])
+
+    # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept.
+    if wants_x or wants_up or wants_weights or wants_up_bias:
+        da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
+        gating = top_k_weights, dout, dense(down_bias), top_k_index, gate, where, n_experts
+        dz, dweights = gates.gated_bwd(da, z, *gating)
+        del da
+    if wants_up_bias:
+        dup_bias = sums.bias_gradient(dz, None, top_k_index, where)
+    if wants_up:  # [E, 2 I, H], the rows of x gathered; transposed [E, H, 2 I]
+        p, q, gathered = (x, dz, (True, False)) if is_transposed else (dz, x, (False, True))
+        dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, where)
+    if wants_x:
+        rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
+        dx = sums.combine(rows, None, None, top_k_index, where)
+    p = q = dz = rows = None
+    if wants_down_bias:
+        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
+    if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
+        act = gates.gated(z, None, top_k_weights, top_k_index, gate, where, n_experts)
+        p, q, gathered = (act, dout, (False, True)) if is_transposed else (dout, act, (True, False))
+        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
+    found = (dx, dup, ddown, dweights, dup_bias, ddown_bias)
+    return tuple([gradient if want else no_weight(x) for gradient, want in zip(found, wanted)])
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+_INPUTS = "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights"
+_HOW = (
+    "int activation, float alpha, float limit, float up_offset, bool has_gate, bool is_concatenated, bool is_transposed"
+)
+
+
+def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *how):
+    n_rows, n_experts = top_k_index.shape[0] * top_k_index.shape[1], down_proj.shape[0]
+    z = x.new_empty((n_rows, gate_up_proj.shape[2 if how[-1] else 1]))
+    numbers = [x.new_empty(n, dtype=torch.int32) for n in (n_rows, n_rows, n_rows, n_experts + 1, n_experts)]
+    return x.new_empty(x.shape), z, *numbers
+
+
+def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, *rest):
+    experts, hidden, inner = down_proj.shape if rest[-2] else (down_proj.shape[0], *down_proj.shape[:0:-1])
+    n_z = gate_up_proj.shape[2 if rest[-2] else 1]
+    shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, x.shape[1]))
+    likes = (x, x, x, top_k_weights, x, x)
+    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, rest[-1])])
+
+
+fused_moe_fwd = define(
+    f"fused_moe_fwd({_INPUTS}, Tensor? gate_up_bias, Tensor? down_bias, {_HOW})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_fwd,
+    reference=experts_fwd_reference,
+    fake=_fwd_fake,
+    recorded=False,
+)
+fused_moe_bwd = define(
+    f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
+    f" Tensor offsets, Tensor largest, {_HOW}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=experts_bwd_reference,
+    fake=_bwd_fake,
+    recorded=False,
+)
+
+
+_SWIGLU = Gate().numbers()
+
+
+class LigerFusedMoEFunction(Function):
+    """Autograd for the experts of a layer: saves the inputs, the routing and the pre-activations.
+
+    `apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights)` as Liger has it; then the biases, what
+    `Gate.numbers` gives, and whether the weights are transposed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        gate_up_proj,
+        down_proj,
+        top_k_index,
+        top_k_weights,
+        gate_up_bias=None,
+        down_bias=None,
+        gate=_SWIGLU,
+        is_transposed=False,
+    ):
+        ctx.how = *gate, is_transposed
+        inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
+        out, *made = fused_moe_fwd(*inputs, gate_up_bias, down_bias, *ctx.how)
+        ctx.save_for_backward(*inputs, down_bias, *made)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        n_inputs = len(ctx.needs_input_grad)  # Liger's callers give five, without biases and options
+        needs = (*ctx.needs_input_grad, False, False)
+        wanted = [needs[place] for place in (0, 1, 2, 4, 5, 6)]
+        found = fused_moe_bwd(dout, *ctx.saved_tensors, *ctx.how, wanted)
+        dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(found, wanted))
+        return (dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None, None)[:n_inputs]
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_fused_moe(
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    has_gate: bool = True,
+    is_transposed: bool = False,
+    is_concatenated: bool = True,
+) -> torch.Tensor:
+    """The experts of a mixture-of-experts layer, after its router.
+
+    x: [T, H] in fp32, fp16 or bf16 (fp64 too on the CPU); weights and biases have the same dtype
+    gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
+    down_proj: [E, H, I], or [E, I, H] if is_transposed
+    top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
+        sentinels of expert parallelism want it; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
+        `IndexError`. An expert may be named twice.
+    top_k_weights: [T, K] in any floating dtype
+    activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
+    gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None
+    alpha: silu is g * sigmoid(alpha * g); limit: clamps g to at most it and u to [-limit, limit] before the activation;
+        up_offset: the result is act(g) * (u + up_offset). gpt-oss has alpha=1.702, limit=7.0, up_offset=1.0.
+    has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
+    is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
+
+    Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights; gradients that are
+    not required are not computed. Raises `ValueError` for shapes, dtypes, devices or options that do not fit,
+    `TypeError` for other types.
+    """
+    op = "liger_fused_moe"
+    check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
+    gate = Gate(activation, alpha, limit or 0.0, up_offset, has_gate, is_concatenated).checked(op)
+    optional = ("gate_up_bias", "down_bias")
+    tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
+    check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)
+    if reason := _misfit(
+        x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed
+    ):
+        check(False, op, reason)
+    tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
+    return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed))
+
+
+def _misfit(
+    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed
+) -> str:
+    if x.dim() != 2:
+        return f"x must be [T, H], got {tuple(x.shape)}"
+    if gate_up_proj.dim() != 3 or down_proj.dim() != 3:
+        return f"weights must be [E, ., .], got {tuple(gate_up_proj.shape)} and {tuple(down_proj.shape)}"
+    hidden, experts, inner = x.shape[1], down_proj.shape[0], down_proj.shape[1 if is_transposed else 2]
+    if not experts:
+        return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
+    columns = 2 * inner if gate.has_gate else inner
+    wanted = {
+        "down_proj": (down_proj, (experts, inner, hidden) if is_transposed else (experts, hidden, inner)),
+        "gate_up_proj": (gate_up_proj, (experts, hidden, columns) if is_transposed else (experts, columns, hidden)),
+        "gate_up_bias": (gate_up_bias, (experts, columns)),
+        "down_bias": (down_bias, (experts, hidden)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
+        if tensor is not None and tensor.dtype is not x.dtype:
+            return f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}"
+    if not isinstance(top_k_index, torch.Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
+        return f"top_k_index must be an int32 or int64 tensor, got {getattr(top_k_index, 'dtype', type(top_k_index))}"
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_index.shape != top_k_weights.shape:
+        have = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+        return f"top_k_index and top_k_weights must be [{x.shape[0]}, K], got {have}"
+    if top_k_index.device != x.device:
+        return f"top_k_index is on {top_k_index.device} but x is on {x.device}; move them to one device"
+    return ""
+
+
+class LigerExperts(torch.nn.Module):
+    """The experts of Mixtral, Qwen3-MoE and their like in transformers 5, with the parameters of those modules.
+
+    config: needs hidden_size; num_experts, num_local_experts or n_routed_experts; moe_intermediate_size or
+    intermediate_size; and hidden_act, one of silu and swish, else `ValueError`.
+    """
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        if config.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"LigerExperts: hidden_act must be silu or swish, got {config.hidden_act!r}")
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        up_shape = self.num_experts, 2 * self.intermediate_dim, self.hidden_dim
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(up_shape))
+        self.down_proj = torch.nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [..., hidden], top_k_index and top_k_weights [..., K] of as many rows -> like hidden_states."""
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+        return liger_fused_moe(x, self.gate_up_proj, self.down_proj, index, weights).view(hidden_states.shape)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen3_30b_a3b": (32768, 2048, 768, 128, 8),
+    "qwen3_30b_a3b_8k": (8192, 2048, 768, 128, 8),
+    "qwen3_next": (16384, 2048, 512, 512, 10),
+    "gpt_oss_20b": (16384, 2880, 2880, 32, 4),
+    "deepseek_v3_quarter": (16384, 7168, 2048, 64, 8),
+    "mixtral_8x7b": (16384, 4096, 14336, 8, 2),
+}
+"""Problem sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; a quarter of DeepSeek-V3's experts."""
+
+
+def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
+    n_tokens, hidden, inner, n_experts, top_k = sizes
+    n_z = 2 * inner if options.get("has_gate", True) else inner
+
+    def random(*shape: int, scale: float = 1.0, grad: bool = True) -> torch.Tensor:
+        made = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
+        return made.to(dtype).requires_grad_(grad)
+
+    def weight(columns: int, rows: int) -> torch.Tensor:
+        shape = (rows, columns) if options.get("is_transposed") else (columns, rows)
+        return random(n_experts, *shape, scale=rows**-0.5)
+
+    high = n_experts + 1 if sentinels else n_experts
+    index = torch.randint(-1 if sentinels else 0, high, (n_tokens, top_k), generator=generator, device=device)
+    weights = torch.rand(n_tokens, top_k, generator=generator, device=device).to(dtype).requires_grad_()
+    if biased:
+        options |= {"gate_up_bias": random(n_experts, n_z), "down_bias": random(n_experts, hidden)}
+    products = n_tokens * top_k * (3 * hidden + 6 * inner) + 2 * n_experts * hidden * (inner + n_z)
+    return Sample(
+        args=(random(n_tokens, hidden), weight(n_z, hidden), weight(hidden, inner), index, weights),
+        kwargs=options,
+        reduction=max(hidden, inner) + top_k,
+        grad_reduction=max(hidden, inner, n_tokens * top_k),
+        moved=products * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="fused_moe",
+        function=liger_fused_moe,
+        reference=fused_moe_reference,
+        tunables=(*products.TUNABLES, *gates.TUNABLES, *sums.TUNABLES, *routing.TUNABLES),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {
+                "biased": True,
+                "alpha": 1.702,
+                "limit": 2.5,
+                "up_offset": 1.0,
+                "is_transposed": True,
+                "is_concatenated": False,
+            },
+            {"activation": "relu2", "has_gate": False, "sentinels": True},
+        ),
+        small=((19, 24, 17, 5, 3), (1, 17, 8, 3, 1), (130, 32, 48, 4, 2)),
+    )
+)

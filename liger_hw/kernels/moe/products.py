@@ -1,0 +1,357 @@
+"""Grouped products of fused_moe: the rows of each expert times its weights, and the gradients of the weights.
+
+    rows      y[row] = a[row] @ weight[expert of row], for rows sorted by expert or gathered (that of the row's token)
+    weights   dweight[expert] = p^T @ q over the expert's rows, one of p and q gathered
+
+Two engines compute them, and the plan says which: ENGINE is KERNELS, the kernels of this file, or LIBRARY,
+`torch._grouped_mm`. The library takes no indices, so what is to be gathered is copied first. It is asked only where it
+is one launch without a synchronisation and takes the operands as they are (`_library_takes`); else the kernels compute
+the product with the plan's tiles.
+
+The kernels work on tiles whose place `routing.py` knows. Weights are given by strides, so that transposed ones need no
+copy. A tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this
+expert and never stored. So no row can put a NaN into another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...registry import Key, LaunchConfig, Plan, Target, Tunable, backend, next_power_of_2
+from ...runtime.operator import cdiv, launch
+from ...runtime.triton_import import tl, triton
+from . import routing
+from .routing import DIMS, Routing
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _swizzled(local, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
+    """(tile of rows, tile of columns) of a program: GROUP tiles of rows share each tile of columns while it is in the
+    cache."""
+    group = local // (GROUP * n_col_tiles)
+    size = tl.minimum(n_row_tiles - group * GROUP, GROUP)
+    inside = local % (GROUP * n_col_tiles)
+    return group * GROUP + inside % size, inside // size
+
+
+@triton.jit
+def _weights_at(
+    B_ptr, expert, cols, k, n_cols, n_inner, B_expert, B_col, B_inner, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr
+):
+    """A [BLOCK_K, columns] tile of an expert's weights by pointers; zeros where there are none."""
+    ptrs = B_ptr + expert.to(tl.int64) * B_expert + (cols[None, :].to(tl.int64) * B_col + k[:, None] * B_inner)
+    if EVEN_N and EVEN_K:
+        return tl.load(ptrs)
+    elif EVEN_N:
+        return tl.load(ptrs, mask=(k < n_inner)[:, None], other=0.0)
+    elif EVEN_K:
+        return tl.load(ptrs, mask=(cols < n_cols)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(k < n_inner)[:, None] & (cols < n_cols)[None, :], other=0.0)
+
+
+@triton.jit
+def _fused_moe_rows_kernel(
+    A_ptr,
+    W_ptr,
+    Y_ptr,
+    Token_ptr,
+    Offsets_ptr,
+    Expert_ptr,
+    First_ptr,
+    A_row_stride,
+    W_expert_stride,
+    W_col_stride,
+    W_inner_stride,
+    n_experts,
+    n_inner,
+    n_cols,
+    GATHERED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Y[row] = A[row] @ W[expert], or A[token] if GATHERED; a tile of [BLOCK_M, BLOCK_N] a program.
+
+    EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
+    """
+    n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
+    expert = tl.load(Expert_ptr + tl.program_id(0) // n_col_tiles)
+    if expert >= n_experts:
+        return
+    first = tl.load(First_ptr + expert)
+    n_row_tiles = tl.load(First_ptr + expert + 1) - first
+    row_tile, col_tile = _swizzled(tl.program_id(0) - first * n_col_tiles, n_row_tiles, n_col_tiles, GROUP)
+    first_row = tl.load(Offsets_ptr + expert) + row_tile * BLOCK_M
+    end = tl.load(Offsets_ptr + expert + 1)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    a_rows = tl.minimum(rows, end - 1)
+    if GATHERED:
+        a_rows = tl.load(Token_ptr + a_rows)
+    a_base = A_ptr + a_rows[:, None].to(tl.int64) * A_row_stride
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, n_inner, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            a = tl.load(a_base + k[None, :])
+        else:
+            a = tl.load(a_base + k[None, :], mask=(k < n_inner)[None, :], other=0.0)
+        b = _weights_at(
+            W_ptr, expert, cols, k, n_cols, n_inner, W_expert_stride, W_col_stride, W_inner_stride, EVEN_N, EVEN_K
+        )
+        y = tl.dot(a, b, y, input_precision="ieee")
+    mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
+    out = Y_ptr + first_row.to(tl.int64) * n_cols + (tl.arange(0, BLOCK_M)[:, None] * n_cols + cols[None, :])
+    tl.store(out, y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _operand(
+    P_ptr,
+    Token_ptr,
+    rows,
+    cols,
+    in_rows,
+    n_cols,
+    row_stride,
+    GATHERED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A [BLOCK_K, columns] tile of rows of one expert; zeros past its last row."""
+    at = rows
+    if GATHERED:
+        at = tl.load(Token_ptr + rows, mask=in_rows, other=0)
+    ptrs = P_ptr + at[:, None].to(tl.int64) * row_stride + cols[None, :]
+    if EVEN:
+        return tl.load(ptrs, mask=in_rows[:, None], other=0.0)
+    return tl.load(ptrs, mask=in_rows[:, None] & (cols < n_cols)[None, :], other=0.0)
+
+
+@triton.jit
+def _fused_moe_weights_kernel(
+    P_ptr,
+    Q_ptr,
+    DW_ptr,
+    Token_ptr,
+    Offsets_ptr,
+    Largest_ptr,
+    P_row_stride,
+    Q_row_stride,
+    n_p,
+    n_q,
+    P_GATHERED: tl.constexpr,
+    Q_GATHERED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
+
+    The largest experts come first, so that none of them is begun when the others are done.
+    """
+    p_tiles = tl.cdiv(n_p, BLOCK_M)
+    q_tiles = tl.cdiv(n_q, BLOCK_N)
+    expert = tl.load(Largest_ptr + tl.program_id(0) // (p_tiles * q_tiles))
+    p_tile, q_tile = _swizzled(tl.program_id(0) % (p_tiles * q_tiles), p_tiles, q_tiles, GROUP)
+    begin = tl.load(Offsets_ptr + expert)
+    end = tl.load(Offsets_ptr + expert + 1)
+    p_cols = p_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_cols = q_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        rows = start + tl.arange(0, BLOCK_K)
+        in_rows = rows < end
+        p = _operand(P_ptr, Token_ptr, rows, p_cols, in_rows, n_p, P_row_stride, P_GATHERED, EVEN_M)
+        q = _operand(Q_ptr, Token_ptr, rows, q_cols, in_rows, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
+        acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
+    out = DW_ptr + (expert.to(tl.int64) * n_p + p_tile * BLOCK_M) * n_q
+    out += tl.arange(0, BLOCK_M)[:, None] * n_q + q_cols[None, :]
+    tl.store(out, acc.to(DW_ptr.dtype.element_ty), mask=(p_cols < n_p)[:, None] & (q_cols < n_q)[None, :])
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+KERNELS, LIBRARY = 1, 2
+"""Values of ENGINE."""
+
+
+def product_key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
+    """(hidden, inner, experts, log2 bucket of the mean number of rows an expert has, bytes an element)."""
+    rows = n_tokens * top_k // max(1, n_experts)
+    return hidden, inner, n_experts, (max(1, rows) - 1).bit_length(), itemsize
+
+
+def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int, engine: int = KERNELS) -> LaunchConfig:
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8, "ENGINE": engine}
+    return LaunchConfig(blocks, warps, stages)
+
+
+def _shared(config: LaunchConfig, itemsize: int) -> int:
+    blocks = config.blocks
+    return (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * itemsize * config.num_stages
+
+
+_LIBRARY_ROWS = 6
+"""The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
+_LIBRARY_COLUMNS = 2560
+"""The library is chosen for gathered rows from this many columns; below, copying them costs more than it gains."""
+
+
+def _product(variant: str, kernel, columns, gathered: bool = False) -> Tunable:
+    """The tunable of one product; `columns` gives the width of its result from (hidden, inner)."""
+    of_weights = kernel is _fused_moe_weights_kernel
+
+    def engine(target: Target, key: Key) -> int:
+        """The library for the weights' gradients, sorted rows, and gathered rows of wide products.
+
+        Reasoned from times of single products at one shape on an H200 (docs/moe.md), not measured as a whole.
+        """
+        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS:
+            return KERNELS
+        return KERNELS if gathered and columns(*key[:2]) < _LIBRARY_COLUMNS else LIBRARY
+
+    def heuristic(target: Target, key: Key) -> LaunchConfig:
+        """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
+
+        Tiles below 64 * 128 have as many warps as those: what they wait for is memory.
+        """
+        if key[4] > 2:
+            return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2)
+        rows = 128 if of_weights else max(16, min(128, 1 << key[3]))
+        widest = max(32, next_power_of_2(columns(*key[:2])))
+        for cols, depth, stages in ((256, 64, 3), (128, 64, 3), (128, 64, 2), (128, 32, 2)):
+            if cols == 256 and (of_weights or rows < 128):
+                continue
+            cols = min(cols, widest)
+            warps = target.warps(max(rows * cols, 64 * 128), 64, 8)
+            config = _tile(rows, cols, depth, warps, stages, engine(target, key))
+            if _shared(config, key[4]) <= target.shared_memory:
+                break
+        return config
+
+    def space(target: Target, key: Key) -> list[LaunchConfig]:
+        found = []
+        if backend(target.vendor).has_grouped_gemm(target):
+            found.append(_tile(128, 128, 64, target.warps(128 * 128, 64, 8), 3, LIBRARY))
+        for block_m, block_n in (
+            (32, 128),
+            (64, 64),
+            (64, 128),
+            (128, 64),
+            (128, 128),
+            (64, 256),
+            (128, 256),
+            (256, 128),
+        ):
+            for block_k in (32, 64, 128):
+                for warps in (4, 8):
+                    for stages in (2, 3, 4):
+                        config = _tile(block_m, block_n, block_k, warps, stages)
+                        held = block_m * block_n // (warps * target.warp_size)
+                        if _shared(config, key[4]) <= target.shared_memory and 16 <= held <= 128:
+                            found.append(config)
+        return found
+
+    def valid(config: LaunchConfig, key: Key) -> str | None:
+        if config.blocks["ENGINE"] not in (KERNELS, LIBRARY):
+            return f"ENGINE must be {KERNELS} or {LIBRARY}"
+        small = [name for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if config.blocks[name] < 16]
+        return f"{', '.join(small)} must be at least 16" if small else None
+
+    return Tunable(
+        "fused_moe",
+        variant,
+        kernels=(kernel,),
+        key=product_key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=lambda target, key: _tile(32, 32, 32, target.warps(1024, 8, 4), 1),
+        space=space,
+        neutral=frozenset({"num_stages", "hint", "GROUP"}),
+        valid=valid,
+    )
+
+
+UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner, gathered=True)
+DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
+DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, gathered=True)
+UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
+DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner)
+UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden)
+TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
+    """Whether the plan's engine is the library and it computes this product in one launch.
+
+    That is so for bf16 on a target that has such a kernel, with one dimension of stride 1 and every other size and
+    stride a multiple of 16 bytes. A CPU tensor may be of a pretended target.
+    """
+    if plan.config.blocks["ENGINE"] != LIBRARY or not backend(plan.target.vendor).has_grouped_gemm(plan.target):
+        return False
+    return all(t.dtype is torch.bfloat16 and t.device.type != "cpu" and _is_aligned(t) for t in operands)
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether rows or columns of t lie end to end, and everything but the number of a matrix's rows is a multiple of 8
+    elements."""
+    by_row, by_col = t.stride()[-2:]
+    outer, length = (by_row, t.shape[-1]) if by_col == 1 else (by_col, t.shape[-2])
+    multiples = (outer, *t.stride()[:-2], *(t.shape[-2:] if t.dim() == 3 else t.shape[1:]))
+    return min(by_row, by_col) == 1 and outer >= length and not any(n % 8 for n in multiples) and not t.data_ptr() % 16
+
+
+def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
+    """Whether the plan's blocks of these names divide the sizes, so that loads need no masks."""
+    return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
+
+
+def rows_product(
+    tunable: Tunable, key: Key, a: torch.Tensor, weight: torch.Tensor, inner_axis: int, gathered: bool, where: Routing
+) -> torch.Tensor:
+    """[M, columns]: each row of a times its expert's weight.
+
+    a: [M, inner], sorted by expert; gathered: [T, inner], a row for each token
+    weight: [E, ., .], summed over `inner_axis`, 1 or 2
+    """
+    n_rows, n_experts = where.token.shape[0], weight.shape[0]
+    n_cols, n_inner = weight.shape[3 - inner_axis], weight.shape[inner_axis]
+    plan = tunable.plan(a.device, key)
+    if _library_takes(plan, a, weight):
+        a = a.index_select(0, where.token) if gathered else a
+        return torch._grouped_mm(a, weight.mT if inner_axis == 2 else weight, offs=where.offsets[1:])
+    y = torch.empty((n_rows, n_cols), dtype=a.dtype, device=a.device)
+    blocks = plan.config.blocks
+    tiles = routing.tiles_of(where.offsets, n_rows, blocks["BLOCK_M"])
+    args = (a, weight, y, where.token, where.offsets, tiles.expert, tiles.first, a.stride(0), weight.stride(0))
+    args = (*args, weight.stride(3 - inner_axis), weight.stride(inner_axis), n_experts, n_inner, n_cols)
+    flags = (gathered, *_whole(plan, BLOCK_N=n_cols, BLOCK_K=n_inner))
+    launch(plan, _fused_moe_rows_kernel, (tiles.count * cdiv(n_cols, blocks["BLOCK_N"]),), args, flags)
+    return y
+
+
+def weights_product(
+    tunable: Tunable, key: Key, p: torch.Tensor, q: torch.Tensor, gathered: tuple[bool, bool], where: Routing
+) -> torch.Tensor:
+    """[E, columns of p, columns of q]: p^T @ q over each expert's rows; a gathered one has a row for each token."""
+    n_experts, n_p, n_q = where.largest.shape[0], p.shape[1], q.shape[1]
+    plan = tunable.plan(p.device, key)
+    if _library_takes(plan, p, q):
+        p, q = (t.index_select(0, where.token) if is_gathered else t for t, is_gathered in zip((p, q), gathered))
+        return torch._grouped_mm(p.mT, q, offs=where.offsets[1:])
+    dweight = torch.empty((n_experts, n_p, n_q), dtype=p.dtype, device=p.device)
+    blocks = plan.config.blocks
+    grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"]),)
+    args = (p, q, dweight, where.token, where.offsets, where.largest, p.stride(0), q.stride(0), n_p, n_q)
+    launch(plan, _fused_moe_weights_kernel, grid, args, (*gathered, *_whole(plan, BLOCK_M=n_p, BLOCK_N=n_q)))
+    return dweight

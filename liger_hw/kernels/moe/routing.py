@@ -1,0 +1,242 @@
+"""Which rows of a grouped product belong to which expert, found on the device without a synchronisation or an atomic.
+
+A slot is one (token, choice) pair, numbered t * K + k. Slots are sorted stably by expert: a counting sort in four
+launches. Slots whose expert is outside [0, E) come last and belong to nobody.
+
+    count    programs of BLOCK_T slots: how many of them go to each expert
+    prefix   for each expert, how many slots of earlier programs go to it; and its total
+    offsets  where each expert's rows begin, and the experts by size, the largest first
+    place    every slot to its row
+
+Grouped products over rows work on tiles of BLOCK_M rows of one expert. There are at most ceil(M / BLOCK_M) + E - 1 of
+them; how many there really are only the device knows, so the grid has that many and surplus programs leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...registry import Key, LaunchConfig, Tunable, next_power_of_2
+from ...runtime.operator import cdiv, launch
+from ...runtime.triton_import import tl, triton
+
+DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
+"""What the tunables of fused_moe call the sizes of a layer."""
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _experts_of(Index_ptr, at, n_slots, n_experts):
+    """The expert of each slot; n_experts for slots of nobody and positions past the last slot."""
+    expert = tl.load(Index_ptr + at, mask=at < n_slots, other=-1)
+    return tl.where((expert < 0) | (expert >= n_experts), n_experts, expert).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def _fused_moe_count_kernel(Index_ptr, Counts_ptr, n_slots, n_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Counts [programs, EXPERTS], with EXPERTS a power of two above n_experts."""
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    counts = tl.histogram(_experts_of(Index_ptr, at, n_slots, n_experts), EXPERTS)
+    tl.store(Counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def _fused_moe_prefix_kernel(
+    Counts_ptr, Totals_ptr, n_blocks, EXPERTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Counts [n_blocks, EXPERTS] become their exclusive prefix sums down each column; COLS columns a program."""
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    before = tl.zeros([COLS], dtype=tl.int32)
+    for start in range(0, n_blocks, BLOCK_T):
+        rows = start + tl.arange(0, BLOCK_T)
+        ptrs = Counts_ptr + rows[:, None] * EXPERTS + cols[None, :]
+        mask = (rows < n_blocks)[:, None] & (cols >= 0)[None, :]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, before[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
+        before += tl.sum(counts, axis=0)
+    tl.store(Totals_ptr + cols, before)
+
+
+@triton.jit
+def _fused_moe_offsets_kernel(
+    Totals_ptr, Offsets_ptr, Largest_ptr, n_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Offsets [n_experts + 1]: where each expert's rows begin; the last one is where they all end.
+
+    Largest [n_experts]: the experts, that of most rows first.
+    """
+    experts = tl.arange(0, EXPERTS)
+    totals = tl.load(Totals_ptr + experts)
+    tl.store(Offsets_ptr + experts, tl.cumsum(totals, axis=0) - totals, mask=experts <= n_experts)
+    for start in range(0, n_experts, BLOCK_T):
+        own = start + tl.arange(0, BLOCK_T)
+        size = tl.load(Totals_ptr + own, mask=own < n_experts, other=0)
+        ahead = (totals[None, :] > size[:, None]) | (
+            (totals[None, :] == size[:, None]) & (experts[None, :] < own[:, None])
+        )
+        ahead = ahead & (experts < n_experts)[None, :]
+        tl.store(Largest_ptr + tl.sum(ahead.to(tl.int32), axis=1), own, mask=own < n_experts)
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def _fused_moe_place_kernel(
+    Index_ptr,
+    Counts_ptr,
+    Offsets_ptr,
+    Order_ptr,
+    Token_ptr,
+    Row_ptr,
+    n_slots,
+    n_experts,
+    top_k,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Order and Token [n_slots]: each row's slot and token; Row [n_slots]: each slot's row, -1 for slots of nobody."""
+    start = tl.program_id(0) * BLOCK_T
+    at = start + tl.arange(0, BLOCK_T)
+    expert = _experts_of(Index_ptr, at, n_slots, n_experts)
+    row = tl.load(Counts_ptr + tl.program_id(0) * EXPERTS + expert) + tl.load(Offsets_ptr + expert)
+    for first in range(start, start + BLOCK_T, CHUNK):
+        other_at = first + tl.arange(0, CHUNK)
+        other = _experts_of(Index_ptr, other_at, n_slots, n_experts)
+        before = (other[None, :] == expert[:, None]) & (other_at[None, :] < at[:, None])
+        row += tl.sum(before.to(tl.int32), axis=1)
+    tl.store(Order_ptr + row, at, mask=at < n_slots)
+    tl.store(Token_ptr + row, at // top_k, mask=at < n_slots)
+    tl.store(Row_ptr + at, tl.where(expert < n_experts, row, -1), mask=at < n_slots)
+
+
+@triton.jit(do_not_specialize=["n_tiles"])
+def _fused_moe_tiles_kernel(
+    Offsets_ptr,
+    Expert_ptr,
+    First_ptr,
+    n_tiles,
+    n_experts,
+    BLOCK_M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Expert [n_tiles]: the expert of each tile of BLOCK_M rows, n_experts for a surplus one; one program an expert.
+
+    First [n_experts + 1]: the first tile of each expert.
+    """
+    own = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    rows = tl.load(Offsets_ptr + experts + 1, mask=experts < n_experts, other=0)
+    rows -= tl.load(Offsets_ptr + experts, mask=experts < n_experts, other=0)
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(experts < own, tiles, 0), axis=0)
+    end = tl.where(own < n_experts, tl.sum(tl.where(experts <= own, tiles, 0), axis=0), n_tiles)
+    tl.store(First_ptr + own, first)
+    for start in range(first, end, BLOCK_T):
+        at = start + tl.arange(0, BLOCK_T)
+        tl.store(Expert_ptr + at, tl.zeros([BLOCK_T], dtype=tl.int32) + own, mask=at < end)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
+    return next_power_of_2(n_experts + 1), (max(1, n_tokens * top_k) - 1).bit_length()
+
+
+def _tunable(variant: str, kernel, heuristic: LaunchConfig, space: list[LaunchConfig]) -> Tunable:
+    """All of them change where integers are computed, never a result."""
+    return Tunable(
+        "fused_moe",
+        variant,
+        kernels=(kernel,),
+        key=_key,
+        dims=DIMS,
+        heuristic=lambda target, key: heuristic,
+        safe=lambda target, key: LaunchConfig(dict.fromkeys(heuristic.blocks, 16), 1),
+        space=lambda target, key: space,
+        neutral=frozenset({"num_warps", "num_stages", "hint", *heuristic.blocks}),
+    )
+
+
+_SLOTS = 512
+"""Slots of a program of count and place, which must agree."""
+_COLS = 16
+"""Columns of a program of prefix."""
+
+
+def _of(warps: int, **blocks: int) -> LaunchConfig:
+    return LaunchConfig(blocks, warps)
+
+
+# Microseconds in all beside the products' milliseconds: a handful of candidates each.
+COUNT = _tunable("count", _fused_moe_count_kernel, _of(4), [_of(w) for w in (1, 2, 4, 8)])
+PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, _of(4, BLOCK_T=64), [_of(4, BLOCK_T=n) for n in (32, 128)])
+OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, _of(4, BLOCK_T=16), [_of(8, BLOCK_T=n) for n in (16, 32)])
+PLACE = _tunable(
+    "place", _fused_moe_place_kernel, _of(8, CHUNK=16), [_of(w, CHUNK=n) for w in (4, 8) for n in (16, 32)]
+)
+TILES = _tunable("tiles", _fused_moe_tiles_kernel, _of(1, BLOCK_T=32), [_of(w, BLOCK_T=32) for w in (2, 4)])
+TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """Where the rows of every expert are; all int32.
+
+    order, token [M]: the slot and the token of each row; row [M]: the row of each slot, -1 for slots of nobody
+    offsets [E + 1]: where each expert's rows begin and the last one's end; largest [E]: the experts by rows, most first
+    """
+
+    order: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    offsets: torch.Tensor
+    largest: torch.Tensor
+
+
+def route(top_k_index: torch.Tensor, n_experts: int) -> Routing:
+    """Sort the slots of `top_k_index` [T, K], contiguous, by expert."""
+    (n_tokens, top_k), device = top_k_index.shape, top_k_index.device
+    n_slots, experts = n_tokens * top_k, next_power_of_2(n_experts + 1)
+    n_blocks, key = cdiv(n_slots, _SLOTS), _key(n_tokens, 0, 0, n_experts, top_k, 0)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    routing = Routing(empty(n_slots), empty(n_slots), empty(n_slots), empty(n_experts + 1), empty(n_experts))
+    counts, totals = empty(n_blocks, experts), empty(experts)
+    if n_blocks:
+        args = (top_k_index, counts, n_slots, n_experts)
+        launch(COUNT.plan(device, key), _fused_moe_count_kernel, (n_blocks,), args, (experts, _SLOTS))
+    cols = min(experts, _COLS)
+    args = (counts, totals, n_blocks)
+    launch(PREFIX.plan(device, key), _fused_moe_prefix_kernel, (experts // cols,), args, (experts, cols))
+    args = (totals, routing.offsets, routing.largest, n_experts)
+    launch(OFFSETS.plan(device, key), _fused_moe_offsets_kernel, (1,), args, (experts,))
+    if n_blocks:
+        args = (top_k_index, counts, routing.offsets, *routing[:3], n_slots, n_experts, top_k)
+        launch(PLACE.plan(device, key), _fused_moe_place_kernel, (n_blocks,), args, (experts, _SLOTS))
+    return routing
+
+
+class Tiles(NamedTuple):
+    """The tiles of BLOCK_M rows: expert [count], n_experts for a surplus one; first [E + 1], each expert's first."""
+
+    expert: torch.Tensor
+    first: torch.Tensor
+    count: int
+
+
+def tiles_of(offsets: torch.Tensor, n_rows: int, block_m: int) -> Tiles:
+    """The tiles of a grouped product over n_rows rows."""
+    n_experts, device = offsets.shape[0] - 1, offsets.device
+    count = cdiv(n_rows, block_m) + min(n_experts, n_rows)
+    expert, first = (torch.empty(n, dtype=torch.int32, device=device) for n in (count, n_experts + 1))
+    plan = TILES.plan(device, _key(n_rows, 0, 0, n_experts, 1, 0))
+    args = (offsets, expert, first, count, n_experts)
+    launch(plan, _fused_moe_tiles_kernel, (n_experts + 1,), args, (block_m, next_power_of_2(n_experts)))
+    return Tiles(expert, first, count)

@@ -1,0 +1,177 @@
+"""Sums around the grouped products of fused_moe, each in a fixed order, in fp32 and rounded once.
+
+combine   a token's rows, weighted or not, into one: the output with its bias, and the gradient of x
+bias      the columns of an expert's rows: the gradients of both biases
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
+from ...runtime.operator import cdiv, launch
+from ...runtime.triton_import import tl, triton
+from .routing import DIMS, Routing
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _fused_moe_combine_kernel(
+    Y_ptr,
+    Weights_ptr,
+    Bias_ptr,
+    Index_ptr,
+    Row_ptr,
+    Out_ptr,
+    n_cols,
+    TOP_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+):
+    """Out[token] = the sum of weight * (Y[row] + Bias[expert]) over the token's slots, in their order.
+
+    Weights_ptr None: all are 1. Slots of nobody add nothing.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    out = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        row = tl.load(Row_ptr + slot).to(tl.int64)
+        ptrs = Y_ptr + row * n_cols + cols
+        y = tl.load(ptrs, mask=mask & (row >= 0), other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+        y = y.to(tl.float32)
+        if Bias_ptr is not None:
+            expert = tl.load(Index_ptr + slot).to(tl.int64)
+            y += tl.load(Bias_ptr + expert * n_cols + cols, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+        if Weights_ptr is not None:
+            y = tl.where(row >= 0, y * tl.load(Weights_ptr + slot).to(tl.float32), 0.0)
+        out += y
+    tl.store(Out_ptr + token * n_cols + cols, out.to(Out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fused_moe_bias_kernel(
+    Rows_ptr,
+    Weights_ptr,
+    Order_ptr,
+    Offsets_ptr,
+    DBias_ptr,
+    row_stride,
+    n_cols,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """DBias[expert] = the sum of the expert's rows; with Weights_ptr, of weight times the row of the slot's token."""
+    expert = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    begin = tl.load(Offsets_ptr + expert)
+    end = tl.load(Offsets_ptr + expert + 1)
+    total = tl.zeros([BLOCK_T, BLOCK_SIZE], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_T):
+        rows = start + tl.arange(0, BLOCK_T)
+        at = rows
+        if Weights_ptr is not None:
+            slots = tl.load(Order_ptr + rows, mask=rows < end, other=0)
+            at = slots // TOP_K
+        mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
+        part = tl.load(Rows_ptr + at[:, None].to(tl.int64) * row_stride + cols[None, :], mask=mask, other=0.0)
+        part = part.to(tl.float32)
+        if Weights_ptr is not None:
+            weight = tl.load(Weights_ptr + slots, mask=rows < end, other=0.0).to(tl.float32)
+            part = tl.where(mask, part * weight[:, None], 0.0)
+        total += part
+    out = DBias_ptr + expert.to(tl.int64) * n_cols + cols
+    tl.store(out, tl.sum(total, axis=0).to(DBias_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+
+
+def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
+    return next_power_of_2(hidden), top_k, (max(1, n_tokens) - 1).bit_length(), itemsize
+
+
+def _combine_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """16 bytes a thread and row, at most eight warps."""
+    block = min(key[0], 2048)
+    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[3], 8))
+
+
+def _combine_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": block}, warps, 1, 0, hint)
+        for block in sorted({min(key[0], n) for n in (512, 1024, 2048, 4096)})
+        for warps in (1, 2, 4, 8)
+        for hint in ("none", "stream")
+        if 4 <= block // (warps * target.warp_size) <= 32
+    ]
+
+
+def _tiled_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Tiles of 16 rows and 128 columns."""
+    return LaunchConfig({"BLOCK_T": 16, "BLOCK_SIZE": 128}, target.warps(2048, 16, 8))
+
+
+def _tiled_space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_T": rows, "BLOCK_SIZE": block}, warps)
+        for rows in (8, 16, 32)
+        for block in (64, 128, 256)
+        for warps in (2, 4, 8)
+        if 4 <= rows * block // (warps * target.warp_size) <= 64
+    ]
+
+
+def _tunable(variant: str, kernel, heuristic, space) -> Tunable:
+    return Tunable(
+        "fused_moe",
+        variant,
+        kernels=(kernel,),
+        key=_key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=lambda target, key: LaunchConfig({name: 16 for name in heuristic(target, key).blocks}, 1),
+        space=space,
+        neutral=frozenset({"num_warps", "num_stages", "hint"} if heuristic is _combine_heuristic else {"hint"}),
+    )
+
+
+COMBINE = _tunable("combine", _fused_moe_combine_kernel, _combine_heuristic, _combine_space)
+BIAS = _tunable("bias", _fused_moe_bias_kernel, _tiled_heuristic, _tiled_space)
+TUNABLES = (COMBINE, BIAS)
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def combine(
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    top_k_index: torch.Tensor,
+    where: Routing,
+) -> torch.Tensor:
+    """[T, H]: the rows of y [M, H] of each token, plus their experts' bias [E, H], times its weights [T, K]."""
+    (n_tokens, top_k), hidden = top_k_index.shape, y.shape[1]
+    out = torch.empty((n_tokens, hidden), dtype=y.dtype, device=y.device)
+    plan = COMBINE.plan(y.device, _key(n_tokens, hidden, 0, 0, top_k, y.itemsize))
+    grid = n_tokens, cdiv(hidden, plan.config.blocks["BLOCK_SIZE"])
+    launch(plan, _fused_moe_combine_kernel, grid, (y, weights, bias, top_k_index, where.row, out, hidden), (top_k,))
+    return out
+
+
+def bias_gradient(
+    rows: torch.Tensor, weights: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
+) -> torch.Tensor:
+    """[E, columns]: the sums of each expert's rows; of gathered rows [T, columns] times their weights, if given."""
+    n_experts, n_cols, (n_tokens, top_k) = where.largest.shape[0], rows.shape[1], top_k_index.shape
+    dbias = torch.empty((n_experts, n_cols), dtype=rows.dtype, device=rows.device)
+    plan = BIAS.plan(rows.device, _key(n_tokens, n_cols, 0, 0, top_k, rows.itemsize))
+    grid = n_experts, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+    args = (rows, weights, where.order, where.offsets, dbias, rows.stride(0), n_cols)
+    launch(plan, _fused_moe_bias_kernel, grid, args, (top_k,))
+    return dbias

@@ -1,0 +1,502 @@
+"""RMSNorm with a gate: of linear attention and state space layers, before or after the gate.
+
+    norm first   y = h(x) * w * act(gate)          h(u) = u / sqrt(mean(u^2) + eps)
+    gate first   y = h(x * act(gate)) * w
+
+act is silu or sigmoid. Each row is normalised in groups of group_size columns on their own; w is not shared by groups.
+
+Shapes: x, gate [..., n_cols], w [n_cols] -> y [..., n_cols].
+Dtypes: fp32, fp16 or bf16, of x and w each its own; statistics, sums and the gate are fp32. Casting modes, of what is
+rounded before y (`rms_norm.py` has the words):
+    llama   h to x's dtype, and h * w to the promoted dtype of x and w
+    gemma   nothing
+y has x's dtype; gate first with llama, the promoted one.
+Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group. Backward, with h and rstd as
+above and m the gradient of h:  du = rstd * (m - h * mean(m * h)), dw = sum over rows of dy * h (* act(gate)).
+
+Sources: Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, for the norm after; Yang et al.,
+"Gated Linear Attention Transformers with Hardware-Efficient Training", https://arxiv.org/abs/2312.06635, before it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import registry
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
+from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...runtime.operator import (
+    Function,
+    cdiv,
+    check,
+    check_flags,
+    check_numbers,
+    check_tensors,
+    define,
+    dense,
+    first_order,
+    launch,
+    row_major,
+    rows_of,
+)
+from ...runtime.triton_import import tl, triton
+from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
+from ..rows.tuning import DIMS, persistent_misfit, row_warps, rows_per_program
+
+_NAME = "liger_gated_rms_norm"
+ACTIVATIONS = ("silu", "sigmoid")
+CASTING_MODES = ("llama", "gemma")
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def gated_rms_norm_reference(
+    X: torch.Tensor,
+    gate: torch.Tensor,
+    W: torch.Tensor,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    casting_mode: str = "llama",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> torch.Tensor:
+    """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    g = gate.to(wide)
+    factor = torch.sigmoid(g) if activation == "sigmoid" else torch.nn.functional.silu(g)
+    u = X.to(wide) if norm_before_gate else X.to(wide) * factor
+    size = group_size or u.shape[-1]
+    grouped = u.reshape(*u.shape[:-1], u.shape[-1] // size, size)
+    h = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(X.shape)
+    if casting_mode == "llama":
+        y = W * h.to(X.dtype)
+    else:
+        y = W.to(wide) * h
+    if norm_before_gate:
+        y = y.to(wide) * factor
+    return y.to(_out_dtype(X, W, casting_mode == "llama", norm_before_gate))
+
+
+def _out_dtype(x: torch.Tensor, w: torch.Tensor, llama: bool, norm_first: bool) -> torch.dtype:
+    return torch.promote_types(x.dtype, w.dtype) if llama and not norm_first else x.dtype
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gate_and_slope(g, SIGMOID: tl.constexpr):
+    """(act(g), its derivative)"""
+    s = tl.sigmoid(g)
+    if SIGMOID:
+        return s, s * (1.0 - s)
+    return g * s, s + g * s * (1.0 - s)
+
+
+@triton.jit
+def _load(P_ptr, rows, row_stride, at, mask, LOAD_CACHE: tl.constexpr, LOAD_EVICT: tl.constexpr):
+    """A tile of rows in fp32, zero outside `mask`."""
+    pointers = P_ptr + rows * row_stride + at
+    tile = tl.load(pointers, mask=mask, other=0.0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT)
+    return tile.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _gated_rms_norm_fwd_kernel(
+    X_ptr,
+    G_ptr,
+    W_ptr,
+    Y_ptr,
+    RSTD_ptr,
+    X_row_stride,
+    G_row_stride,
+    Y_row_stride,
+    n_rows,
+    n_cols,
+    eps,
+    SIGMOID: tl.constexpr,
+    LLAMA: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """ROWS rows of one group a program; axis 1 of the grid are the groups, of n_cols columns each."""
+    wait_for_previous(DEPENDENT)
+    group = tl.program_id(1)
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    at = group * n_cols + cols
+    x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+    g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+    w = tl.load(W_ptr + at, mask=cols < n_cols, other=0.0)
+    factor, _ = _gate_and_slope(g, SIGMOID)
+    u = x
+    if not NORM_FIRST:
+        u = u * factor
+    rstd = tl.rsqrt(tl.sum(u * u, axis=1)[:, None] / n_cols + eps)
+    h = u * rstd
+    y = h * w.to(tl.float32)
+    if LLAMA:
+        h = h.to(X_ptr.dtype.element_ty).to(tl.float32)
+        y = h * w.to(tl.float32)
+        if X_ptr.dtype.element_ty == W_ptr.dtype.element_ty:
+            y = y.to(X_ptr.dtype.element_ty).to(tl.float32)
+    if NORM_FIRST:
+        y = y * factor
+    tl.store(Y_ptr + rows * Y_row_stride + at, y.to(Y_ptr.dtype.element_ty), mask=mask)
+    tl.store(RSTD_ptr + group * n_rows.to(tl.int64) + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _gated_rms_norm_bwd_kernel(
+    DY_ptr,
+    X_ptr,
+    G_ptr,
+    W_ptr,
+    RSTD_ptr,
+    DX_ptr,
+    DG_ptr,
+    Partial_ptr,
+    DY_row_stride,
+    X_row_stride,
+    G_row_stride,
+    DX_row_stride,
+    n_rows,
+    n_cols,
+    n_tiles,
+    SIGMOID: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program p of a group takes its row tiles p, p + programs, ...; Partial_ptr [programs, groups * n_cols] gets its
+    share of dw."""
+    wait_for_previous(DEPENDENT)
+    group = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    at = group * n_cols + cols
+    w = tl.load(W_ptr + at, mask=cols < n_cols, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (rows < n_rows) & (cols < n_cols)
+        dy = _load(DY_ptr, rows, DY_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+        x = _load(X_ptr, rows, X_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+        g = _load(G_ptr, rows, G_row_stride, at, mask, LOAD_CACHE, LOAD_EVICT)
+        rstd = tl.load(RSTD_ptr + group * n_rows.to(tl.int64) + rows, mask=rows < n_rows, other=0.0)
+        factor, slope = _gate_and_slope(g, SIGMOID)
+        u = x
+        dn = dy
+        if NORM_FIRST:
+            dn = dy * factor
+        else:
+            u = x * factor
+        h = u * rstd
+        dw += dn * h
+        m = dn * w
+        du = rstd * (m - h * (tl.sum(m * h, axis=1)[:, None] / n_cols))
+        if NORM_FIRST:
+            dx = du
+            dg = dy * h * w * slope
+        else:
+            dx = du * factor
+            dg = du * x * slope
+        tl.store(DX_ptr + rows * DX_row_stride + at, dx.to(DX_ptr.dtype.element_ty), mask=mask)
+        tl.store(DG_ptr + rows * DX_row_stride + at, dg.to(DG_ptr.dtype.element_ty), mask=mask)
+    partial = Partial_ptr + tl.program_id(0) * (tl.num_programs(1) * n_cols) + group * n_cols + tl.arange(0, BLOCK_SIZE)
+    total = tl.sum(dw, axis=0)
+    tl.store(partial, total.to(Partial_ptr.dtype.element_ty), mask=tl.arange(0, BLOCK_SIZE) < n_cols)
+
+
+# -- tunables --------------------------------------------------------------------------------------------------------
+# A program holds whole groups, which are heads of attention or a share of a layer's width. The key's columns are a
+# group's.
+
+
+def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """At least 2048 elements a program where there are rows enough."""
+    rows = rows_per_program(target, key[1], max(1, min(32, 2048 // key[0])))
+    few = 1 << key[1] <= target.multiprocessors
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, row_warps(target, few, key[0] * rows))
+
+
+def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """Tiles of 2048 elements, on a persistent grid of 8192 elements a multiprocessor: three streams are in registers,
+    and a row of dw for each of a tile's rows."""
+    rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
+    ctas = max(1, min(8, 8192 // (key[0] * rows)))
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16), 1, ctas)
+
+
+def _safe(target: Target, key: Key) -> LaunchConfig:
+    return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, target.warps(key[0], 32), 1, 1)
+
+
+def _space(target: Target, key: Key) -> list[LaunchConfig]:
+    return [
+        LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps, stages, ctas, hint)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16, 32)
+        for stages in (1, 2)
+        for ctas in (2, 4, 8)
+        for hint in ("none", "stream")
+        if rows * key[0] <= max(key[0], 8192) and 4 <= rows * key[0] // (warps * target.warp_size) <= 64
+    ]
+
+
+def _holds_a_row(config: LaunchConfig, key: Key) -> str | None:
+    narrow = config.blocks.get("BLOCK_SIZE", 0) < key[0]
+    return persistent_misfit(config, key) or ("BLOCK_SIZE must hold a whole group" if narrow else None)
+
+
+def _forward_misfit(config: LaunchConfig, key: Key) -> str | None:
+    return _holds_a_row(LaunchConfig(config.blocks, config.num_warps, ctas_per_mp=1), key)
+
+
+def _tunable(variant: str, kernel: Any, heuristic: Any, valid: Any) -> Tunable:
+    return Tunable(
+        "gated_rms_norm",
+        variant,
+        kernels=(kernel,),
+        key=row_key,
+        dims=DIMS,
+        heuristic=heuristic,
+        safe=_safe,
+        space=_space,
+        valid=valid,
+        dependent_launch=is_small_launch,
+    )
+
+
+FWD = _tunable("fwd", _gated_rms_norm_fwd_kernel, _fwd_heuristic, _forward_misfit)
+BWD = _tunable("bwd", _gated_rms_norm_bwd_kernel, _bwd_heuristic, _holds_a_row)
+DW = column_sum_tunable("gated_rms_norm")
+
+# -- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _fwd(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
+    x, gate, w = row_major(x), row_major(gate), dense(w)
+    n_rows, n_cols, stride = rows_of(x)
+    n_groups = n_cols // group_size
+    y = torch.empty(x.shape, dtype=_out_dtype(x, w, llama, norm_first), device=x.device)
+    rstd = x.new_empty((n_groups, n_rows), dtype=torch.float32)
+    if n_rows:
+        plan = FWD.plan(x.device, row_key(n_rows, group_size, x.itemsize))
+        args = (x, gate, w, y, rstd, stride, rows_of(gate)[2], n_cols, n_rows, group_size, eps)
+        grid = cdiv(n_rows, plan.config.blocks["ROWS"]), n_groups
+        launch(plan, _gated_rms_norm_fwd_kernel, grid, args, (sigmoid, llama, norm_first))
+    return y, rstd
+
+
+def _bwd(dy, x, gate, w, rstd, sigmoid, norm_first, group_size):
+    dy, x, gate, w = row_major(dy), row_major(x), row_major(gate), dense(w)
+    n_rows, n_cols, stride = rows_of(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    if not n_rows:
+        return dx, dgate, torch.zeros_like(w)
+    plan = BWD.plan(x.device, row_key(n_rows, group_size, x.itemsize))
+    n_tiles = cdiv(n_rows, plan.config.blocks["ROWS"])
+    n_groups = n_cols // group_size
+    programs = min(max(1, plan.programs // n_groups), n_tiles)
+    partial = partial_sums(x, programs, n_cols, w.dtype)
+    strides = rows_of(dy)[2], stride, rows_of(gate)[2], n_cols
+    args = (dy, x, gate, w, rstd, dx, dgate, partial, *strides, n_rows, group_size, n_tiles)
+    launch(plan, _gated_rms_norm_bwd_kernel, (programs, n_groups), args, (sigmoid, norm_first))
+    return dx, dgate, column_sum(DW, partial, w.dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _options(sigmoid: bool, llama: bool, norm_first: bool, group_size: int) -> tuple:
+    """The reference's arguments after eps."""
+    return ACTIVATIONS[sigmoid], CASTING_MODES[not llama], norm_first, group_size
+
+
+def _grouped(x: torch.Tensor, group_size: int) -> tuple[int, int, int]:
+    """(rows, groups, columns of a group)"""
+    return rows_of(x)[0], x.shape[-1] // group_size, group_size
+
+
+def _fwd_reference(x, gate, w, eps, sigmoid, llama, norm_first, group_size):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(wide)
+    if not norm_first:
+        g = gate.to(wide)
+        u = u * (torch.sigmoid(g) if sigmoid else torch.nn.functional.silu(g))
+    rstd = torch.rsqrt(u.reshape(_grouped(x, group_size)).square().mean(-1) + eps)
+    y = gated_rms_norm_reference(x, gate, w, eps, *_options(sigmoid, llama, norm_first, group_size))
+    return y.contiguous(), rstd.t().contiguous()
+
+
+def _bwd_reference(dy, x, gate, w, rstd, sigmoid, norm_first, group_size):
+    wide, shape = rstd.dtype, _grouped(x, group_size)
+    dy, v, g, scale = (t.to(wide) for t in (dy, x, gate, w))
+    s = torch.sigmoid(g)
+    factor, slope = (s, s * (1 - s)) if sigmoid else (g * s, s + g * s * (1 - s))
+    u, dn = (v, dy * factor) if norm_first else (v * factor, dy)
+    r = rstd.t()[..., None]
+    h = (u.reshape(shape) * r).reshape(x.shape)
+    m = dn * scale
+    means = (m * h).reshape(shape).mean(-1, keepdim=True)
+    du = (r * (m.reshape(shape) - h.reshape(shape) * means)).reshape(x.shape)
+    dx, dg = (du, dy * h * scale * slope) if norm_first else (du * factor, du * v * slope)
+    dw = (dn * h).reshape(shape).sum(0).flatten()
+    return dx.to(x.dtype).contiguous(), dg.to(gate.dtype).contiguous(), dw.to(w.dtype)
+
+
+gated_rms_norm_fwd = define(
+    "gated_rms_norm_fwd(Tensor x, Tensor gate, Tensor w, float eps, bool sigmoid, bool llama, bool norm_first, "
+    "int group_size) -> (Tensor, Tensor)",
+    launcher=_fwd,
+    reference=_fwd_reference,
+)
+gated_rms_norm_bwd = define(
+    "gated_rms_norm_bwd(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, bool sigmoid, bool norm_first, "
+    "int group_size) -> (Tensor, Tensor, Tensor)",
+    launcher=_bwd,
+    reference=_bwd_reference,
+    fake=("x", "gate", "w"),
+)
+
+
+class LigerGatedRMSNormFunction(Function):
+    """Autograd for the gated RMSNorm: saves x, gate, w and rstd."""
+
+    @staticmethod
+    def forward(ctx, X, gate, W, eps, sigmoid, llama, norm_first, group_size):
+        Y, RSTD = gated_rms_norm_fwd(X, gate, W, eps, sigmoid, llama, norm_first, group_size)
+        ctx.save_for_backward(X, gate, W, RSTD)
+        ctx.options = sigmoid, norm_first, group_size
+        return Y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dY):
+        return *gated_rms_norm_bwd(dY, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+
+
+# -- public ----------------------------------------------------------------------------------------------------------
+
+
+def liger_gated_rms_norm(
+    X: torch.Tensor,
+    gate: torch.Tensor,
+    W: torch.Tensor,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    casting_mode: str = "llama",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> torch.Tensor:
+    """RMSNorm of X over groups of columns, scaled by W and gated by activation(gate).
+
+    norm_before_gate: h(X) * W * activation(gate); else h(X * activation(gate)) * W; h(u) = u / sqrt(mean(u^2) + eps).
+    X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: silu or sigmoid.
+    casting_mode: llama rounds h, and h * W, to the inputs' dtype; gemma rounds the result only. group_size: columns
+    that are normalised together, a divisor of n_cols; None: all.
+    Returns [..., n_cols] in X's dtype; gate first with llama, in the promoted dtype of X and W.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
+    """
+    check_tensors(_NAME, X=X, gate=gate, W=W)
+    check_numbers(_NAME, eps=eps)
+    check_flags(_NAME, norm_before_gate=norm_before_gate)
+    n_cols = X.shape[-1] if X.dim() else 0
+    if not n_cols or gate.shape != X.shape or W.shape != X.shape[-1:]:
+        shapes = f"{tuple(X.shape)}, {tuple(gate.shape)} and {tuple(W.shape)}"
+        check(False, _NAME, f"X and gate must be [..., n_cols] and W [n_cols], n_cols at least 1, got {shapes}")
+    group_size = n_cols if group_size is None else group_size
+    if type(group_size) is not int or group_size < 1 or n_cols % group_size:
+        check(False, _NAME, f"group_size must be a divisor of n_cols = {n_cols}, got {group_size!r}")
+    if activation not in ACTIVATIONS:
+        check(False, _NAME, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if casting_mode not in CASTING_MODES:
+        check(False, _NAME, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    flags = activation == "sigmoid", casting_mode == "llama", bool(norm_before_gate)
+    return LigerGatedRMSNormFunction.apply(X, gate, W, float(eps), *flags, group_size)
+
+
+class LigerGatedRMSNorm(torch.nn.Module):
+    """Gated RMSNorm layer with a weight of ones at the start; the arguments are those of `liger_gated_rms_norm`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        activation: str = "silu",
+        casting_mode: str = "llama",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon, self.activation, self.casting_mode = eps, activation, casting_mode
+        self.norm_before_gate, self.group_size = norm_before_gate, group_size
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """hidden_states, gate: [..., hidden_size]; returns the same shape."""
+        options = self.activation, self.casting_mode, self.norm_before_gate, self.group_size
+        return liger_gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, *options)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.variance_epsilon}, activation={self.activation}"
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "qwen3_next_80b": (262144, 128),
+    "kimi_linear_48b": (262144, 128),
+    "bamba_9b": (8192, 8192),
+}
+"""Problem sizes (n_rows, n_cols): 8192 tokens of 32 heads of 128; 8192 tokens of a state space layer."""
+
+
+def _sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:
+    n_rows, n_cols = sizes
+    n_cols *= groups
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+
+    x, gate = (normal(n_rows, n_cols).to(dtype).requires_grad_() for _ in range(2))
+    w = normal(n_cols).to(torch.float32 if wide_weight and dtype.itemsize < 4 else dtype).requires_grad_()
+    if groups > 1:
+        options["group_size"] = n_cols // groups
+    return Sample(
+        args=(x, gate, w),
+        kwargs=options,
+        reduction=n_cols,
+        grad_reduction=max(n_rows, n_cols),
+        moved=8 * n_rows * n_cols * dtype.itemsize,
+    )
+
+
+OP = registry.register(
+    Op(
+        name="gated_rms_norm",
+        function=liger_gated_rms_norm,
+        reference=gated_rms_norm_reference,
+        tunables=(FWD, BWD, DW),
+        workloads=WORKLOADS,
+        sample=_sample,
+        options=(
+            {},
+            {"activation": "sigmoid", "casting_mode": "gemma", "wide_weight": True},
+            {"norm_before_gate": False, "groups": 3},
+            {"norm_before_gate": False, "casting_mode": "gemma"},
+        ),
+    )
+)

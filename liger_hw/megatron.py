@@ -1,0 +1,235 @@
+"""Megatron-core with liger_hw's kernels: RMSNorm, SwiGLU and the cross entropy over a vocabulary split between ranks.
+
+    from liger_hw.megatron import apply_liger_kernel_to_megatron
+    apply_liger_kernel_to_megatron(cross_entropy=True, swiglu=True)      # before the model is built
+
+The names and arguments are those of `liger_kernel.megatron` of Liger Kernel 0.8.5. Megatron-core is imported by
+`apply_liger_kernel_to_megatron` alone: the modules below need only a config with the attributes that they read.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Callable
+
+import torch
+
+from .kernels.losses.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
+from .kernels.norms.rms_norm import liger_rms_norm
+from .kernels.pointwise.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
+from .transformers.report import ALREADY, PATCH_LOCK, PATCH_MARK, PATCHED, Patch, PatchReport, PatchRow, is_ours
+
+
+class LigerMegatronRMSNorm(torch.nn.Module):
+    """RMSNorm as Megatron-core builds its norms. forward(x [..., hidden_size]) -> [..., hidden_size].
+
+    config: a TransformerConfig; its `normalization` must be "RMSNorm". With its `sequence_parallel` the weight is
+    tagged so that Megatron sums its gradient over the tensor-parallel ranks. zero_centered_gamma, or the config's
+    `layernorm_zero_centered_gamma`: the weight begins at 0, and 1 + weight scales. The normalised value is scaled in
+    fp32 and rounded once, as torch's and Transformer Engine's RMSNorm do. persist_layer_norm and normalization are
+    accepted for the protocol.
+    Raises `ValueError` for another normalization.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "RMSNorm",
+    ) -> None:
+        super().__init__()
+        wanted = getattr(config, "normalization", "RMSNorm")
+        if wanted != "RMSNorm" or normalization not in ("RMSNorm", "LayerNorm"):  # LayerNorm: Megatron's default there
+            raise ValueError(f"LigerMegatronRMSNorm: normalization must be RMSNorm, the config says {wanted!r}")
+        self.config, self.eps = config, eps
+        self.zero_centered_gamma = bool(zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False))
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=getattr(config, "params_dtype", None)))
+        self.weight.sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The scale becomes 1."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_rms_norm(x, self.weight, self.eps, 1.0 if self.zero_centered_gamma else 0.0, "gemma")
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LigerMegatronSwiGLU(torch.nn.Module):
+    """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with its arguments.
+
+    forward(input [..., 2 * n_cols], bias, fp8_input_store, cpu_offload_input) -> [..., n_cols], the gate first.
+    fallback_impl: takes the calls with a bias, an fp8 store or offloading; without one they raise
+    `NotImplementedError`. in_place: accepted for compatibility.
+    """
+
+    def __init__(self, fallback_impl: Callable[..., torch.Tensor] | None = None, in_place: bool = False) -> None:
+        super().__init__()
+        self.fallback_impl = fallback_impl
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        fp8_input_store: bool = False,
+        cpu_offload_input: bool = False,
+    ) -> torch.Tensor:
+        if bias is None and not fp8_input_store and not cpu_offload_input:
+            return liger_fused_gate_up_swiglu(input)
+        if self.fallback_impl is None:
+            raise NotImplementedError(
+                "LigerMegatronSwiGLU has no bias, fp8 store or offloading; pass Megatron's bias_swiglu_impl as "
+                "fallback_impl"
+            )
+        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+
+
+class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
+    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: its smoothing, averaged over a rank's own part.
+
+    forward(vocab_parallel_logits [seq, batch, part], target [seq, batch], tp_group=None) -> [seq, batch] fp32
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "megatron",
+        label_smoothing_mode: str = "partition",
+    ) -> None:
+        super().__init__(ignore_index, label_smoothing, reduction, label_smoothing_formula, label_smoothing_mode)
+
+
+# -- the patch -------------------------------------------------------------------------------------------------------
+
+_FUSED = (
+    ("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"),
+    ("megatron.core.models.common.language_module.language_module", "fused_vocab_parallel_cross_entropy"),
+    ("megatron.core.models.backends", "_fused_ce"),
+)
+_UNFUSED = (
+    ("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
+    ("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),
+)
+"""Where releases of megatron-core hold the two functions: defined first, then the copies that modules imported."""
+
+
+def apply_liger_kernel_to_megatron(
+    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False
+) -> PatchReport:
+    """Put the kernels into megatron-core, for models that are built afterwards. Doing it twice changes nothing more.
+
+    rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm; those of
+    Transformer Engine and Apex stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
+    fused SwiGLU without bias, fp8 store and offloading.
+    Returns a report; `revert()` takes everything back. Raises `ImportError` where megatron-core, or what is to be
+    replaced in it, is not there.
+    """
+    report = PatchReport("megatron", "megatron-core")
+    with PATCH_LOCK:
+        if rms_norm:
+            backends = _module("megatron.core.models.backends")
+            provider = backends.LocalSpecProvider
+            _replace(report, "rms_norm", "rms_norm", provider, "layer_norm", _layer_norm(provider.layer_norm))
+            block = _module("megatron.core.transformer.transformer_block")
+            if is_ours(block.LayerNormImpl) or block.LayerNormImpl.__name__ == "WrappedTorchNorm":
+                _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_of(block.LayerNormImpl))
+        if cross_entropy:
+            _replace_copies(report, _FUSED, _fused_loss())
+            _replace_copies(report, _UNFUSED, _loss())
+        if swiglu:
+            fused = _module("megatron.core.fusions.fused_bias_swiglu")
+            _replace(report, "swiglu", "fused_gate_up_swiglu", fused, "SwiGLUFunction", _swiglu(fused.SwiGLUFunction))
+    return report
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"apply_liger_kernel_to_megatron needs megatron-core with {name}: {error}") from error
+
+
+def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str, replacement: Any) -> None:
+    where = f"{owner.__name__}.{name}"
+    if is_ours(getattr(owner, name)):
+        report.rows.append(PatchRow(part, where, kernel, ALREADY))
+        return
+    setattr(replacement, PATCH_MARK, (part, kernel))
+    report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, name, replacement))
+
+
+def _replace_copies(report: PatchReport, places: tuple, replacement: Any) -> None:
+    """Replace a function where it is defined, and the copies of it that other modules imported by name."""
+    original = None
+    for module_name, name in places:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            if original is None:
+                _module(module_name)
+            continue
+        held = getattr(module, name, None)
+        original = original or held
+        if held is not None and (held is original or is_ours(held)):
+            _replace(report, "cross_entropy", "vocab_parallel_cross_entropy", module, name, replacement)
+
+
+def _layer_norm(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def layer_norm(self: Any, rms_norm: bool = False, for_qk: bool = False, *args: Any, **kwargs: Any) -> Any:
+        return LigerMegatronRMSNorm if rms_norm else original(self, rms_norm, for_qk, *args, **kwargs)
+
+    return layer_norm
+
+
+def _norm_of(original: Any) -> type:
+    class LayerNormImpl:
+        """Builds a norm. A class, as Megatron takes a function for a module that is built already."""
+
+        def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+            build = LigerMegatronRMSNorm if getattr(config, "normalization", None) == "RMSNorm" else original
+            return build(config=config, hidden_size=hidden_size, eps=eps, **kwargs)
+
+    return LayerNormImpl
+
+
+def _fused_loss() -> Callable:
+    loss = LigerMegatronCrossEntropy()
+
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
+        return loss(vocab_parallel_logits, target, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def _loss() -> Callable:
+    def vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
+    ) -> Any:
+        if tp_group is None:  # Megatron's own then takes the model's tensor-parallel group
+            tp_group = _module("megatron.core.parallel_state").get_tensor_model_parallel_group(check_initialized=False)
+        return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, tp_group)
+
+    return vocab_parallel_cross_entropy
+
+
+def _swiglu(original: Any) -> Any:
+    class SwiGLUFunction:
+        """What Megatron does with its own autograd function: `apply`."""
+
+        @staticmethod
+        def apply(input: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> torch.Tensor:
+            if fp8_input_store or cpu_offload_input:
+                return original.apply(input, fp8_input_store, cpu_offload_input)
+            return liger_fused_gate_up_swiglu(input)
+
+    return SwiGLUFunction

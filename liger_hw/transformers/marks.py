@@ -1,0 +1,38 @@
+"""How a function that a patch puts in place is told from all others."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any, Callable
+
+PATCH_MARK = "_liger_hw_part"
+"""Attribute of every function that a patch puts in place: (part, kernel). A wrapper made with functools.wraps has it
+too: what it wraps is patched."""
+
+_OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
+
+
+def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None = None) -> None:
+    """Note that a patch puts `function` in place.
+
+    switch: a list that `function` runs the original without, once it is empty; for what may hold on to `function` when
+    its patch is reverted
+    """
+    setattr(function, PATCH_MARK, (part, kernel))
+    if switch is not None:
+        function._liger_hw_switch = switch
+    _OURS.add(function)
+
+
+def is_ours(held: Any) -> bool:
+    """Whether a function, bound method or view is one that a patch put in place, and no wrapper around it."""
+    function = getattr(held, "__func__", held)
+    if isinstance(function, types.FunctionType):
+        return function in _OURS
+    return hasattr(type(held), PATCH_MARK)
+
+
+def switch_off(replacement: Any) -> None:
+    """Make a function that was marked with a switch run the original from now on."""
+    getattr(replacement, "_liger_hw_switch", []).clear()

@@ -1,0 +1,152 @@
+"""Branches that a probe took: what a module computes where none of its probes went is not known.
+
+A module is recognised by runs on a few inputs. Its code may turn off the way on others: of another length or dtype, in
+another mode. So every probe is watched, instruction by instruction. A condition that went one way only in all of them
+is reported, unless it asks for what a guard holds (guards.py): attributes of the module alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import sysconfig
+import types
+from typing import Any
+
+import torch
+
+_OTHERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+"""Folders of code that is known: torch and liger_hw."""
+_AUTOCAST = "maybe_autocast", os.path.join("transformers", "utils", "generic.py")
+"""Known too: transformers' torch.autocast, which does nothing where autocast is off and stays off."""
+_LIBRARY = sysconfig.get_path("stdlib")
+_UNGUARDED = frozenset({"training"})
+"""Attributes of a module that no guard holds."""
+
+
+class Coverage:
+    """A context manager under which Python code is watched; it may be entered many times. `unexplored` has the answer.
+
+    always: local variables of the first function that is called which cannot be otherwise when the kernel runs
+    given: those which are not None when it runs, and may be anything else
+    """
+
+    def __init__(
+        self, function: Any, always: frozenset[str] = frozenset(), given: frozenset[str] = frozenset()
+    ) -> None:
+        self.always = {getattr(function, "__code__", None): always}
+        self.given = {getattr(function, "__code__", None): given}
+        self.ways: dict[types.CodeType, set[tuple[int, int]]] = {}
+        self._before: list[Any] = []
+
+    def __enter__(self) -> "Coverage":
+        self._before.append(sys.gettrace())
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before.pop())
+
+    def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        file = code.co_filename
+        if file.startswith((*_OTHERS, "<frozen")) or (file.startswith(_LIBRARY) and "-packages" not in file):
+            return None
+        if code.co_name in ("__getattr__", "__getattribute__"):  # a configuration's: guards hold what it answers
+            return None
+        if code.co_name == "__getitem__" and isinstance(
+            frame.f_locals.get("self"), dict
+        ):  # a table's: by the key alone
+            return None
+        if code.co_name == _AUTOCAST[0] and file.endswith(_AUTOCAST[1]):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        ways, last = self.ways.setdefault(code, set()), -1
+
+        def step(frame: types.FrameType, event: str, _: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                ways.add((last, frame.f_lasti))
+                last = frame.f_lasti
+            return step
+
+        return step
+
+    def unexplored(self) -> str:
+        """A branch that went one way only, in words, or "" when there is none that matters."""
+        for code, ways in self.ways.items():
+            steps = list(dis.get_instructions(code))
+            for i, step in enumerate(steps):
+                taken = {after for before, after in ways if before == step.offset}
+                if "_IF_" not in step.opname or len(taken) != 1 or self._is_guarded(code, _condition(steps, i)):
+                    continue
+                if _asks_for_none(steps, i) in self.given.get(code, ()):
+                    continue
+                if not _raises(steps, {step.argval, steps[i + 1].offset} - taken):
+                    return f"line {_line(steps, i)} of {os.path.basename(code.co_filename)} may take another branch"
+        return ""
+
+    def _is_guarded(self, code: types.CodeType, condition: list[dis.Instruction]) -> bool:
+        """Whether a condition reads attributes of the module alone, or constants."""
+        me = code.co_varnames[0] if code.co_argcount and code.co_varnames[0] == "self" else None
+        known = {me, *self.always.get(code, ())}
+        read: set[Any] = set()
+        for step in condition:
+            if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+                read.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
+            if step.argval in _UNGUARDED and step.opname != "LOAD_CONST":
+                return False
+        calls = any(step.opname.startswith("CALL") for step in condition)
+        return read <= known and (bool(read) or not calls)
+
+
+def _asks_for_none(steps: list[dis.Instruction], jump: int) -> str | None:
+    """The local variable of which a conditional jump asks only whether it is None; nothing where it is assigned to."""
+    condition = [step for step in _condition(steps, jump) if not step.opname.startswith(("NOP", "CACHE"))]
+    load, *rest = condition or [steps[jump]]
+    by_jump = not rest and steps[jump].opname.endswith(("_IF_NONE", "_IF_NOT_NONE"))
+    by_value = [step.opname for step in rest] == ["LOAD_CONST", "IS_OP"] and rest[0].argval is None
+    if not load.opname.startswith("LOAD_FAST") or not (by_jump or by_value):
+        return None
+    stored = any(step.opname.startswith("STORE_FAST") and load.argval in _names(step) for step in steps)
+    return None if stored else load.argval
+
+
+def _names(step: dis.Instruction) -> tuple[Any, ...]:
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+
+
+def _raises(steps: list[dis.Instruction], other: set[int]) -> bool:
+    """Whether the way that was not taken does nothing but raise."""
+    for step in steps:
+        if other and step.offset >= min(other):
+            if step.opname == "RAISE_VARARGS":
+                return True
+            if step.opname.startswith(("RETURN", "STORE", "FOR", "JUMP")) or "_IF_" in step.opname:
+                return False
+    return False
+
+
+def _condition(steps: list[dis.Instruction], jump: int) -> list[dis.Instruction]:
+    """The instructions that compute what a conditional jump asks; before Python 3.11, those of its line."""
+    at = getattr(steps[jump], "positions", None)
+    if at is None or at.lineno is None:
+        start = jump
+        while start and not steps[start].starts_line:
+            start -= 1
+        return steps[start:jump]
+    first, last = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
+    inside = []
+    for step in steps[:jump]:
+        where = step.positions
+        if where is not None and where.lineno is not None:
+            if first <= (where.lineno, where.col_offset) and (where.end_lineno, where.end_col_offset) <= last:
+                inside.append(step)
+    return inside
+
+
+def _line(steps: list[dis.Instruction], index: int) -> int | None:
+    lines = [step.starts_line for step in steps[: index + 1] if step.starts_line]
+    at = getattr(steps[index], "positions", None)
+    return at.lineno if at is not None else lines[-1] if lines else None

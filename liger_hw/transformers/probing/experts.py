@@ -1,0 +1,252 @@
+"""Experts whose weights are batched parameters: recognised by running a tiny copy of them beside `fused_moe`.
+
+The copy has the module's own attributes, and random weights of a few small experts in the layout that the real ones
+have. Its own loop over experts (the function that transformers calls `eager`) is what counts, with its gradients:
+flags such as `is_transposed` are not believed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+from torch import nn
+
+from ...distributed import owners
+from ...kernels.moe.fused_moe import fused_moe_reference
+from ...runtime.checks import autocast_dtype
+from .guards import EVERYTHING, reads
+from .probe import Match, Refused, agrees, generator, normal, probe_copy, required_inputs, run
+
+KERNEL = "fused_moe"
+_BIASES = "_bias"
+_UP = ("gate_up_proj", "up_proj")
+_DOWN = "down_proj"
+_EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
+_HIDDEN, _INNER = 8, 12
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm", "liger_hw")
+"""Experts implementations of transformers in whose place the op may come; another is somebody's own choice."""
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
+
+
+class Formula(NamedTuple):
+    """Which experts `fused_moe` is to compute: the names of the module's parameters, and the op's options.
+
+    up_bias, down_bias: empty where there is none
+    """
+
+    up: str
+    up_bias: str
+    down_bias: str
+    options: tuple[tuple[str, Any], ...]
+
+    def weights(self, module: Any) -> tuple[torch.Tensor | None, ...]:
+        """(up, down, bias of up, bias of down) of a module as it is now; each is read once, as PEFT computes them."""
+        names = (self.up, _DOWN, self.up_bias, self.down_bias)
+        return tuple(getattr(module, name) if name else None for name in names)
+
+    def __str__(self) -> str:
+        options = dict(self.options)
+        words = [options["activation"]]
+        words += [f"{name} {options[name]:g}" for name in ("alpha", "limit", "up_offset") if name in options]
+        words += ["no gate"] if "has_gate" in options else []
+        words += ["interleaved"] if "is_concatenated" in options else []
+        words += ["transposed"] if "is_transposed" in options else []
+        return ", ".join(words + (["biases"] if self.up_bias else []))
+
+
+def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
+    """The experts of (module, x [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k])."""
+    from ..functional import liger_fused_moe
+
+    options = dict(formula.options)
+
+    def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        up, down, up_bias, down_bias = formula.weights(self)
+        dtype = autocast_dtype(x.device.type) or up.dtype
+        if x.dtype is dtype and up.dtype is dtype:
+            return liger_fused_moe(
+                x, up, down, top_k_index, top_k_weights, gate_up_bias=up_bias, down_bias=down_bias, **options
+            )
+        up_bias, down_bias = (b if b is None else b.to(dtype) for b in (up_bias, down_bias))
+        rows = liger_fused_moe(
+            *(x.to(dtype), up.to(dtype), down.to(dtype), top_k_index, top_k_weights),
+            gate_up_bias=up_bias,
+            down_bias=down_bias,
+            **options,
+        )
+        return rows.to(x.dtype)  # as transformers' own
+
+    return experts
+
+
+# -- which modules ---------------------------------------------------------------------------------------------------
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module has two batched projections among its own parameters."""
+    names = owners.parameter_shapes(module).keys()
+    return _DOWN in names and any(name in names for name in _UP)
+
+
+def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
+    """The options of `fused_moe` with which it computes what `module` does."""
+    chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
+    if chosen not in _REPLACED:
+        return Refused(f"experts_implementation={chosen!r} was asked for", KERNEL)
+    found = _formula(module, inspect.unwrap(forward))
+    if isinstance(found, str):
+        return Refused(found, KERNEL)
+    used = frozenset(owners.parameter_shapes(module)) | {"num_experts"}
+    return Match(KERNEL, str(found), replacement(found), used=used, inputs=3)
+
+
+def _formula(module: nn.Module, forward: Callable) -> Formula | str:
+    """The formula, or why there is none."""
+    if lost := owners.forgotten(module):
+        return f"FSDP1 holds its {lost[0]}: patch the model before it is wrapped, or pass the wrapper itself"
+    own = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
+    up = next((name for name in _UP if name in own), "")
+    known = {up, _DOWN, up + _BIASES, _DOWN + _BIASES}
+    if not up or _DOWN not in own:
+        return "its weights are not there"
+    if unknown := sorted(own.keys() - known):
+        return f"it has {unknown[0]} beside its two projections"
+    dtypes = [getattr(module, name).dtype for name in own]
+    if odd := [dtype for dtype in dtypes if not dtype.is_floating_point or dtype.itemsize < 2]:
+        return f"its weights are {odd[0]}"
+    layouts = list(_layouts(own[up], own[_DOWN], up == "gate_up_proj"))
+    if not layouts:
+        return f"its projections have shapes {own[up]} and {own[_DOWN]}"
+    if getattr(module, "has_post_expert_norm", False):
+        return "it has a norm after each expert"
+    if len(_inputs(forward)) != 3:
+        return f"it takes {' and '.join(_inputs(forward))}, not tokens, experts and weights"
+    reasons = []
+    for layout in layouts:
+        found = _Probe(module, forward, up, own.keys(), layout).formula()
+        if isinstance(found, Formula):
+            return found
+        reasons.append(found)
+    return min(reasons, key=lambda reason: reason.startswith("it cannot be run"))
+
+
+def _inputs(forward: Callable) -> list[str]:
+    """Names of a forward's arguments; gpt-oss gives two of the three a default."""
+    names = required_inputs(forward)
+    return names if len(names) == 3 else list(inspect.signature(forward).parameters)[1:]
+
+
+class _Layout(NamedTuple):
+    """How the weights lie. inner: the experts' width in the probe; sizes: size in the real module -> in the probe."""
+
+    is_transposed: bool
+    has_gate: bool
+    inner: int
+    sizes: dict[int, int]
+
+
+def _layouts(up: tuple[int, ...], down: tuple[int, ...], is_double: bool) -> Iterator[_Layout]:
+    """The layouts that weights of these shapes may have; two where the sizes leave it open."""
+    if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
+        return
+    for is_transposed in (False, True):
+        columns, hidden = (up[2], up[1]) if is_transposed else (up[1], up[2])
+        out, inner = (down[2], down[1]) if is_transposed else (down[1], down[2])
+        if out == hidden and columns == (2 if is_double else 1) * inner:
+            tiny_inner = _HIDDEN if inner == hidden else _INNER
+            sizes = {columns: tiny_inner * columns // inner, inner: tiny_inner, hidden: _HIDDEN, up[0]: _EXPERTS}
+            yield _Layout(is_transposed, is_double, tiny_inner, sizes)
+
+
+# -- running a copy --------------------------------------------------------------------------------------------------
+
+
+class _Probe:
+    """Runs copies of one experts module, in one layout, and compares them with the op's reference."""
+
+    def __init__(self, module: nn.Module, forward: Callable, up: str, names: Any, layout: _Layout) -> None:
+        self.module, self.forward, self.up, self.layout = module, forward, up, layout
+        self.up_bias, self.down_bias = (name if name in names else "" for name in (up + _BIASES, _DOWN + _BIASES))
+        hidden, inner, source = _HIDDEN, layout.inner, generator()
+        columns = 2 * inner if layout.has_gate else inner
+        numbers = self._numbers()
+        self.scales = 0.3, max([6.0, *numbers])  # pre-activations that meet no limit, and ones that meet every limit
+
+        def weight(rows: int, n: int) -> torch.Tensor:
+            w = normal(_EXPERTS, rows, n, source=source)
+            return (w.mT.contiguous() if layout.is_transposed else w).requires_grad_()
+
+        self.parameters = {up: weight(columns, hidden), _DOWN: weight(hidden, inner)}
+        for name, size in ((self.up_bias, columns), (self.down_bias, hidden)):
+            if name:
+                self.parameters[name] = normal(_EXPERTS, size, source=source).requires_grad_()
+        self.x = normal(_TOKENS, hidden, source=source).requires_grad_()
+        experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
+        self.index = experts  # the last expert has no token
+        self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
+
+    def formula(self) -> Formula | str:
+        """The formula whose result and gradients agree, with pre-activations of the usual size and far larger ones."""
+        with torch.enable_grad():
+            results = [self._own(scale) for scale in self.scales]
+            for result in results:
+                if isinstance(result, str):
+                    return result
+            for options in self._options():
+                mine = [self._reference(scale, options) for scale in self.scales]
+                if all(agrees(found, wanted, 2e-5) for found, wanted in zip(mine, results)):
+                    if self._same_gradients(mine, results):
+                        return Formula(self.up, self.up_bias, self.down_bias, tuple(options.items()))
+                    return f"its gradients are not those of {KERNEL}"
+        return "its activation is none that the kernel has"
+
+    def _own(self, scale: float) -> torch.Tensor | str:
+        copied = probe_copy(self.module, self.parameters, {})
+        for name, value in vars(copied).items():
+            if type(value) is int and value in self.layout.sizes:
+                copied.__dict__[name] = self.layout.sizes[value]
+        if "num_experts" in vars(copied):
+            copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has made it a rank's share
+        return run(self.forward, copied, self.x * scale, self.index, self.weights)
+
+    def _reference(self, scale: float, options: dict[str, Any]) -> torch.Tensor:
+        up_bias, down_bias = self.parameters.get(self.up_bias), self.parameters.get(self.down_bias)
+        weights = self.parameters[self.up], self.parameters[_DOWN], self.index, self.weights
+        return fused_moe_reference(self.x * scale, *weights, gate_up_bias=up_bias, down_bias=down_bias, **options)
+
+    def _options(self) -> Iterator[dict[str, Any]]:
+        """Every set of options that the module's own numbers allow, the plainest first."""
+        fixed: dict[str, Any] = {"is_transposed": True} if self.layout.is_transposed else {}
+        if not self.layout.has_gate:
+            fixed["has_gate"] = False
+        numbers = [None, *dict.fromkeys(self._numbers())]
+        halves = ({}, {"is_concatenated": False}) if self.layout.has_gate else ({},)
+        for half, activation, limit in itertools.product(halves, _ACTIVATIONS, numbers):
+            limited = {} if limit is None else {"limit": limit}
+            yield {"activation": activation, **limited, **half, **fixed}
+        if self.layout.has_gate:  # gpt-oss's
+            for half, alpha, limit in itertools.product(halves, [1.0, *numbers[1:]], numbers):
+                limited = {} if limit is None else {"limit": limit}
+                yield {"activation": "silu", "alpha": alpha, **limited, "up_offset": 1.0, **half, **fixed}
+
+    def _numbers(self) -> list[float]:
+        """Positive finite numbers among the attributes that its forward reads; sizes are none."""
+        named = reads(type(self.module), self.forward)
+        held = vars(self.module).items()
+        values = [v for n, v in held if type(v) in (int, float) and (n in named or EVERYTHING in named)]
+        return [float(v) for v in values if 0 < v < float("inf") and v not in self.layout.sizes]
+
+    def _same_gradients(self, mine: list[torch.Tensor], own: list[torch.Tensor]) -> bool:
+        leaves = [self.x, self.weights, *self.parameters.values()]
+        for found, wanted in zip(mine, own):
+            if not wanted.requires_grad:
+                return False
+            direction = wanted.detach().cos()
+            theirs = torch.autograd.grad((wanted * direction).sum(), leaves, allow_unused=True)
+            ours = torch.autograd.grad((found * direction).sum(), leaves, allow_unused=True)
+            if not all(a is not None and b is not None and agrees(b, a, 2e-4) for a, b in zip(theirs, ours)):
+                return False
+        return True

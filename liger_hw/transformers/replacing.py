@@ -1,0 +1,102 @@
+"""The functions that a patch puts in the place of a forward, and the mark by which they are known."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable
+
+import torch
+
+from .. import env
+from ..recompute.recipes import recomputing
+from ..runtime.operator import is_interpreted
+from . import probing
+from .marks import mark
+from .probing import Match
+
+
+def keeps_own_code(x: Any) -> bool:
+    """Whether a patched part runs its own code for this input: on the CPU no kernel runs, and the references of kernels
+    take longer. They run where kernels are interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
+    """
+    if torch.jit.is_tracing():  # what is traced is the family's own code, never a kernel
+        return True
+    return x.is_cpu and not (is_interpreted() or recomputing() or _references_wanted())
+
+
+def _references_wanted() -> bool:
+    return env.get("LIGER_HW_CPU_REFERENCE")
+
+
+# what torch.compiler.assume_constant_result does, which would import torch._dynamo
+_references_wanted._dynamo_marked_constant = True
+
+
+def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
+    """A rotary function: `replacement` where kernels run, else `original`."""
+
+    def function(*args, **kwargs):
+        first = args[0] if args else next(iter(kwargs.values()))
+        return (original if keeps_own_code(first) else replacement)(*args, **kwargs)
+
+    function.__signature__ = inspect.signature(replacement)
+    return function
+
+
+def guarded(match: Match, guards: probing.Guards, original: Callable, switch: list[bool]) -> Callable:
+    """A method that computes `match.replacement` in `original`'s place, with its argument's name.
+
+    `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
+    on a CPU and while torch.jit traces (`keeps_own_code`), when more or fewer arguments are given than the match takes,
+    under autocast where the match says so, and once `switch` is empty.
+    """
+    replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
+    names = list(inspect.signature(original).parameters)
+
+    def applies(self: Any, x: Any) -> bool:
+        if not switch or keeps_own_code(x) or (guards and not probing.holds(self, guards)):
+            return False
+        if outside_autocast and torch.is_autocast_enabled(x.device.type):
+            return False
+        return not weight or x.dtype is getattr(self, weight).dtype
+
+    if match.inputs > 1:
+
+        def forward(self, *args, **kwargs):
+            given = (*args, *(kwargs[name] for name in names[1 + len(args) :] if name in kwargs))
+            fits = len(given) == len(args) + len(kwargs) == match.inputs and all(t is not None for t in given)
+            if not fits or not applies(self, given[0]):
+                return original(self, *args, **kwargs)
+            return replacement(self, *given)
+
+    elif len(names) > 2:
+
+        def forward(self, x, *args, **kwargs):
+            if args or kwargs or not applies(self, x):
+                return original(self, x, *args, **kwargs)
+            return replacement(self, x)
+
+    else:
+
+        def forward(self, x):
+            return replacement(self, x) if applies(self, x) else original(self, x)
+
+    code = forward.__code__
+    if match.inputs == 1 and len(names) > 1 and names[1] not in (*code.co_varnames, *code.co_freevars):
+        # for callers who pass the input by keyword
+        forward.__code__ = code.replace(co_varnames=(code.co_varnames[0], names[1], *code.co_varnames[2:]))
+    if len(names) > 2:
+        forward.__signature__ = inspect.signature(original)
+    return forward
+
+
+def marked(
+    function: Callable, part: str, kernel: str, original: Callable, switch: list[bool] | None = None
+) -> Callable:
+    """`function` under the names of what it replaces, with the mark of a patch."""
+    function.__name__ = getattr(original, "__name__", function.__name__)
+    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
+    function.__module__ = getattr(original, "__module__", function.__module__)
+    function.__doc__ = original.__doc__
+    mark(function, part, kernel, switch)
+    return function

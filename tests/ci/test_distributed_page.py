@@ -1,0 +1,75 @@
+"""The matrix of docs/distributed.md says what the kept records say, and no more."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {"rms_norm_fwd": 20, "swiglu_fwd": 8, "rope": 16, "fused_linear_cross_entropy_fwd": 4}
+
+
+@pytest.fixture
+def pages():
+    spec = importlib.util.spec_from_file_location("distributed_page", ROOT / "ci" / "distributed_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(**changes):
+    one = {"device": "cpu", "engine": "ddp", "adapter": "full", "ranks": 2, "loss_error": 1e-7, "gradient_error": 2e-6}
+    return {**one, "kernels": GOOD, **changes}
+
+
+def row(pages, tmp_path, *records):
+    """The table's line for DDP with all weights, from these records as the tests leave them."""
+    for number, one in enumerate(records):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    runs = pages.collect(tmp_path, "0123456789abcdef")
+    lines = pages.table({"CPU, gloo": runs.get("cpu"), "NCCL": runs.get("cuda")}, pages.load_matrix()).splitlines()
+    return next(line for line in lines if line.startswith("| ddp | full |")), lines
+
+
+def test_the_page_is_current(pages):
+    assert pages.main(["--check"]) == 0
+
+
+def test_a_page_that_is_not_current_fails(pages, tmp_path, monkeypatch):
+    old = tmp_path / "page.md"
+    old.write_text(pages.PAGE.read_text().replace("| ddp |", "| dpp |"))
+    monkeypatch.setattr(pages, "PAGE", old)
+    assert pages.main(["--check"]) == 1
+
+
+def test_what_a_record_says(pages, tmp_path):
+    line, lines = row(pages, tmp_path, record())
+    assert "same (1e-07) | same (2e-06) | rms_norm 20, swiglu 8, rope 16, head 4" in line
+    assert "- NCCL: not run." in lines and any("commit 0123456789ab," in line for line in lines)
+    assert all(
+        "not run" in line
+        for line in lines
+        if line.startswith("| ") and "ddp | full" not in line and "engine" not in line
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"loss_error": 1e-3}, "**wrong** (1e-03)"),
+        ({"gradient_error": float("nan")}, "**wrong** (nan)"),
+        ({"kernels": {**GOOD, "swiglu_fwd": 0}}, "**swiglu_fwd ran 0 times, not 8**"),
+        ({"failed": "ValueError: no"}, "**failed**: ValueError: no"),
+    ],
+)
+def test_what_is_wrong_is_not_called_the_same(pages, tmp_path, changes, words):
+    assert words in row(pages, tmp_path, record(**changes))[0]
+
+
+def test_no_records_are_an_error(pages, tmp_path):
+    with pytest.raises(ValueError, match="no records"):
+        pages.collect(tmp_path, "c")

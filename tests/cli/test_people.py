@@ -1,0 +1,215 @@
+"""Commands as people use them: widths, progress, what is refused, and the two that look before anything is done."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from liger_hw import registry, text
+from liger_hw.cli import main
+
+pytestmark = pytest.mark.cpu
+
+
+def said(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- widths and progress ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("info", "--all"),
+        ("explain", "rms_norm", "--shape", "2x4096", "--device", "h200"),
+        ("plan", "--model", "mistral-7b", "--batch", "1", "--seq", "4096", "--memory", "80GiB", "--shards", "8"),
+        ("autotune", "--list"),
+        ("autotune", "--dry-run", "--device", "xpu", "--ops", "softmax"),
+        ("cache", "verify"),
+        ("check", "mistral"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, tuple) else words,
+)
+def test_nothing_is_wider_than_the_terminal(capsys, monkeypatch, columns, words):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = said(capsys, *words)
+    wide = [line for line in out.splitlines() if len(line) > columns]
+    assert code in (0, 1) and out and not wide
+
+
+def test_a_table_is_folded_and_loses_nothing(monkeypatch):
+    rows = [("name", "what it says"), ("a" * 30, "word " * 20), ("b", "")]
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = text.table(rows)
+    assert max(map(len, shown.splitlines())) <= 50 and shown.count("word") == 20 and shown.count("a" * 5) >= 4
+    monkeypatch.delenv("COLUMNS")
+    assert len(text.table(rows).splitlines()) == 4, "what goes to a file is not folded"
+
+
+def test_progress_says_how_much_is_left(capsys, monkeypatch):
+    clock = iter([0.0, 0.0, 30.0, 30.0, 60.0, 60.0, 400.0, 400.0])
+    monkeypatch.setattr(text.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    screen = text.StatusLine()
+    for done in (0, 3, 4):
+        screen.progress(done, 20, "rms_norm")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].startswith("[5/20] rms_norm, ") and shown[-1].endswith(" left")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_lock_overwrites_only_when_told_to(capsys, tmp_path):
+    file = tmp_path / "liger-hw.lock"
+    words = ("lock", "--model", "mistral-7b", "--ops", "softmax,relu_squared,rms_norm", "--seq", "512", "-o", str(file))
+    code, _, err = said(capsys, *words)
+    assert code == 2 and "nothing is launched on a CPU" in err and not file.exists()
+    assert said(capsys, *words, "--device", "sm90")[0] == 0
+    before = file.read_text()
+    code, _, err = said(capsys, *words, "--device", "gfx942")
+    assert code == 2 and "--force" in err and file.read_text() == before
+    assert said(capsys, *words, "--device", "gfx942", "--force")[0] == 0 and file.read_text() != before
+
+
+@pytest.mark.parametrize(
+    "words, package",
+    [
+        (("check", "mistral"), "transformers"),
+        (("demo", "--size", "tiny"), "transformers"),
+        (("models", "llama"), "transformers"),
+        (("compile", "--target", "sm90", "--ops", "rms_norm"), "triton"),
+        (("autotune", "--device", "xpu", "--ops", "rms_norm"), "triton"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch, words, package):
+    from liger_hw import cli
+
+    found = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name, *more: None if name == package else found(name))
+    code, out, err = said(capsys, *words)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert err.startswith(f"liger-hw: {words[0]}: needs {package}: pip install 'liger_hw[")
+
+
+def test_what_an_import_misses_is_named_by_its_extra(capsys, monkeypatch):
+    from liger_hw.cli import info
+
+    def fails(arguments):
+        raise ModuleNotFoundError("No module named 'trl.trainer'", name="trl.trainer")
+
+    monkeypatch.setattr(info, "run", fails)
+    code, _, err = said(capsys, "info")
+    assert code == 2 and err == "liger-hw: info: needs trl: pip install 'liger_hw[examples]'\n"
+
+
+# -- what commands say -----------------------------------------------------------------------------------------------
+
+
+def test_explain_does_not_take_what_is_not_launched(capsys):
+    _, out, _ = said(capsys, "explain", "rms_norm", "--shape", "2x4096", "--device", "h200")
+    for block in out.split("rms_norm.")[1:]:
+        assert (": would be taken" in block) == (": not launched" in block)
+        assert (": taken" in block) != (": not launched" in block)
+
+
+def test_verify_counts_its_own_apart(capsys, monkeypatch, tmp_path):
+    from liger_hw import registry
+    from liger_hw.autotune import store, tables
+    from liger_hw.backends import known_target
+
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
+    registry.reload()
+    try:
+        _, entries, _ = tables.load(store.shipped_folder("cuda") / "sm90-nvidia-h200.json")
+        for name, entry in list(entries.items())[:3]:
+            assert store.save(known_target("h200"), name, entry)
+        _, out, _ = said(capsys, "cache", "verify")
+        own, shipped = out.split(" entries and notes of your own, ")
+        assert own == "3" and int(shipped.split()[0]) >= len(entries)
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
+def test_plan_says_what_shards_leave_out(capsys):
+    words = ("plan", "--model", "mistral-7b", "--batch", "1", "--seq", "512")
+    assert "Not in it: a layer's gathered parameters" in said(capsys, *words, "--shards", "8")[1]
+    assert "Not in it" not in said(capsys, *words)[1]
+
+
+def test_check_says_what_would_be_patched(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    from transformers import OPTConfig, Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=128).save_pretrained(tmp_path)
+    code, out, _ = said(capsys, "check", str(tmp_path), "--json")
+    found = json.loads(out)
+    assert code == 0 and found["call"] == "liger_hw.transformers.apply_liger_kernel_to_qwen3"
+    assert {row["kernel"] for row in found["rows"] if row["state"] == "patched"} >= {"rms_norm", "swiglu", "rope"}
+    file = tmp_path / "config.json"
+    code, out, _ = said(capsys, "check", str(file))
+    assert code == 0 and "apply_liger_kernel_to_qwen3()" in out
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "vocab_size": 64, "word_embed_proj_dim": 32, "num_attention_heads": 4}
+    OPTConfig(num_hidden_layers=1, **sizes).save_pretrained(tmp_path)
+    code, out, _ = said(capsys, "check", str(tmp_path))
+    assert code == 0 and "liger_hw.patch(model)" in out
+    code, _, err = said(capsys, "check", str(tmp_path / "nothing.json"))
+    assert code == 2 and "no configuration of" in err and err.count("\n") == 1
+
+
+def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
+    from liger_hw import registry
+
+    few = {name: registry.get_op(name) for name in ("softmax", "relu_squared")}
+    monkeypatch.setattr(registry, "ops", lambda: few)
+    code, out, _ = said(capsys, "doctor", "--device", "cpu")
+    assert code == 0 and "2 of 2 agree" in out and "all is well" in out and "liger_hw  " in out
+    from dataclasses import replace
+
+    few["softmax"] = replace(few["softmax"], reference=lambda x, *more: x.softmax(-1) * 1.01)
+    code, out, _ = said(capsys, "doctor", "--device", "cpu")
+    assert code == 1 and "1 of 2 agree" in out and "PROBLEM       softmax: result 0: relative error" in out
+
+
+def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch, tmp_path):
+    """Intel's, which the stock Triton brings to TTIR: each known architecture is planned, nothing is measured."""
+    from liger_hw import registry
+    from liger_hw.backends import backend
+
+    pytest.importorskip("triton")
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
+    registry.reload()
+    try:
+        words = ("autotune", "--device", "xpu", "--ops", "relu_squared", "--candidates", "2", "--workers", "1")
+        code, out, err = said(capsys, *words, "--json")
+        documents = json.loads(out)
+        assert code == 0 and [d["target"]["arch"] for d in documents] == list(backend("xpu").known_archs())
+        assert all(len(d["results"]) == 2 and not any(r["error"] for r in d["results"]) for d in documents)
+        assert "Nothing is measured" in err and f"choices go to {tmp_path}" in err and "[8/8]" in err
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
+def test_the_list_names_every_architecture_and_device(capsys):
+    from liger_hw.backends import VENDORS, backend
+
+    _, out, _ = said(capsys, "autotune", "--list")
+    words = out.split()
+    for vendor in VENDORS[:-1]:
+        assert {*backend(vendor).known_archs(), *backend(vendor).known_devices()} <= set(words)
+
+
+def test_bench_runs_at_small_sizes_on_a_cpu_and_e2e_says_what_it_needs(capsys):
+    code, out, err = said(capsys, "bench", "relu_squared", "--device", "cpu", "--against", "torch", "--repeats", "1")
+    small = "x".join(map(str, registry.get_op("relu_squared").small_sizes))
+    assert code == 0 and f" {small} " in out and "reference path" in out
+    code, _, err = said(capsys, "bench", "e2e", "--device", "cpu")
+    assert code == 2 and "--hidden 64" in err

@@ -1,0 +1,634 @@
+"""One rank of one engine: a tiny model trained two steps by the engine, patched and unpatched, against one process.
+
+    torchrun --nproc-per-node 2 tests/distributed/engines.py ENGINE OUT.json [--device cuda] [--adapters full,lora]
+
+Every rank trains on its own half of each batch. What the engine leaves as whole weights after each step of SGD with a
+learning rate of one gives the gradients. Rank 0 writes, for each adapter, how far losses and gradients are from those
+of plain torch in one process on the whole batch, and how often each operator was called, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+VOCAB, HIDDEN, LAYERS, ROWS, TOKENS = 64, 32, 2, 4, 12
+RATE, STEPS = 1.0, 2
+DEVICE = torch.device("cpu")
+COMPUTE = torch.float32
+"""What forwards compute in: bfloat16 means autocast, with weights in float32."""
+
+
+# -- what is trained -------------------------------------------------------------------------------------------------
+
+
+def config(**changes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    return LlamaConfig(
+        **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
+    )
+
+
+def make_model(adapter: str = "full", **changes: Any) -> Any:
+    """The same weights on every rank, drawn large enough that a wrong kernel shows."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(11)
+    model = mixture_of_experts() if adapter == "experts" else LlamaForCausalLM(config(**changes)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return with_adapter(model, adapter)
+
+
+def mixture_of_experts() -> Any:
+    """Four experts a layer, of which two for each token, in the place of its MLP."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**config().to_diff_dict(), "model_type": "qwen3_moe", **experts}))
+
+
+def with_adapter(model: Any, adapter: str) -> Any:
+    """model: the base; adapter: full (none: every weight trains), experts (likewise) or PEFT's."""
+    if adapter in ("full", "experts"):
+        return model
+    import peft
+
+    torch.manual_seed(12)
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "gate_proj"])
+    )
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped.train()
+
+
+def batches(ranks: int) -> list[dict[str, torch.Tensor]]:
+    """STEPS batches of ROWS rows a rank; each rank ignores as many labels as any other, so that means agree."""
+    made = []
+    for step in range(STEPS):
+        ids = torch.randint(3, VOCAB, (ranks * ROWS, TOKENS), generator=torch.Generator().manual_seed(70 + step))
+        labels = ids.clone()
+        labels[::ROWS, :4] = -100
+        labels[ROWS - 1 :: ROWS, -2:] = -100
+        made.append({"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)})
+    return made
+
+
+def own(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    rows = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
+    return {name: value[rows] for name, value in batch.items()}
+
+
+# -- what is seen ----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """What a training showed: losses by step, weights before and after every step by name, calls by operator."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.kernels: Counter = Counter()
+
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        return [
+            {name: (before[name] - after[name]) / RATE for name in before}
+            for before, after in zip(self.weights, self.weights[1:])
+        ]
+
+
+def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Trained weights under names that wrappers do not change."""
+    for word in ("_orig_mod.", "_fsdp_wrapped_module.", "module.", "base_model.model."):
+        weights = {name.replace(word, ""): w for name, w in weights.items()}
+    return {name: w.detach().float().cpu().clone() for name, w in weights.items()}
+
+
+@contextlib.contextmanager
+def counting(run: Run) -> Iterator[None]:
+    from liger_hw.runtime.observe import Observer, observing
+
+    class Count(Observer):
+        def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
+            run.kernels[call.__name__] += 1
+            return proceed(call, args)
+
+    with observing(Count(), every_thread=True):
+        yield
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.autocast(DEVICE.type, COMPUTE, enabled=COMPUTE is not torch.float32):
+        return model(**batch).loss
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    value = loss.detach().float().clone()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+def loop(
+    model: Any,
+    whole: Callable[[], dict[str, torch.Tensor]],
+    ranks: int,
+    step: Callable[[Any], torch.Tensor] | None = None,
+    share: Callable[[dict], dict] = own,
+) -> Run:
+    """Two SGD steps of `model`; whole() -> the gathered weights that train; step(batch) -> loss, default torch's."""
+    run = Run()
+    optimizer = None if step else torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    run.weights.append(named(whole()))
+    with counting(run):
+        for batch in batches(ranks):
+            if step:
+                loss = step(share(batch))
+            else:
+                loss = loss_of(model, share(batch))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.losses.append(mean_over_ranks(loss))
+            run.weights.append(named(whole()))
+    return run
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Weights that train, DTensors gathered."""
+    with torch.no_grad():
+        return {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+
+def alone(adapter: str, ranks: int, **changes: Any) -> Run:
+    """Plain torch in one process, unpatched, on the whole batch."""
+    model = make_model(adapter, **changes).to(DEVICE)
+    return loop(model, lambda: trained(model), ranks, share=lambda batch: batch)
+
+
+def patch(model: Any, patched: bool) -> Any:
+    """The report of patching a live model, or None."""
+    import liger_hw
+
+    return liger_hw.patch(model) if patched else None
+
+
+# -- engines: (adapter, patched) -> Run ------------------------------------------------------------------------------
+
+ENGINES: dict[str, Callable[[str, bool], Run]] = {}
+
+
+def engine(function: Callable[[str, bool], Run]) -> Callable[[str, bool], Run]:
+    ENGINES[function.__name__] = function
+    return function
+
+
+@engine
+def ddp(adapter: str, patched: bool) -> Run:
+    model = make_model(adapter).to(DEVICE)
+    patch(model, patched)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    return loop(wrapped, lambda: trained(model), dist.get_world_size())
+
+
+def _fsdp1(adapter: str, patched: bool, original: bool, late: bool) -> Run:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = make_model(adapter).to(DEVICE)
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    if not late:
+        patch(model, patched)
+    wrapped = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        use_orig_params=original,
+        device_id=DEVICE if DEVICE.type == "cpu" else torch.cuda.current_device(),
+    )
+    if late:
+        patch(wrapped, patched)
+
+    def whole() -> dict[str, torch.Tensor]:
+        with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
+            return {name: w for name, w in wrapped.state_dict().items() if name in trains}
+
+    return loop(wrapped, whole, dist.get_world_size())
+
+
+@engine
+def fsdp1_flat(adapter: str, patched: bool) -> Run:
+    return _fsdp1(adapter, patched, original=False, late=False)
+
+
+@engine
+def fsdp1_flat_patched_after(adapter: str, patched: bool) -> Run:
+    return _fsdp1(adapter, patched, original=False, late=True)
+
+
+@engine
+def fsdp1_original_patched_after(adapter: str, patched: bool) -> Run:
+    return _fsdp1(adapter, patched, original=True, late=True)
+
+
+def _fsdp2(adapter: str, patched: bool, mesh: Any, tail: bool, late: bool = False) -> Run:
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model(adapter).to(DEVICE)
+    if not late:
+        patch(model, patched)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in bare.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if tail:  # as accelerate and transformers do
+        fully_shard(bare.model.embed_tokens, mesh=mesh)
+        fully_shard([bare.model.norm, bare.lm_head], mesh=mesh, reshard_after_forward=False)
+    else:
+        fully_shard(bare.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if late:
+        patch(model, patched)
+    return loop(model, lambda: trained(model), dist.get_world_size())
+
+
+@engine
+def fsdp2_head_alone(adapter: str, patched: bool) -> Run:
+    return _fsdp2(adapter, patched, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)), tail=False)
+
+
+@engine
+def fsdp2_group(adapter: str, patched: bool) -> Run:
+    return _fsdp2(adapter, patched, dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),)), tail=True)
+
+
+@engine
+def fsdp2_group_patched_after(adapter: str, patched: bool) -> Run:
+    mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    return _fsdp2(adapter, patched, mesh, tail=True, late=True)
+
+
+@engine
+def hsdp(adapter: str, patched: bool) -> Run:
+    mesh = dist.init_device_mesh(DEVICE.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return _fsdp2(adapter, patched, mesh, tail=True)
+
+
+def _zero(stage: int, adapter: str, patched: bool, init: bool = False) -> Run:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    model = make_model(adapter)
+    if init:  # what from_pretrained does under ZeRO-3: parameters are born in pieces
+        whole_weights = copy.deepcopy(model.state_dict())
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = make_model(adapter)
+        with torch.no_grad(), GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if dist.get_rank() == 0:
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(whole_weights[name])
+    report = patch(model, patched)
+    if report is not None:
+        assert not any("left alone" in row.state for row in report.rows), str(report)
+    trains = [p for p in model.parameters() if p.requires_grad]
+    runner, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trains, lr=RATE), config=settings)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(runner, batch)
+        runner.backward(loss)
+        runner.step()
+        return loss
+
+    def whole() -> dict[str, torch.Tensor]:
+        if stage < 3:
+            return trained(runner.module)
+        with GatheredParameters(trains):
+            return {n: p.detach().clone() for n, p in runner.module.named_parameters() if p.requires_grad}
+
+    return loop(runner, whole, dist.get_world_size(), step=step)
+
+
+@engine
+def zero1(adapter: str, patched: bool) -> Run:
+    return _zero(1, adapter, patched)
+
+
+@engine
+def zero2(adapter: str, patched: bool) -> Run:
+    return _zero(2, adapter, patched)
+
+
+@engine
+def zero3(adapter: str, patched: bool) -> Run:
+    return _zero(3, adapter, patched)
+
+
+@engine
+def zero3_init(adapter: str, patched: bool) -> Run:
+    return _zero(3, adapter, patched, init=True)
+
+
+@engine
+def tp_torch(adapter: str, patched: bool) -> Run:
+    """Every rank has the whole batch; heads, MLPs and the vocabulary are split."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = make_model().to(DEVICE)
+    patch(model, patched)
+    mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        plan = {name: ColwiseParallel() for name in column}
+        plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        parallelize_module(layer, mesh, plan)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
+
+
+@engine
+def tp_transformers(adapter: str, patched: bool) -> Run:
+    from transformers import AutoModelForCausalLM
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    if folder[0]:
+        make_model().save_pretrained(folder[0])
+    dist.broadcast_object_list(folder, 0)
+    model = AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto").train()
+    patch(model, patched)
+    return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
+
+
+@engine
+def accelerate_fsdp2(adapter: str, patched: bool) -> Run:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=DEVICE.type == "cpu")
+    if DEVICE.type == "cpu":  # accelerate shards on accelerators alone; the rest of its way is the same
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    model = make_model(adapter)
+    patch(model, patched)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert all(type(p).__name__ == "DTensor" for p in model.parameters())
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return loop(model, lambda: trained(model), dist.get_world_size(), step=step)
+
+
+def _trainer(adapter: str, patched: bool, **engine: Any) -> Run:
+    """Hugging Face's Trainer, which finds the kernels through the shim where use_liger_kernel=True."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    run, world = Run(), dist.get_world_size()
+    rows = [{k: v[i].cpu() for k, v in batch.items()} for batch in batches(world) for i in range(world * ROWS)]
+
+    def whole(model: Any) -> dict[str, torch.Tensor]:
+        trains = [p for p in model.parameters() if p.requires_grad]
+        if not hasattr(trains[0], "ds_shape"):
+            return trained(model)
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters(trains):
+            return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    class InOrder(Trainer):
+        def create_optimizer(self, *args: Any) -> Any:
+            trains = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.SGD(trains, lr=RATE)
+            return self.optimizer
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(rows)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            run.losses.append(mean_over_ranks(loss))
+            return loss
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if not state.global_step:
+                run.weights.append(named(whole(model)))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            run.weights.append(named(whole(model)))
+
+    settings = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=ROWS,
+        max_steps=STEPS,
+        lr_scheduler_type="constant",
+        learning_rate=RATE,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=DEVICE.type == "cpu",
+        use_liger_kernel=patched,
+        bf16=COMPUTE is torch.bfloat16,
+        **engine,
+    )
+    trainer = InOrder(model=make_model(adapter), args=settings, train_dataset=rows, callbacks=[Watch()])
+    with counting(run):
+        trainer.train()
+    return run
+
+
+@engine
+def trainer_ddp(adapter: str, patched: bool) -> Run:
+    return _trainer(adapter, patched, ddp_find_unused_parameters=False)
+
+
+@engine
+def trainer_fsdp2(adapter: str, patched: bool) -> Run:
+    wrap = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return _trainer(adapter, patched, fsdp="full_shard auto_wrap", fsdp_config=wrap)
+
+
+@engine
+def trainer_zero3(adapter: str, patched: bool) -> Run:
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    return _trainer(adapter, patched, deepspeed=settings)
+
+
+@engine
+def pipeline(adapter: str, patched: bool) -> Run:
+    """torch.distributed.pipelining: rank r has a half of the layers; the last stage's loss is the fused one."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
+
+    model = make_model().to(DEVICE)
+    patch(model, patched)
+    stage = _Stage(model, dist.get_rank() == 0)
+    ours = {name: p for name, p in model.named_parameters() if any(p is q for q in stage.parameters())}
+
+    def loss_fn(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        return liger_fused_linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, shifted)
+
+    schedule = ScheduleGPipe(PipelineStage(stage, dist.get_rank(), 2, DEVICE), n_microbatches=1, loss_fn=loss_fn)
+    optimizer = torch.optim.SGD(ours.values(), lr=RATE)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        if dist.get_rank() == 0:
+            schedule.step(batch["input_ids"])
+        else:
+            schedule.step(target=batch["labels"], losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = losses[0].detach().clone() if losses else torch.zeros((), device=DEVICE)
+        dist.broadcast(loss, 1)
+        return loss
+
+    def whole() -> dict[str, torch.Tensor]:
+        found = {}
+        for name, p in model.named_parameters():
+            there = torch.tensor(0 if name not in ours else dist.get_rank() + 1, device=DEVICE)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX)
+            found[name] = p.detach().clone()
+            dist.broadcast(found[name], int(there) - 1)
+        return found
+
+    return loop(model, whole, 1, step=step, share=lambda batch: batch)
+
+
+class _Stage(torch.nn.Module):
+    """Half of a Llama: embedding and the first layers, or the last layers and the norm, with the head beside it."""
+
+    def __init__(self, model: Any, first: bool) -> None:
+        super().__init__()
+        half = LAYERS // 2
+        self.embed = model.model.embed_tokens if first else None
+        self.layers = model.model.layers[:half] if first else model.model.layers[half:]
+        self.norm, self.head = (None, None) if first else (model.model.norm, model.lm_head)
+        self.rotary = model.model.rotary_emb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embed is None else self.embed(x)
+        places = torch.arange(x.shape[1], device=x.device)[None]
+        angles = self.rotary(x, position_ids=places)
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_ids=places, position_embeddings=angles)
+        return x if self.norm is None else self.norm(x)
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative difference (of norms) of two sets of gradients, and whose it is."""
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:4]
+    most = max(float(w.norm()) for w in wanted.values())
+    errors = {n: float((found[n] - w).norm()) / max(float(w.norm()), 1e-4 * most) for n, w in wanted.items()}
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def cell(name: str, adapter: str) -> dict[str, Any]:
+    """One record. In bfloat16 it also has what the engine's own, unpatched, training differs by from float32."""
+    global COMPUTE
+    ranks = 1 if name.startswith(("tp_", "pipeline")) else dist.get_world_size()
+    chosen, COMPUTE = COMPUTE, torch.float32
+    expected = alone(adapter, ranks)
+    COMPUTE = chosen
+    record = {
+        "engine": name,
+        "adapter": adapter,
+        "ranks": dist.get_world_size(),
+        "compute": str(COMPUTE).removeprefix("torch."),
+    }
+    found = ENGINES[name](adapter, True)
+    record |= errors_of(found, expected)
+    if COMPUTE is not torch.float32:
+        record["unpatched"] = errors_of(ENGINES[name](adapter, False), expected)
+    counted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counted, found.kernels)
+    return {**record, "kernels": dict(sorted(sum(counted, Counter()).items()))}
+
+
+def errors_of(found: Run, expected: Run) -> dict[str, Any]:
+    worst = max(error(a, b) for a, b in zip(found.gradients(), expected.gradients()))
+    loss = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses))
+    return {"loss_error": loss, "gradient_error": worst[0], "gradient": worst[1]}
+
+
+def main() -> None:
+    global DEVICE, COMPUTE
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--adapters", default="full,lora")
+    parser.add_argument("--compute", default="float32")
+    options = parser.parse_args()
+    COMPUTE = getattr(torch, options.compute)
+    torch.set_num_threads(1)
+    if options.device != "cpu":
+        DEVICE = torch.device(options.device, int(os.environ["LOCAL_RANK"]))
+        torch.get_device_module(DEVICE).set_device(DEVICE)
+    dist.init_process_group("gloo" if options.device == "cpu" else None)
+    found = []
+    for name in options.engine.split(","):
+        for adapter in options.adapters.split(","):
+            try:
+                found.append(cell(name, adapter))
+            except Exception as problem:
+                traceback.print_exc()
+                found.append({"engine": name, "adapter": adapter, "failed": f"{type(problem).__name__}: {problem}"})
+            if dist.get_rank() == 0:
+                options.out.write_text(json.dumps(found, indent=1))
+                print(json.dumps(found[-1]), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # an orderly goodbye may hang where one rank has failed
+
+
+if __name__ == "__main__":
+    main()

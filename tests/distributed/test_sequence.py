@@ -1,0 +1,93 @@
+"""Sequence shards: a patched model whose ranks hold parts of each sequence, against one rank with all of it."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import liger_hw
+
+BATCH, LENGTH, VOCAB = 2, 24, 64
+
+
+class Gathered(torch.autograd.Function):
+    """The shards [batch, heads, tokens, width] of all ranks; its gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx, shard):
+        ctx.tokens = shard.shape[2]
+        shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, shard)
+        return torch.cat(shards, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad[:, :, dist.get_rank() * ctx.tokens :][:, :, : ctx.tokens]
+
+
+def gathered_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention of this rank's queries over the keys of all ranks, as Ulysses and ring attention compute it."""
+    key, value = (Gathered.apply(t.contiguous()) for t in (key, value))
+    mine, world = query.shape[2], dist.get_world_size()
+    at = torch.arange(mine, device=query.device) + dist.get_rank() * mine
+    causal = at[:, None] >= torch.arange(mine * world, device=query.device)
+    options = {"attn_mask": causal, "scale": scaling, "enable_gqa": True}
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def model(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention)
+    return LlamaForCausalLM(config).train()
+
+
+def check_sequence_shards(rank, device):
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("gathered", gathered_attention)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    items = int((shifted != -100).sum())
+    alone = model("sdpa").to(device)
+    whole = alone(tokens, labels=labels).loss
+    whole.backward()
+    shard = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
+    positions = torch.arange(LENGTH, device=device)[None, shard].expand(BATCH, -1)
+    ours = model("gathered").to(device)
+    report = liger_hw.patch(ours)
+    assert {"rms_norm", "swiglu", "fused_linear_cross_entropy"} <= {row.kernel for row in report.patched}
+    outputs = ours(
+        tokens[:, shard],
+        position_ids=positions,
+        labels=labels[:, shard],
+        shift_labels=shifted[:, shard].contiguous(),
+        num_items_in_batch=items,
+    )
+    assert outputs.logits.is_deferred, "the loss is not fused"
+    outputs.loss.backward()
+    loss = outputs.loss.detach().clone()
+    dist.all_reduce(loss)  # each rank has its tokens' share of the mean over all of them
+    torch.testing.assert_close(loss, whole.detach())
+    for (name, parameter), of in zip(ours.named_parameters(), alone.parameters()):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, of.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.cpu
+def test_two_processes():
+    ranks.run(__file__, "check_sequence_shards")
+
+
+@pytest.mark.multigpu
+def test_two_gpus():
+    ranks.run(__file__, "check_sequence_shards", ranks.accelerator())

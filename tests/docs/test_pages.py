@@ -1,0 +1,103 @@
+"""What the pages tell users to do works: their Python runs on a tiny model, their commands parse, the site builds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.cpu
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")), *sorted(ROOT.glob("docs/guides/*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language; those in tabs and lists lose their indent."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) for indent, text in found]
+
+
+def pages(language: str, pattern: str = "") -> list:
+    """The pages that have such a block, by their names."""
+    having = [page for page in PAGES if any(re.search(pattern, text) for text in blocks(page, language))]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in having]
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A namespace with what the pages take for granted; the hub answers with a model of two layers."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: Qwen3ForCausalLM(config))
+    monkeypatch.chdir(tmp_path)
+    ids = torch.randint(96, (2, 8))
+    x = torch.randn(6, 32, requires_grad=True)
+    return {
+        "torch": torch, "model": model, "ids": ids, "batches": [ids, ids], "wrap": lambda module: module,
+        "x": x, "weight": torch.ones(32), "gate": x, "up": x, "head": torch.randn(96, 32), "labels": ids.flatten()[:6],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", pages("python"))
+def test_python_runs(page, tiny):
+    """The blocks of a page one after the other, as a reader would run them."""
+    from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM
+
+    import liger_hw
+
+    namespace = dict(tiny, liger_hw=liger_hw)
+    try:
+        for number, text in enumerate(blocks(page, "python")):
+            for package in ("peft", "accelerate"):
+                if package in text:
+                    pytest.importorskip(package)
+            exec(compile(text, f"{page.name}, block {number}", "exec"), namespace)
+    finally:
+        for patched in (LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM):
+            liger_hw.revert(patched)
+
+
+COMMAND = re.compile(r"(?:^|[(\s])liger-hw ([a-z]\w*[^\n()#]*)")
+
+
+@pytest.mark.parametrize("page", pages("bash", "liger-hw [a-z]"))
+def test_commands_parse(page):
+    """Each `liger-hw ...` of a page has a command and options that exist."""
+    from liger_hw.cli import parser_of
+
+    for words in COMMAND.findall("\n".join(blocks(page, "bash"))):
+        name, *options = shlex.split(words)
+        parser_of(name).parse_args(options)
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200 and len(text.split()) <= 1200
+
+
+def test_the_readme_links_to_files():
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_the_site_builds(tmp_path):
+    """In strict mode: a broken link, an anchor that is not there or a page without a place is an error."""
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
+        cwd=ROOT, env=dict(os.environ, NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "liger_rms_norm" in (tmp_path / "reference/api/index.html").read_text()

@@ -1,0 +1,69 @@
+"""Random sizes, dtypes, options and layouts of every op, forward and backward, against fp64.
+
+On a CPU the kernels run in Triton's interpreter; FUZZ_DEVICE=cuda takes a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+
+import torch
+from harness import changed, make, real_sizes, small_sizes, verify
+
+from liger_hw import registry
+
+SECONDS = 120
+DEVICE = os.environ.get("FUZZ_DEVICE") or "cpu"
+DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+MOST, MOST_OF_TWO = (1 << 12, 1 << 12) if DEVICE == "cpu" else (1 << 28, 1 << 22)
+
+
+def attempt(chance: random.Random, folder: Path) -> str:
+    op = chance.choice(list(registry.ops().values()))
+    options, dtype = chance.choice(op.options), chance.choice(DTYPES)
+    sizes, seed = draw_sizes(chance, op), chance.randrange(2**31)
+    layout = chance.choice([None, None, misaligned, padded])
+    said = f"{op.name} {sizes} {dtype} {options} {layout and layout.__name__} seed {seed}"
+    try:
+        sample = make(op, sizes, dtype, DEVICE, seed, options)
+    except (ValueError, RuntimeError, ZeroDivisionError, IndexError, TypeError):
+        return "no such sizes"
+    if layout:
+        sample = changed(sample, lambda t: layout(t) if t.dim() else t)
+    try:
+        verify(op, sample, seed)
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("liger_"):
+            return "refused"
+        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return "out of memory"
+    except Exception as error:
+        raise AssertionError(f"{said}: {type(error).__name__}: {str(error)[:400]}") from error
+    return "right"
+
+
+def draw_sizes(chance: random.Random, op: registry.Op) -> tuple[int, ...]:
+    """Sizes near those that tests and models use, odd ones and powers of two among them."""
+    base = list(chance.choice(small_sizes(op)) if DEVICE == "cpu" or chance.random() < 0.4 else real_sizes(op))
+    for place, size in enumerate(base):
+        if chance.random() < 0.6:
+            near = [1, 2, 3, 7, size + 1, size - 1, 2 * size, size // 2, chance.randint(1, 2 * size + 1)]
+            base[place] = max(1, chance.choice(near))
+    while math.prod(base) > MOST or math.prod(sorted(base)[-2:]) > MOST_OF_TWO:
+        base[base.index(max(base))] //= 2
+    return tuple(base)
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return room[1:].view(t.shape).copy_(t)
+
+
+def padded(t: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + 3), dtype=t.dtype, device=t.device)
+    return wide[..., : t.shape[-1]].copy_(t)

@@ -1,0 +1,87 @@
+"""Every op at the edges of what it may be given: no rows, no columns, one dimension, one element; outputs changed in
+place. On every path an op gives the right answer or refuses, with one sentence that begins with its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import changed, few_sizes, forward, make, output_grads, reference, run, tensors, verify, wanted
+
+LOSSES = {
+    "cross_entropy",
+    "fused_ce_tvd",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "fused_linear_kl_div",
+    "fused_linear_log_probs",
+    "fused_linear_scaled_cross_entropy",
+    "jsd",
+    "kl_div",
+    "log_probs",
+    "tvd",
+    "vocab_parallel_cross_entropy",
+}
+ROTARY = {"interleaved_rope", "llama4_rope", "qk_norm_rope", "qwen2vl_mrope", "rope", "vision_rope"}
+REFUSES = {
+    "no rows": set(),
+    "no columns": LOSSES | ROTARY | {"fused_moe", "gated_rms_norm", "multi_token_attention"},
+    "one dimension": LOSSES | (ROTARY - {"vision_rope"}) | {"fused_moe", "group_norm", "multi_token_attention"},
+    "one element": ROTARY,  # they turn pairs
+}
+"""Edge -> the ops that have no meaning there."""
+
+
+def _edge(op, edge, device, seed):
+    sizes = few_sizes(op)
+    if edge == "one element":
+        return make(op, (1,) * len(sizes), torch.float32, device, seed)
+    if edge == "one dimension":
+        sample = make(op, (1, *sizes[1:]), torch.float32, device, seed)
+        return changed(sample, lambda t: t[0].clone() if t.dim() > 1 and t.shape[0] == 1 else t)
+    sample = make(op, sizes, torch.float32, device, seed)
+    if edge == "no columns":  # parameters of other sizes than the columns stay: dyt's alpha, poly_norm's three weights
+        width = max(t.shape[-1] for t in tensors(sample.args) if t.is_floating_point() and t.dim())
+        return changed(
+            sample, lambda t: t[..., :0].clone() if t.is_floating_point() and t.shape[-1:] == (width,) else t
+        )
+    return make(op, (0, *sizes[1:]), torch.float32, device, seed)
+
+
+@pytest.mark.parametrize("edge", REFUSES)
+def test_edge(lane, op, edge, seed):
+    sample = _edge(op, edge, lane.device, seed)
+    if op.name in REFUSES[edge]:
+        with pytest.raises((TypeError, ValueError), match=f"^liger_{op.name}: "):
+            forward(op.function, sample)
+    elif edge != "one element":
+        verify(op, sample, seed)
+    else:
+        result = run(op.function, sample, seed)
+        exact = reference(op, sample, result.given, torch.Tensor.double)
+        for got, expected in zip(result.bits(), exact.bits()):
+            # A norm of one element has a gradient of almost zero, as the difference of terms up to 1 / sqrt(eps).
+            torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-4)
+
+
+SAVED = {"fused_add_rms_norm", "fused_linear_scaled_cross_entropy", "softmax", "sparsemax"}
+"""Ops whose backward reads an output, as torch's softmax does: changed in place, backward raises."""
+
+
+@pytest.mark.daily("interpret", options="default", op=("softmax", "sparsemax", "vision_rope"))
+def test_an_output_may_be_changed_in_place(lane, case, seed):
+    op, options = case
+    expected = run(op.function, make(op, few_sizes(op), torch.float32, lane.device, seed, options), seed)
+    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
+    outputs = forward(op.function, sample)
+    grads = output_grads(outputs, seed)
+    for output in outputs:
+        output.logical_not_() if output.dtype is torch.bool else output.mul_(2)
+    pairs = [(o, g / 2) for o, g in zip(outputs, grads) if g is not None]
+    try:
+        found = torch.autograd.grad([o for o, _ in pairs], wanted(sample), [g for _, g in pairs], allow_unused=True)
+    except RuntimeError as error:
+        assert op.name in SAVED and "modified by an inplace operation" in str(error), error
+    else:
+        for a, b in zip(found, expected.gradients):
+            assert (a is None) == (b is None)
+            torch.testing.assert_close(a, b)

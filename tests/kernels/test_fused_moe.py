@@ -1,0 +1,313 @@
+"""fused_moe: lopsided and missing experts, slots of nobody, rows of NaN, layouts, engines, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from harness import make, verify
+
+from liger_hw import env
+from liger_hw.backends import known_target
+from liger_hw.kernels.moe import products
+from liger_hw.kernels.moe.fused_moe import fused_moe_fwd, fused_moe_reference, liger_fused_moe
+from liger_hw.kernels.moe.reference import Gate
+from liger_hw.registry import Sample, get_op, override, pretend
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 9, 24, 16, 6, 2
+ROUTES = {
+    "all to one expert": [[2, 2]] * TOKENS,
+    "most experts without a token": [[0, 5]] * (TOKENS - 1) + [[5, 0]],
+    "an expert twice in a row": [[t % EXPERTS, t % EXPERTS] for t in range(TOKENS)],
+    "some slots of nobody": [[-1, 1], [EXPERTS, EXPERTS], [3, 1 << 30]] * (TOKENS // 3),
+    "nobody at all": [[EXPERTS, -7]] * TOKENS,
+    "one token": [[4, 1]],
+    "no token": [],
+}
+
+
+def sample(lane, generator, route, dtype=torch.float32, weights=None):
+    """A layer with this routing; its weights (default: random, one of them zero)."""
+    index = torch.tensor(route, dtype=torch.int64).reshape(-1, TOP_K).to(lane.device)
+
+    def leaf(*shape):
+        scale = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
+        return (torch.randn(shape, generator=generator) * scale).to(lane.device, dtype).requires_grad_()
+
+    if weights is None:
+        weights = torch.rand(index.shape, generator=generator)
+        weights[:1, :1] = 0.0
+    weights = weights.to(lane.device, dtype).requires_grad_()
+    up, down = leaf(EXPERTS, 2 * INNER, HIDDEN), leaf(EXPERTS, HIDDEN, INNER)
+    return Sample((leaf(len(index), HIDDEN), up, down, index, weights), {}, HIDDEN, TOKENS * TOP_K + HIDDEN)
+
+
+@pytest.mark.daily("interpret", route=("most experts without a token", "some slots of nobody", "no token"))
+@pytest.mark.parametrize("route", ROUTES)
+def test_routes(lane, generator, seed, route):
+    verify(get_op("fused_moe"), sample(lane, generator, ROUTES[route]), seed)
+
+
+@pytest.mark.cpu
+def test_no_experts_are_refused():
+    index, weights = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)
+    with pytest.raises(ValueError, match="liger_fused_moe: down_proj must have at least one expert"):
+        liger_fused_moe(torch.zeros(0, 8), torch.zeros(0, 8, 8), torch.zeros(0, 8, 4), index, weights)
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_more_experts_than_tokens(lane, generator, seed):
+    verify(get_op("fused_moe"), make(get_op("fused_moe"), (3, 16, 8, 33, 2), torch.float32, lane.device, seed), seed)
+
+
+@pytest.mark.lanes("gpu")
+@pytest.mark.parametrize("experts", [257, 1024])
+def test_many_experts(lane, seed, experts):
+    op = get_op("fused_moe")
+    verify(op, make(op, (700, 64, 32, experts, 8), torch.float32, lane.device, seed), seed)
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_a_row_of_nan_stays_in_its_row(lane, generator):
+    """Token 4 is NaN and alone with expert 3: nothing of another token or expert changes by a bit."""
+    route = [[t % 3, 4] for t in range(TOKENS)]
+    route[4] = [3, 3]
+    found = []
+    for value in (1.0, float("nan")):
+        made = sample(lane, torch.Generator().manual_seed(0), route)
+        with torch.no_grad():
+            made.args[0][4] = value
+        out = liger_fused_moe(*made.args)
+        dx, dup, ddown, _, dweights = (None if a.dtype == torch.int64 else a for a in made.args)
+        given = torch.ones_like(out)
+        given[4] = value
+        grads = torch.autograd.grad(out, [dx, dup, ddown, dweights], given)
+        found.append([out.detach(), *grads])
+    for name, clean, dirty in zip(("out", "dx", "dup", "ddown", "dweights"), *found):
+        own = torch.zeros(len(clean), dtype=torch.bool)
+        own[3 if name in ("dup", "ddown") else 4] = True
+        assert torch.equal(clean[~own], dirty[~own]), name
+        assert dirty[own].isnan().all(), name
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_an_expert_of_nan_stays_with_its_tokens(lane, generator):
+    made = sample(lane, generator, [[t % 3, 4] for t in range(TOKENS)])
+    x, up, down, index, weights = made.args
+    clean = liger_fused_moe(x, up, down, index, weights)
+    with torch.no_grad():
+        up[1], down[5] = float("nan"), float("nan")  # nobody goes to expert 5
+    dirty = liger_fused_moe(x, up, down, index, weights)
+    own = (index == 1).any(1)
+    assert torch.equal(clean[~own], dirty[~own]) and dirty[own].isnan().all()
+
+
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_layouts(lane, generator, seed, is_transposed):
+    """Strided rows, weights that are views of the other layout, an index and weights that are not contiguous."""
+    made = sample(lane, generator, ROUTES["an expert twice in a row"])
+    x, up, down, index, weights = (t.detach() for t in made.args)
+    wide = torch.randn(TOKENS, HIDDEN + 3, generator=generator).to(lane.device)
+    wide[:, :HIDDEN] = x
+    views = [
+        wide[:, :HIDDEN],
+        up.mT.contiguous().mT,
+        down.mT.contiguous().mT,
+        index.T.contiguous().T,
+        weights.expand(1, -1, -1)[0],
+    ]
+    if is_transposed:
+        views[1:3] = up.mT, down.mT
+    grads = []
+    for tensors, transposed in ((made.args, False), (views, is_transposed)):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        out = liger_fused_moe(*leaves, is_transposed=transposed)
+        wanted = [t for t in leaves if t.requires_grad]
+        grads.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b if a.shape == b.shape else b.mT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.daily("interpret", wanted=("(4,)", "(0, 2)"))
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (4,), (5,), (6,), (0, 2), (4, 5)])
+def test_only_what_is_wanted(lane, generator, wanted):
+    """A gradient does not depend on which others are asked for."""
+    x, up, down, index, weights = sample(lane, generator, ROUTES["some slots of nobody"]).args
+    bias, down_bias = (torch.randn(EXPERTS, n, generator=generator).to(lane.device) for n in (2 * INNER, HIDDEN))
+    everything, part = [], []
+    for some, found in ((range(7), everything), (wanted, part)):
+        tensors = [t.detach().clone() for t in (x, up, down, index, weights, bias, down_bias)]
+        leaves = [tensors[i].requires_grad_() for i in some if i != 3]
+        out = liger_fused_moe(*tensors[:5], gate_up_bias=tensors[5], down_bias=tensors[6])
+        found += torch.autograd.grad(out.sum(), leaves)
+    everything.insert(3, None)
+    assert all(torch.equal(everything[i], g) for i, g in zip(wanted, part))
+
+
+@pytest.mark.daily("interpret", tile="(16, 32, 16)")
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("tile", [(16, 32, 16), (32, 16, 32), (64, 64, 64)])
+def test_tiles(lane, generator, seed, tile):
+    """Tiles that fit nothing."""
+    op, sizes = get_op("fused_moe"), get_op("fused_moe").small[0]
+    blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile))
+    config = products.UP.safe(known_target("sm90"), ())
+    changed = type(config)({**config.blocks, **blocks, "GROUP": 2}, config.num_warps)
+    with contextlib.ExitStack() as forced:
+        for tunable in products.TUNABLES:
+            forced.enter_context(override(tunable.name, changed))
+        verify(op, make(op, sizes, torch.float32, lane.device, seed, op.options[1]), seed)
+
+
+MANY_ROWS = (64, 32, 5, 7, 2)
+"""A key with 65 to 128 rows an expert."""
+
+
+def test_which_engine():
+    """The library where it is one launch: not for few rows an expert, nor where copying rows outweighs a product."""
+    h200, few, wide = known_target("h200"), (64, 32, 5, 5, 2), (4096, 14336, 8, 12, 2)
+
+    def library(target, key):
+        return {t.variant for t in products.TUNABLES if t.heuristic(target, key).blocks["ENGINE"] == products.LIBRARY}
+
+    assert library(h200, MANY_ROWS) == {"down", "up_bwd", "down_weights", "up_weights"}
+    assert library(h200, wide) == {t.variant for t in products.TUNABLES}
+    assert not library(h200, few) and not library(h200, (*wide[:4], 4))
+    for other in ("sm80", "sm120", "gfx942", "pvc"):
+        assert not library(known_target(other), wide), other
+
+
+@pytest.mark.daily("interpret", options="1")
+@pytest.mark.lanes("interpret", "gpu")
+@pytest.mark.parametrize("options", range(len(get_op("fused_moe").options)))
+def test_the_library(lane, monkeypatch, seed, options):
+    """Products by torch._grouped_mm: on a GPU where the target has it, here by torch's own loop."""
+    op, called = get_op("fused_moe"), []
+    original = torch._grouped_mm
+
+    def counted(*args, **kwargs):
+        called.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", counted)
+    dtype, target = torch.bfloat16, known_target("h200")
+    if lane.device == "cpu":
+        dtype = torch.float32
+        monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
+    elif products.UP.plan(torch.empty(0, device=lane.device).device, MANY_ROWS).target.arch not in (
+        "sm90",
+        "sm100",
+    ):
+        pytest.skip("this device has no grouped GEMM of its own")
+    config = products.DOWN.heuristic(target, MANY_ROWS)
+    assert config.blocks["ENGINE"] == products.LIBRARY
+    with override("fused_moe", config) if lane.device != "cpu" else pretend(known_target("sm80")):
+        verify(op, make(op, (40, 64, 32, 9, 2), dtype, lane.device, seed, op.options[options]), seed)
+    assert len(called) == 6
+
+
+def test_what_the_library_does_not_take():
+    """Widths and strides that are no multiple of 16 bytes, other dtypes, and devices that are not the plan's."""
+    aligned = torch.empty(3, 64, 32)
+    assert products._is_aligned(aligned) and products._is_aligned(aligned.mT) and products._is_aligned(aligned[0])
+    for bad in (
+        aligned[:, :, :28],
+        aligned[:, :, 1:],
+        aligned[:, :60],
+        torch.empty(1, 64, 32).expand(3, 64, 32)[..., ::2],
+    ):
+        assert not products._is_aligned(bad)
+    with pretend(known_target("h200")):
+        plan = products.DOWN.plan(torch.device("cpu"), MANY_ROWS)
+        assert plan.config.blocks["ENGINE"] == products.LIBRARY
+        assert not products._library_takes(plan, aligned.bfloat16())
+
+
+@pytest.mark.lanes("gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_same_bits_every_time(lane, seed, dtype):
+    op, found = get_op("fused_moe"), []
+    for _ in range(3):
+        made = make(op, (513, 256, 192, 16, 4), dtype, lane.device, seed, op.options[1])
+        out = op.function(*made.args, **made.kwargs)
+        leaves = [t for t in (*made.args, *made.kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+@pytest.mark.lanes("gpu")
+def test_more_than_two_to_the_31_elements(lane, seed):
+    """2.4e9 elements in the rows of all slots, checked for a few tokens."""
+    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        pytest.skip("needs 60 GiB")
+    tokens, hidden, inner, experts, top_k = 150_000, 2048, 128, 8, 8
+    generator = torch.Generator(lane.device).manual_seed(seed)
+    x, up, down = (
+        torch.randn(shape, generator=generator, device=lane.device, dtype=torch.bfloat16)
+        for shape in ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
+    up, down = (up * hidden**-0.5).requires_grad_(), (down * inner**-0.5).requires_grad_()
+    index = torch.arange(top_k, device=lane.device).repeat(tokens, 1)
+    weights = torch.rand(tokens, top_k, generator=generator, device=lane.device)
+    x.requires_grad_()
+    out = liger_fused_moe(x, up, down, index, weights)
+    dx = torch.autograd.grad(out, x, out.detach())[0]
+    few = torch.cat([torch.arange(5), torch.arange(tokens - 5, tokens)]).to(lane.device)
+    own = x.detach()[few].double().requires_grad_()
+    exact = fused_moe_reference(own, up.detach().double(), down.detach().double(), index[few], weights[few].double())
+    torch.testing.assert_close(out[few].double(), exact, rtol=0.05, atol=0.05)
+    expected = torch.autograd.grad(exact, own, out.detach()[few].double())[0]
+    torch.testing.assert_close(dx[few].double(), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.lanes("cpu")
+def test_what_it_refuses(lane, generator):
+    x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["one token"]).args)
+    for args, said in (
+        ((x[0], up, down, index, weights), "x must be"),
+        ((x, up[0], down, index, weights), "weights must be"),
+        ((x, up[:, :-1], down, index, weights), "gate_up_proj must be"),
+        ((x, up, down.mT, index, weights), "must be"),
+        ((x, up.bfloat16(), down, index, weights), "dtype"),
+        ((x, up, down, index.float(), weights), "int32 or int64"),
+        ((x, up, down, index[:, :1], weights), "top_k"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            liger_fused_moe(*args)
+    for options, error in (
+        ({"activation": "swish"}, ValueError),
+        ({"limit": -1.0}, ValueError),
+        ({"alpha": 2.0, "activation": "gelu"}, ValueError),
+        ({"alpha": "1"}, TypeError),
+    ):
+        with pytest.raises(error):
+            liger_fused_moe(x, up, down, index, weights, **options)
+    for args in ((x.tolist(), up, down, index, weights), (x, None, down, index, weights)):
+        with pytest.raises(TypeError):
+            liger_fused_moe(*args)
+
+
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+@pytest.mark.parametrize(("index", "said"), [(-1, r"\[8, 0\] is -1"), (EXPERTS + 1, r"\[8, 0\] is 7")])
+def test_an_index_out_of_range_is_an_error_on_request(lane, generator, monkeypatch, clean_registry, index, said):
+    made = sample(lane, generator, [[1, EXPERTS]] * (TOKENS - 1) + [[index, 0]])
+    liger_fused_moe(*made.args)
+    monkeypatch.setenv("LIGER_HW_CHECK_TARGETS", "1")
+    env.clear()
+    with pytest.raises(IndexError, match=said):
+        liger_fused_moe(*made.args)
+    rest = [t if t.dtype.is_floating_point and t.dim() == 3 else t[: TOKENS - 1] for t in made.args]
+    liger_fused_moe(*rest)  # E itself marks another rank's expert
+
+
+@pytest.mark.lanes("interpret", "gpu")
+def test_what_is_saved(lane, generator):
+    """The pre-activations and five lists of integers; no row of x is stored a second time."""
+    x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["all to one expert"]).args)
+    _, z, *rest = fused_moe_fwd(x, up, down, index, weights, None, None, *Gate().numbers(), False)
+    assert z.shape == (TOKENS * TOP_K, 2 * INNER)
+    assert all(t.dtype == torch.int32 and t.numel() <= TOKENS * TOP_K for t in rest)

@@ -1,0 +1,40 @@
+"""What Triton's interpreter cannot do is refused or kept from happening; a wrong result is never given."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from harness import ONE_OF_A_FAMILY, few_sizes, forward, make, verify
+
+from liger_hw import registry
+
+pytestmark = pytest.mark.interpret
+
+
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
+def test_bfloat16_is_refused(op, seed):
+    """The interpreter's arithmetic in bfloat16 gave NaN and 1e38 in silence."""
+    sample = make(op, few_sizes(op), torch.bfloat16, "cpu", seed)
+    with pytest.raises(NotImplementedError, match="interpreter computes bfloat16 wrong"):
+        forward(op.function, sample)
+
+
+def test_threads_take_turns(seed):
+    """The interpreter keeps the launch at hand in globals: 14 of these 24 were wrong or raised."""
+    op, failed = registry.get_op("rms_norm"), []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                verify(op, make(op, (5, 33 + number), torch.float32, "cpu", seed + number), seed)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

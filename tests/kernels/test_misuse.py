@@ -1,0 +1,55 @@
+"""Mistakes that people make with the losses: the message says what the arguments look like and what to do."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
+from liger_hw.runtime import checks
+from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+from liger_hw.transformers.functional import liger_cross_entropy, liger_fused_linear_cross_entropy, liger_kl_div
+
+pytestmark = pytest.mark.cpu
+
+X, WEIGHT, TARGET = torch.randn(6, 4), torch.randn(10, 4), torch.zeros(6, dtype=torch.int64)
+
+
+def test_logits_of_a_batch_are_told_to_flatten():
+    logits, labels = torch.randn(2, 3, 10), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"got \(2, 3, 10\); flatten .*: input.flatten\(0, -2\), target.flatten\(\)"):
+        liger_cross_entropy(logits, labels)
+    with pytest.raises(ValueError, match=r"flatten it: target.flatten\(\)"):
+        liger_cross_entropy(logits.flatten(0, -2), labels)
+    with pytest.raises(ValueError, match=r"input.flatten\(0, -2\), target.flatten\(0, -2\)"):
+        liger_kl_div(logits, logits)
+    with pytest.raises(ValueError, match=r"flatten the leading dimensions: input.flatten\(0, -2\)"):
+        liger_fused_linear_cross_entropy(X.view(2, 3, 4), WEIGHT, labels)
+
+
+def test_swapped_input_and_weight_are_recognised():
+    """LigerFusedLinearCrossEntropyLoss takes the weight first, its function the input."""
+    with pytest.raises(ValueError, match="are input and weight, or rows and classes, swapped"):
+        LigerFusedLinearCrossEntropyLoss()(X, WEIGHT, TARGET)
+    with pytest.raises(ValueError, match="input and weight are swapped"):
+        LigerFusedLinearCrossEntropyLoss()(X.view(2, 3, 4), WEIGHT, TARGET)
+    with pytest.raises(ValueError, match="weight is transposed, pass weight.T"):
+        liger_fused_linear_cross_entropy(X, WEIGHT.T, TARGET)
+    pairs, ids = X.view(2, 3, 4), TARGET.view(2, 3)
+    with pytest.raises(ValueError, match="_input and lin_weight are swapped"):
+        LigerFusedLinearDPOLoss(use_ref_model=False)(pairs, WEIGHT, ids)
+
+
+def test_an_argument_that_changes_nothing_is_said_once(monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(UserWarning, match="LigerFusedLinearDPOLoss: chunk_size is accepted and changes nothing"):
+        LigerFusedLinearDPOLoss(chunk_size=4)
+    with pytest.warns(UserWarning, match="LigerRMSNorm: row_mode"):
+        LigerRMSNorm(4, row_mode=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LigerFusedLinearDPOLoss(chunk_size=4)
+        LigerFusedLinearDPOLoss()
+        LigerRMSNorm(4, row_mode=True)

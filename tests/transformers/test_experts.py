@@ -1,0 +1,512 @@
+"""Mixtures of experts: what `fused_moe` takes over, on live models and on classes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+transformers = pytest.importorskip("transformers")
+interface = pytest.importorskip("transformers.integrations.moe", reason="transformers 4 has no batched experts")
+
+import liger_hw  # noqa: E402
+import liger_hw.transformers  # noqa: E402
+from liger_hw.transformers import experts, functional, probing  # noqa: E402
+from liger_hw.transformers.tiny import tiny_config, tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 13, 16, 24, 4, 2
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of every call of the op by patches made in the test."""
+    made, original = [], functional.liger_fused_moe
+
+    def fused_moe(*args, **options):
+        made.append((args, options))
+        return original(*args, **options)
+
+    monkeypatch.setattr(functional, "liger_fused_moe", fused_moe)
+    return made
+
+
+def patched(module):
+    return liger_hw.patch(module, fused_linear_cross_entropy=False)
+
+
+def of(family, name, implementation="grouped_mm", **sizes):
+    """One experts module of a family, alone, with random weights."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    cls = getattr(modeling, name)
+    short = name.removesuffix("Experts").removesuffix("Text")
+    config_class = getattr(modeling, f"{short}TextConfig", None) or getattr(modeling, f"{short}Config")
+    known = {k: v for k, v in {**SIZES, **sizes}.items() if k not in SIZES or hasattr(config_class(), k)}
+    config = tiny_config(config_class, **known)
+    config._experts_implementation_internal = implementation
+    torch.manual_seed(0)
+    module = cls(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    return module
+
+
+def inputs(module, seed=1, dtype=torch.float32, experts=EXPERTS):
+    source = torch.Generator().manual_seed(seed)
+    hidden = next(p for n, p in module.named_parameters() if "up_proj" in n)
+    hidden = hidden.shape[1 if getattr(module, "is_transposed", False) else 2]
+    x = torch.randn(TOKENS, hidden, generator=source).to(dtype).requires_grad_()
+    index = torch.stack([torch.randperm(experts, generator=source)[:TOP_K] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, TOP_K, generator=source).requires_grad_()
+    return x, index, weights
+
+
+def step(module, x, index, weights):
+    """(result, gradients of x, the weights and every parameter)"""
+    return step_of(module, module, x, index, weights)
+
+
+def step_of(function, module, x, index, weights):
+    """The same of a function that stands for a module."""
+    leaves = [x, weights, *(p for p in module.parameters() if p.requires_grad)]
+    result = function(x, index, weights)
+    direction = torch.linspace(-1, 1, result.numel()).view_as(result).cos()
+    return result, torch.autograd.grad((result.float() * direction).sum(), leaves)
+
+
+def assert_same(found, expected, rtol=1e-4, atol=1e-5):
+    for mine, theirs in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        scale = float(theirs.detach().abs().max()) or 1.0
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol * scale)
+
+
+KINDS = {
+    "mixtral": ("MixtralExperts", "silu"),
+    "gpt_oss": ("GptOssExperts", "silu, alpha 1.702, limit 7, up_offset 1, interleaved, transposed, biases"),
+    "openai_privacy_filter": (
+        "OpenAIPrivacyFilterExperts",
+        "silu, alpha 1.702, limit 7, up_offset 1, transposed, biases",
+    ),
+    "minimax_m3_vl": ("MiniMaxM3VLExperts", "silu, alpha 1.702, limit 7, up_offset 1"),
+    "deepseek_v4": ("DeepseekV4Experts", "silu, limit 10"),
+    "aria": ("AriaExperts", "silu, transposed"),
+    "nemotron_h": ("NemotronHExperts", "relu2, no gate"),
+    "gemma4": ("Gemma4TextExperts", "gelu_tanh"),
+}
+"""Every kind of experts that transformers has and the op computes: class, and the options that are found."""
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_kind_of_experts_is_known_by_what_it_computes(family, calls):
+    name, words = KINDS[family]
+    module = of(family, name)
+    arguments = inputs(module)
+    expected = step(module, *arguments)
+    report = patched(module)
+    assert [(row.kernel, row.variant) for row in report.patched] == [("fused_moe", words)], str(report)
+    assert_same(step(module, *arguments), expected)
+    assert len(calls) == 1
+    report.revert()
+    assert "forward" not in vars(module)
+    step(module, *arguments)
+    assert len(calls) == 1
+
+
+LEFT = {
+    "muse_spark": ("MuseSparkExperts", "it has a norm after each expert"),
+    "inkling2": ("Inkling2Experts", "its activation is none that the kernel has"),
+    "llama4": ("Llama4TextExperts", "it takes hidden_states, not tokens, experts and weights"),
+    "longcat_flash": ("LongcatFlashExperts", "its projections have shapes"),
+}
+
+
+@pytest.mark.parametrize("family", LEFT)
+def test_what_the_op_cannot_express_is_left_alone_and_said(family, calls):
+    name, reason = LEFT[family]
+    module = of(family, name)
+    report = patched(module)
+    (row,) = [row for row in report.rows if row.where.startswith(name)]
+    assert reason in row.state + row.variant, str(report)
+    assert "forward" not in vars(module) and not calls
+
+
+def test_a_clamp_after_the_activation_is_another_formula():
+    """Step 3.7 clamps silu's result, DeepSeek V4 its input: they differ beyond the limit only."""
+    module = of("step3p7", "Step3p7Experts", num_local_experts=EXPERTS)
+    assert isinstance(probing.recognise(module), probing.Match)  # it has no limit of its own
+    module.limit = 7.0
+    found = probing.recognise(module)
+    assert isinstance(found, probing.Refused) or found.slot == "_apply_gate"
+
+
+def test_flags_are_not_believed():
+    """A gate with its halves swapped is found out, whatever `_apply_gate` and the flags promise."""
+
+    class Swapped(type(of("mixtral", "MixtralExperts"))):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            gate_up = torch.einsum("th,eoh->teo", hidden_states, self.gate_up_proj)
+            up, gate = gate_up.chunk(2, -1)
+            rows = torch.einsum("tei,ehi->teh", self.act_fn(gate) * up, self.down_proj)
+            share = torch.zeros_like(rows[..., 0]).scatter_add(1, top_k_index, top_k_weights)
+            return (rows * share.unsqueeze(-1)).sum(1)
+
+    module = of("mixtral", "MixtralExperts")
+    module.__class__ = Swapped
+    found = probing.experts.recognise(module, Swapped.forward)
+    assert isinstance(found, probing.Refused) and "its activation" in found.reason
+
+
+# -- live models and classes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["model", "class", "name"])
+def test_a_model_s_step(scope, calls):
+    model = tiny_model(transformers.Qwen3MoeForCausalLM)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    expected = model(ids, labels=ids, output_router_logits=True)
+    expected.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    if scope == "name":
+        assert liger_hw.transformers.register_experts()
+        model.set_experts_implementation("liger_hw")
+    else:
+        own = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
+        target = model if scope == "model" else None
+        report = liger_hw.transformers.apply_liger_kernel_to_qwen3_moe(model=target, **own)
+    try:
+        found = model(ids, labels=ids, output_router_logits=True)
+        found.loss.backward()
+    finally:
+        if scope != "name":
+            report.revert()
+    assert len(calls) == model.config.num_hidden_layers
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    for name, parameter in model.named_parameters():
+        scale = float(gradients[name].abs().max())
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4 * scale)
+    made = len(calls)
+    model.set_experts_implementation("grouped_mm")
+    model(ids)
+    assert len(calls) == made
+
+
+def test_the_keyword_is_the_mlps_own_unless_it_is_given():
+    apply = liger_hw.transformers.apply_liger_kernel_to_mixtral
+    others = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}
+    for options, wanted in (
+        ({}, ["experts"]),
+        ({"swiglu": False}, []),
+        ({"swiglu": False, "experts": True}, ["experts"]),
+        ({"experts": False}, []),
+    ):
+        with apply(**others, **options) as report:
+            assert [row.part for row in report.patched] == wanted, options
+    with liger_hw.transformers.apply_liger_kernel_to_gpt_oss(**others) as report:  # Liger's default there: swiglu=False
+        assert [row.part for row in report.patched] == ["experts"]
+
+
+def test_a_class_patch_holds_for_models_of_any_dtype(calls):
+    """transformers notes the dtype in the configuration, and experts name `dtype`, of their tensors."""
+    with liger_hw.transformers.apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False):
+        model = tiny_model(transformers.Qwen3MoeForCausalLM, num_hidden_layers=1)
+        model.config.dtype = torch.float32
+        model(torch.tensor([[5, 6, 7]]))
+    assert len(calls) == 1
+
+
+def test_an_implementation_chosen_after_the_patch_runs(calls):
+    module = of("mixtral", "MixtralExperts")
+    patched(module)
+    module.config._experts_implementation_internal = "batched_mm"  # as generate() does for a moment
+    module(*inputs(module))
+    assert not calls
+    module.config._experts_implementation_internal = "grouped_mm"
+    module(*inputs(module))
+    assert len(calls) == 1
+
+
+def test_an_implementation_of_somebody_s_own_stays():
+    found = probing.recognise(of("mixtral", "MixtralExperts", "sonicmoe"))
+    assert isinstance(found, probing.Refused) and "experts_implementation='sonicmoe' was asked for" in found.reason
+
+
+def test_copies_and_pickles(calls):
+    model = tiny_model(transformers.MixtralForCausalLM).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids, labels=ids).loss
+    report = liger_hw.patch(model)
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each, kernels in ((model, 4), (copied, 4), (loaded, 0)):
+        calls.clear()
+        torch.testing.assert_close(each(ids, labels=ids).loss, expected)
+        assert len(calls) == kernels
+    assert {row.part for row in liger_hw.patch(loaded).patched} == {row.part for row in report.patched}
+    liger_hw.transformers.revert(copied)
+    calls.clear()
+    copied(ids)
+    assert not calls
+
+
+def test_experts_patched_in_their_gate_survive_pickle():
+    """Pickle finds a bound method by its function's name, and transformers' default gate is not named as its slot."""
+    module = of("muse_spark", "MuseSparkExperts")
+    arguments = inputs(module)
+    expected = module(*arguments)
+    report = patched(module)
+    assert "_apply_gate" in vars(module)
+    loaded = pickle.loads(pickle.dumps(module))
+    torch.testing.assert_close(loaded(*arguments), expected)
+    assert {row.part for row in patched(loaded).patched} == {row.part for row in report.patched}
+    torch.testing.assert_close(loaded(*arguments), expected)
+
+
+def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(calls, caplog):
+    experts._say_once.cache_clear()
+    liger_hw.transformers.register_experts()
+    module = of("inkling2", "Inkling2Experts")
+    arguments = inputs(module)
+    expected = step(module, *arguments)
+    module.config._experts_implementation_internal = "liger_hw"
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        assert_same(step(module, *arguments), expected, 0, 0)
+        module(*arguments)
+    assert not calls and caplog.text.count("Inkling2Experts runs by grouped_mm: its activation is none") == 1
+
+
+# -- what training code does with experts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_autocast_computes_in_its_dtype(family, calls):
+    module = of(family, KINDS[family][0])
+    x, index, weights = inputs(module)
+    expected = step(module, x, index, weights)
+    patched(module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = step(module, x, index, weights)
+    assert {t.dtype for t in calls[0][0] if t.is_floating_point()} == {torch.bfloat16, torch.float32}
+    assert calls[0][0][0].dtype is calls[0][0][1].dtype is torch.bfloat16
+    assert found[0].dtype == x.dtype and all(g.dtype == torch.float32 for g in found[1])
+    assert_same(found, expected, 0.06, 0.03)
+
+
+def test_other_inputs_than_the_weights_are_cast_as_transformers_casts(calls):
+    module = of("mixtral", "MixtralExperts")
+    x, index, weights = inputs(module, dtype=torch.bfloat16)
+    expected = module(x, index, weights)
+    patched(module)
+    found = module(x, index, weights)
+    assert len(calls) == 1 and found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+def test_frozen_experts_get_no_gradient(calls):
+    module = of("gpt_oss", "GptOssExperts")
+    x, index, weights = inputs(module)
+    module.requires_grad_(False)
+    expected = step(module, x, index, weights)
+    patched(module)
+    assert_same(step(module, x, index, weights), expected)
+    module(x, index, weights).sum().backward()
+    assert len(calls) == 2 and all(p.grad is None for p in module.parameters())
+
+
+def test_lora_on_expert_parameters(calls):
+    """PEFT gives the module a class of its own while it runs, whose parameters are computed."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(patch_first):
+        model = tiny_model(transformers.MixtralForCausalLM)
+        if patch_first:
+            liger_hw.patch(model, fused_linear_cross_entropy=False)
+        torch.manual_seed(3)
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=parameters))
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        return wrapped
+
+    def stepped(model):
+        ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+        loss = model(input_ids=ids, labels=ids).loss
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values()))))
+
+    liger_hw.transformers.register_experts()
+    reference, before, after, named = adapted(False), adapted(True), adapted(False), adapted(False)
+    liger_hw.patch(after)
+    named.get_base_model().set_experts_implementation("liger_hw")
+    loss, gradients = stepped(reference)
+    assert not calls and len(gradients) == 16
+    for model in (before, after, named):
+        calls.clear()
+        for _ in range(2):  # each forward has a class of its own
+            found, mine = stepped(model)
+        assert len(calls) == 8
+        torch.testing.assert_close(found, loss)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_sentinels_and_the_one_row_of_an_empty_rank(calls):
+    """Expert parallelism gives a rank its share of the experts, and marks the others' tokens."""
+    module = of("qwen3_moe", "Qwen3MoeExperts")
+    x, index, weights = inputs(module, experts=EXPERTS)
+    half = EXPERTS // 2
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, torch.nn.Parameter(parameter[:half].detach().clone()))
+    module.num_experts, module._is_expert_parallel = half, True
+    away = index >= half
+    local, masked = torch.where(away, half, index), weights.masked_fill(away, 0.0)
+    expected = step(module, x, local, weights), module(x[:1], local[:1, :1] * 0, torch.ones(1, 1))[:0]
+    masked_expected = module(x, local, masked)
+    patched(module)
+    assert_same(step(module, x, local, weights), expected[0])
+    torch.testing.assert_close(module(x, local, masked), masked_expected)
+    empty = module(x[:0].sum(dim=0, keepdim=True), index.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
+    assert empty.shape == expected[1].shape and empty.grad_fn is not None
+    (gradient,) = torch.autograd.grad(empty.sum(), module.gate_up_proj)
+    assert not gradient.any() and len(calls) == 3
+
+
+@pytest.mark.parametrize("scope", ["model", pytest.param("name", marks=pytest.mark.full)])
+def test_compiled_in_one_graph(scope, calls):
+    torch._dynamo.reset()
+    module = of("mixtral", "MixtralExperts")
+    arguments = inputs(module)
+    expected = step(module, *arguments)
+    if scope == "model":
+        patched(module)
+    else:
+        liger_hw.transformers.register_experts()
+        module.config._experts_implementation_internal = "liger_hw"
+        module(*arguments)  # recognises the experts
+    calls.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    assert_same(step_of(compiled, module, *arguments), expected)
+    assert counter.frame_count == 1 and len(calls) == 1  # while it was traced
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_compiled_model(family, calls):
+    torch._dynamo.reset()
+    cls = {"mixtral": transformers.MixtralForCausalLM, "gpt_oss": transformers.GptOssForCausalLM}[family]
+    model = tiny_model(cls, num_hidden_layers=1)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids, labels=ids).loss
+    liger_hw.patch(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, labels=ids).loss, expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("level", ["cheap", "mlp", "full", "checkpointing"])
+def test_recomputed_layers_have_the_same_gradients(level, calls):
+    model = tiny_model(transformers.MixtralForCausalLM)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    liger_hw.patch(model)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    assert len(calls) == 4
+    if level == "checkpointing":
+        model.gradient_checkpointing_enable()
+        found = gradients()
+    else:
+        with liger_hw.activations(level, model):
+            found = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    again = {"full": 3, "checkpointing": 4}.get(level, 0)  # the dial keeps the last layer
+    assert len(calls) == 8 + again
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", KINDS)
+def test_in_bfloat16_on_the_device(family, gpu, calls):
+    """As far from fp64 as transformers' own products in bf16, which round more often, or nearer."""
+    module = of(family, KINDS[family][0], hidden_size=64, intermediate_size=96, moe_intermediate_size=96)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_((parameter * 0.5).bfloat16())
+    source = torch.Generator().manual_seed(2)
+    x = torch.randn(200, 64, generator=source).bfloat16()
+    index = torch.stack([torch.randperm(EXPERTS - 1, generator=source)[:TOP_K] for _ in x])  # the last has no token
+    weights = torch.rand(200, TOP_K, generator=source).bfloat16()
+
+    def run(there, dtype):
+        device = next(there.parameters()).device
+        leaves = (x.to(device, dtype).requires_grad_(), index.to(device), weights.to(device, dtype).requires_grad_())
+        result, gradients = step(there, *leaves)
+        return [t.detach().cpu().double() for t in (result, *gradients)]
+
+    exact = copy.deepcopy(module).double()
+    exact.config._experts_implementation_internal = "eager"
+    expected = run(exact, torch.float64)
+    theirs = run(copy.deepcopy(module).to(gpu, torch.bfloat16), torch.bfloat16)
+    ours = copy.deepcopy(module).to(gpu, torch.bfloat16)
+    patched(ours)
+    mine = run(ours, torch.bfloat16)
+    assert len(calls) == 1
+    for number, (found, other, wanted) in enumerate(zip(mine, theirs, expected, strict=True)):
+        error, allowed = (found - wanted).norm(), (other - wanted).norm()
+        assert error <= 1.2 * allowed + 1e-3 * wanted.norm(), f"tensor {number}: {error} against {allowed}"
+
+
+# -- the view of a configuration -------------------------------------------------------------------------------------
+
+
+def test_a_view_shares_everything_but_the_choice():
+    config = transformers.MixtralConfig()
+    config._experts_implementation = "grouped_mm"
+    view = experts.choosing(config, "experts", "fused_moe")
+    assert isinstance(view, transformers.MixtralConfig) and view._experts_implementation == "liger_hw"
+    config.hidden_act = "gelu"
+    assert view.hidden_act == "gelu" and view.hidden_size == config.hidden_size
+    assert copy.deepcopy(view)._experts_implementation == "liger_hw"
+    assert pickle.loads(pickle.dumps(view))._experts_implementation == "grouped_mm"
+    config._experts_implementation = "eager"
+    assert view._experts_implementation == "eager"
+
+
+def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choice(calls):
+    module = of("mixtral", "MixtralExperts")
+    x, index, weights = inputs(module)
+    expected = step(module, x, index, weights)
+    own, module._is_expert_parallel = module.forward, True
+    module.forward = lambda *args: own(*args)  # as transformers' install_forward
+    holder = torch.nn.ModuleList([module])
+    report = patched(holder)
+    assert [row.kernel for row in report.patched] == ["fused_moe"], str(report)
+    assert_same(step(module, x, index, weights), expected)
+    assert len(calls) == 1
+    assert [row.state for row in patched(holder).rows] == ["already patched"]
+    assert liger_hw.transformers.revert(copy.deepcopy(holder)) == 1
+    report.revert()
+    module(x, index, weights)
+    assert len(calls) == 1 and type(module.config) is transformers.MixtralConfig
+
+
+def test_another_s_forward_is_left_alone():
+    module = of("mixtral", "MixtralExperts")
+    module.forward = lambda *args: SimpleNamespace()
+    (row,) = patched(module).rows
+    assert row.state == "left alone: its forward was replaced by something else"

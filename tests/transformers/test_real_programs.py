@@ -1,0 +1,449 @@
+"""Patched models under what real programs do: custom losses, copies, wrappers, odd forwards, Trainer, odd heads."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import assert_same_gradients
+from torch.utils.checkpoint import checkpoint
+
+import liger_hw
+from liger_hw.transformers import loss as loss_module
+from liger_hw.transformers.auto_model import AutoLigerKernelForCausalLM
+from liger_hw.transformers.report import PATCHED
+from liger_hw.transformers.tiny import tiny_model
+from liger_hw.transformers.verify import counted
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def warn_again(monkeypatch):
+    monkeypatch.setattr(loss_module, "_warned", set())
+
+
+def grads_of(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -- deferred logits beyond torch's functions ------------------------------------------------------------------------
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return (logits * logits).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logits,) = ctx.saved_tensors
+        return grad * 2 * logits / logits.numel()
+
+
+def through_a_function(logits, labels, **_):
+    return Squared.apply(logits.float())
+
+
+def through_a_reentrant_checkpoint(logits, labels, vocab_size, **_):
+    return checkpoint(lambda x: F.cross_entropy(x.view(-1, vocab_size), labels.view(-1)), logits, use_reentrant=True)
+
+
+def through_a_checkpoint(logits, labels, vocab_size, **_):
+    return checkpoint(lambda x: (x * (labels > 9).unsqueeze(-1)).square().mean(), logits * 1.0, use_reentrant=False)
+
+
+def wants_a_tensor(logits, labels, **_):
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError("logits must be a tensor")
+    return logits.square().mean()
+
+
+LOSSES = (through_a_function, through_a_reentrant_checkpoint, through_a_checkpoint, wants_a_tensor)
+
+
+@pytest.mark.parametrize("custom", LOSSES, ids=lambda f: f.__name__)
+def test_a_loss_that_is_no_torch_function_keeps_its_gradient(mistral, batch, caplog, custom):
+    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
+    for each in (model, reference):
+        each.loss_function = custom
+    expected = grads_of(reference, reference(**batch).loss)
+    mistral.apply(model=model)
+    with caplog.at_level(logging.WARNING, "liger_hw"):
+        found = grads_of(model, model(**batch).loss)
+        grads_of(model, model(**batch).loss)
+    assert_same_gradients(found, expected)
+    assert caplog.text.count("does not run on deferred logits") == (custom is not through_a_checkpoint)
+
+
+def test_logits_are_there_for_whoever_reads_them(mistral, batch, calls):
+    """Trainer subclasses compute a loss of their own from `outputs.logits`, with the labels among the inputs."""
+    model, reference = mistral.model(num_hidden_layers=1), mistral.model(num_hidden_layers=1)
+    mistral.apply(model=model)
+
+    def loss(outputs):
+        rows, target = outputs.logits[:, :-1].float(), batch["labels"][:, 1:]
+        return F.cross_entropy(rows.reshape(-1, rows.size(-1)), target.reshape(-1), label_smoothing=0.1)
+
+    expected = grads_of(reference, loss(reference(**batch)))
+    assert_same_gradients(grads_of(model, loss(model(**batch))), expected)
+    assert calls["fused"] == 2, "this loss is fused too"
+    penalty = grads_of(model, model(**batch).logits.logsumexp(-1).square().mean())
+    assert_same_gradients(penalty, grads_of(reference, reference(**batch).logits.logsumexp(-1).square().mean()))
+
+
+def test_logits_that_outlive_a_forward(mistral, batch):
+    model = mistral.model(num_hidden_layers=1)
+    expected = model(**batch).logits
+    mistral.apply(model=model)
+    outputs = model(**batch)
+    with pytest.raises(RuntimeError, match="reached an autograd.Function.*skip_logits=False"):
+        Squared.apply(outputs.logits)
+    with torch.no_grad():
+        assert outputs.logits.argmax(-1).shape == batch["input_ids"].shape
+    torch.testing.assert_close(outputs.logits + 0, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(model(**batch, skip_logits=False).logits.detach()), expected.detach())
+    later = model(**batch)
+    later.loss.backward()
+    with pytest.raises(RuntimeError, match="read outputs.logits before backward"):
+        later.logits.argmax(-1)
+    assert later.logits.shape == expected.shape
+
+
+# -- models around models, odd forwards ------------------------------------------------------------------------------
+
+
+def test_a_subclass_patched_as_class_and_as_instance(family, batch, calls):
+    class Mine(family.causal_lm):
+        def forward(self, input_ids, labels=None, **kwargs):
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    base = family.model(num_hidden_layers=1)
+    mine = Mine(base.config).train()
+    mine.load_state_dict(base.state_dict())
+    expected = grads_of(base, base(**batch).loss)
+    with family.apply(), family.apply(model=mine):
+        outputs = mine(**batch)
+        assert outputs.logits.is_deferred and calls["fused"] == 1
+        assert_same_gradients(grads_of(mine, outputs.loss), expected)
+
+
+@pytest.mark.parametrize("name", ["Blip2", "InstructBlip"])
+def test_a_patched_t5_inside_a_vision_model(name):
+    text = transformers.T5Config(
+        vocab_size=61,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+        qformer_config={**sizes, "encoder_hidden_size": 32, "vocab_size": 61},
+        text_config=text.to_dict(),
+        num_query_tokens=2,
+        image_token_index=60,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids = torch.tensor([[60, 60, 5, 6, 7]])
+    inputs = {"pixel_values": torch.randn(1, 3, 8, 8), "input_ids": ids, "labels": torch.tensor([[5, 6, 7]])}
+    if name == "InstructBlip":
+        inputs["qformer_input_ids"] = ids[:, 2:]
+    torch.manual_seed(1)
+    expected = model(**inputs).loss
+    wanted = grads_of(model, expected)
+    with counted() as calls, liger_hw.patch(model):
+        torch.manual_seed(1)
+        loss = model(**inputs).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert_same_gradients(grads_of(model, loss), wanted, rtol=1e-3)
+        assert calls["fused_linear_cross_entropy"] == 1
+
+
+Pair = collections.namedtuple("Pair", ["loss", "logits"])
+
+
+@dataclasses.dataclass
+class Answer:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+RETURNS = {
+    "bare loss": (lambda o: o.loss, lambda r: r),
+    "list": (lambda o: [o.loss, o.logits], lambda r: r[0]),
+    "named tuple": (lambda o: Pair(o.loss, o.logits), lambda r: r.loss),
+    "dataclass": (lambda o: Answer(o.loss, o.logits), lambda r: r.loss),
+    "dict": (lambda o: {"loss": o.loss, "logits": o.logits}, lambda r: r["loss"]),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNS)
+def test_a_forward_that_returns_another_kind(mistral, batch, calls, kind):
+    make, loss_of = RETURNS[kind]
+
+    class Mine(mistral.causal_lm):
+        SCALE = 2.0
+
+        def forward(self, input_ids, labels=None):
+            self.seen = type(self).SCALE
+            outputs = super().forward(input_ids=input_ids, labels=labels)
+            outputs.logits = outputs.logits * self.seen
+            del self.seen
+            return make(outputs)
+
+    base = mistral.model(num_hidden_layers=1)
+    model = Mine(base.config).train()
+    model.load_state_dict(base.state_dict())
+    expected = model(**batch)
+    with liger_hw.patch(model):
+        found = model(**batch)
+        assert calls["fused"] == 1 and type(found) is type(expected)
+        torch.testing.assert_close(loss_of(found), loss_of(expected), rtol=1e-4, atol=1e-6)
+        logits = getattr(found, "logits", None) if kind in ("named tuple", "dataclass") else None
+        if logits is not None:
+            torch.testing.assert_close(logits + 0, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_over_more_rows_than_labels(mistral, batch, calls):
+    """Next-token and second-next-token losses in one, and labels that the caller's are not."""
+
+    class Mine(mistral.causal_lm):
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.model(input_ids)[0])
+            rows = torch.cat([logits, logits]).view(-1, logits.size(-1))
+            return {"loss": F.cross_entropy(rows, torch.cat([input_ids, input_ids.flip(0)]).view(-1))}
+
+    base = mistral.model(num_hidden_layers=1)
+    model = Mine(base.config).train()
+    model.load_state_dict(base.state_dict())
+    labels = torch.full_like(batch["labels"], -100)
+    labels[0, 5] = 7
+    expected = model(batch["input_ids"], labels=labels)["loss"]
+    with liger_hw.patch(model):
+        torch.testing.assert_close(model(batch["input_ids"], labels=labels)["loss"], expected, rtol=1e-4, atol=1e-6)
+    base.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+    expected = base(batch["input_ids"], labels=labels).loss
+    with liger_hw.patch(base):
+        torch.testing.assert_close(base(batch["input_ids"], labels=labels).loss, expected, rtol=1e-4, atol=1e-6)
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def replica_of(model):
+    """What nn.DataParallel makes of a model for another device, here with other weights."""
+    modules = list(model.modules())
+    index = {module: i for i, module in enumerate(modules)}
+    replicas = [module._replicate_for_data_parallel() for module in modules]
+    for module, replica in zip(modules, replicas):
+        for name, child in module._modules.items():
+            replica._modules[name] = replicas[index[child]]
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach() * 0.5)
+    return replicas[0]
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+def test_replicas_run_on_their_own_weights(family, batch, calls, scope):
+    model = family.model()
+    expected = replica_of(model)(**batch).loss
+    with family.apply(model=model if scope == "instance" else None):
+        assert not torch.isclose(model(**batch).loss, expected)
+        outputs = replica_of(model)(**batch)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-4, atol=1e-6)
+    assert calls["fused"] == 2 and outputs.logits is None, "gather() takes tensors and None"
+
+
+def test_a_shallow_copy_runs_its_class_s_code(mistral, batch):
+    model = mistral.model()
+    report = mistral.apply(model=model)
+    mlp = model.model.layers[0].mlp
+    twin = copy.copy(mlp)
+    twin._modules = dict(mlp._modules, act_fn=torch.nn.ReLU())
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(twin(x), mlp.down_proj(F.relu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    deep = copy.deepcopy(model)
+    assert all(module.forward.__self__ is module for module in deep.modules() if "forward" in vars(module))
+    again = copy.copy(deep.model.norm)
+    again._parameters = {"weight": torch.nn.Parameter(torch.zeros(32))}
+    assert not again(x).any() and deep.model.norm(x).any()
+    report.revert()
+    assert not {"__getstate__", "_replicate_for_data_parallel"} & {n for m in model.modules() for n in vars(m)}
+
+
+# -- parts that are odd ----------------------------------------------------------------------------------------------
+
+
+def test_cohere_norms_over_heads_in_patched_classes(batch):
+    model = tiny_model(transformers.CohereForCausalLM, use_qk_norm=True)
+    expected = model(**batch).loss
+    with liger_hw.patch(transformers.CohereForCausalLM) as report:
+        assert any(row.kernel == "layer_norm" for row in report.patched)
+        torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gated_t5_whose_output_projections_stay_in_fp32(batch, dtype):
+    model = tiny_model(
+        transformers.T5ForConditionalGeneration, feed_forward_proj="gated-gelu", decoder_start_token_id=0
+    )
+    model.to(dtype)
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    expected = model(**batch).loss
+    with liger_hw.patch(model) as report:
+        assert any(row.kernel == "geglu" for row in report.patched)
+        torch.testing.assert_close(model(**batch).loss, expected, rtol=2e-2, atol=0)
+
+
+class Halves(torch.Tensor):
+    """A weight kept as fp16, as torchao's are kept as integers: a tensor subclass that not every op takes."""
+
+    @staticmethod
+    def __new__(cls, kept):
+        return torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=torch.float32, requires_grad=False)
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __tensor_flatten__(self):
+        return ["kept"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].kept)
+        if function not in (torch.ops.aten.t.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            raise NotImplementedError(str(function))
+        args = [a.kept.float() if isinstance(a, Halves) else a for a in args]
+        return function(*args)
+
+
+def test_a_quantised_head_computes_its_logits_and_the_report_says_so(mistral, batch, calls):
+    model = mistral.model(num_hidden_layers=1)
+    kept = model.lm_head.weight.detach().half()
+    model.lm_head.weight = torch.nn.Parameter(kept.float(), requires_grad=False)
+    expected = model(**batch).loss
+    model.lm_head.weight = torch.nn.Parameter(Halves(kept), requires_grad=False)
+    with mistral.apply(model=model) as report:
+        row = next(row for row in report.rows if row.part == "fused_linear_cross_entropy")
+        assert row.kernel == "cross_entropy" and row.state == PATCHED and "its weight is a Halves" in row.variant
+        torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+    assert calls == {"fused": 0, "plain": 1}
+
+
+def test_the_report_of_a_hooked_head_says_that_its_logits_are_computed(mistral):
+    model = mistral.model(num_hidden_layers=1)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with mistral.apply(model=model) as report:
+        assert "logits computed: hooks are registered on it" in str(report)
+        assert "fused_linear_cross_entropy" not in {row.kernel for row in report.patched}
+
+
+@pytest.mark.parametrize("class_name", ["MistralForCausalLM", "GptOssForCausalLM"])
+def test_jit_trace_traces_the_family_s_own_code(class_name):
+    model = tiny_model(getattr(transformers, class_name), num_hidden_layers=1).eval()
+    ids = torch.arange(3, 11)[None]
+    try:
+        torch.jit.trace(model, (ids,), strict=False)
+    except RuntimeError as error:  # Mistral's mask under transformers 4.57
+        pytest.skip(f"torch.jit.trace fails on the unpatched model: {error}")
+    with liger_hw.patch(model):
+        traced = torch.jit.trace(model, (ids,), strict=False)
+        assert "liger" not in str(traced.inlined_graph)
+        torch.testing.assert_close(traced(ids)["logits"], model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+# -- revert under accelerate -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+@pytest.mark.parametrize("way", ["report", "model"])
+def test_revert_leaves_accelerate_s_wrappers_and_no_kernel(family, batch, scope, way):
+    accelerate = pytest.importorskip("accelerate")
+    model = family.model(num_hidden_layers=1)
+    expected = model(**batch).loss
+    with counted() as calls:
+        report = family.apply(model=model if scope == "instance" else None)
+        accelerate.cpu_offload(model, execution_device="cpu")
+        assert torch.isclose(model(**batch).loss, expected, rtol=1e-4) and calls
+        wrapped = {name for name, module in model.named_modules() if "_hf_hook" in vars(module)}
+        if way == "model":
+            liger_hw.revert(model)
+            torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-6)
+        report.revert()
+        calls.clear()
+        torch.testing.assert_close(model(**batch).loss, expected)
+    assert not calls and wrapped
+    assert wrapped == {name for name, module in model.named_modules() if "_hf_hook" in vars(module)}
+
+
+# -- Trainer and loading ---------------------------------------------------------------------------------------------
+
+
+def evaluated(model, tmp_path, **options):
+    """Trainer's evaluation loss of a model that was patched as `use_liger_kernel=True` does."""
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": torch.arange(3 + i, 11 + i), "labels": torch.arange(3 + i, 11 + i)} for i in range(4)]
+    settings = {"label_smoothing_factor": options.pop("label_smoothing_factor", 0.0)}
+    args = transformers.TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=2, disable_tqdm=True, **settings
+    )
+    trainer = options.pop("trainer", transformers.Trainer)(model, args, eval_dataset=rows, **options)
+    args.use_liger_kernel = True  # evaluation then asks to skip the logits; Trainer is given a patched model already
+    return trainer.evaluate()["eval_loss"]
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        rows, target = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+        loss = F.cross_entropy(rows.reshape(-1, rows.size(-1)), target.reshape(-1), label_smoothing=0.2)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing_factor": 0.1},
+        {"trainer": OwnLoss},
+        {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()},
+    ],
+    ids=["plain", "label smoothing", "compute_loss", "compute_loss_func"],
+)
+def test_trainer_evaluates(mistral, tmp_path, options):
+    model = mistral.model(num_hidden_layers=1)
+    expected = evaluated(model, tmp_path, **dict(options))
+    with mistral.apply(model=model):
+        assert evaluated(model, tmp_path, **dict(options)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_auto_model_from_config_and_with_loading_info(mistral, batch, tmp_path, calls):
+    model = mistral.model(num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, rope=False)
+    assert not info["missing_keys"]
+    torch.testing.assert_close(loaded.train()(**batch).loss, model(**batch).loss, rtol=1e-4, atol=1e-6)
+    made = AutoLigerKernelForCausalLM.from_config(model.config, swiglu=False)
+    assert "forward" not in vars(made.model.layers[0].mlp) and made.train()(**batch).loss.isfinite()
+    assert calls["fused"] == 2

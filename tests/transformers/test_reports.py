@@ -1,0 +1,84 @@
+"""What a report shows, how a patch is undone without it, and what a wrong call is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import liger_hw
+from liger_hw.transformers import apply_liger_kernel_to_llama
+from liger_hw.transformers.tiny import tiny_config
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(tiny_config(LlamaConfig))
+
+
+def test_repr_is_short_and_the_notebook_has_a_table(model):
+    report = liger_hw.patch(model)
+    assert repr(report).startswith("<PatchReport LlamaForCausalLM (one LlamaForCausalLM): ") and len(repr(report)) < 120
+    shown = report._repr_html_()
+    assert shown.count("<tr>") == 1 + len({(r.part, r.where, r.kernel, r.state, r.variant) for r in report.rows})
+    assert "<td>rms_norm</td>" in shown and "rms_norm" in str(report)
+
+
+def test_a_discarded_report_is_found_by_the_class():
+    from transformers.models.llama import modeling_llama
+
+    before = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb",)} | {
+        name: vars(getattr(modeling_llama, name))["forward"]
+        for name in ("LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM")
+    }
+    apply_liger_kernel_to_llama()
+    assert vars(modeling_llama.LlamaRMSNorm)["forward"] is not before["LlamaRMSNorm"]
+    assert liger_hw.revert(modeling_llama.LlamaForCausalLM) >= 4
+    assert modeling_llama.apply_rotary_pos_emb is before.pop("apply_rotary_pos_emb")
+    assert all(vars(getattr(modeling_llama, name))["forward"] is forward for name, forward in before.items())
+    assert liger_hw.revert(modeling_llama.LlamaForCausalLM) == 0
+
+
+def test_reverting_a_class_leaves_other_families_patched():
+    from transformers import LlamaForCausalLM, MistralForCausalLM
+
+    with liger_hw.transformers.apply_liger_kernel_to_mistral() as report:
+        assert liger_hw.revert(LlamaForCausalLM) == 0 and report.patches
+        assert liger_hw.revert(MistralForCausalLM) > 0 and not report.patches
+
+
+def test_a_model_in_the_wrong_place_is_told_where_it_goes(model):
+    for wrong in (model, type(model)):
+        with pytest.raises(
+            TypeError, match=r"^apply_liger_kernel_to_llama\(\): pass the model by name: .*\(model=model\)$"
+        ):
+            apply_liger_kernel_to_llama(wrong)
+
+
+def test_disabled_means_no_kernel_anywhere():
+    """Nothing is patched, and an op runs its reference even where kernels are interpreted: no launch is resolved."""
+    code = """
+import torch, liger_hw
+from transformers import LlamaConfig, LlamaForCausalLM
+from liger_hw import registry
+from liger_hw.transformers.functional import liger_rms_norm
+model = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                     vocab_size=16))
+report = liger_hw.patch(model, activations="full")
+assert not report.patched and not report.patches and "LIGER_HW_DISABLE" in str(report)
+x = torch.ones(2, 16, requires_grad=True)
+liger_rms_norm(x, torch.ones(16), 1e-6).sum().backward()
+print(len(registry.plans()))
+"""
+    for disable, plans in (("1", "0"), ("0", None)):
+        env = {**os.environ, "LIGER_HW_DISABLE": disable, "LIGER_HW_INTERPRET": "1", "TRITON_INTERPRET": "1"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert (done.stdout.strip() == plans) if plans else done.returncode, done.stderr
