@@ -50,23 +50,34 @@ def tiny(monkeypatch, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", pages("python"))
-def test_python_runs(page, tiny):
-    """The blocks of a page one after the other, as a reader would run them."""
-    from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM
+@pytest.fixture
+def patches_taken_back(monkeypatch):
+    """Whatever a page patches is given back after it: its classes belong to the tests that follow."""
+    from liger_hw.transformers.report import PatchReport
 
+    reports, remember = [], PatchReport.remember
+
+    def noted(report):
+        reports.append(report)
+        remember(report)
+
+    monkeypatch.setattr(PatchReport, "remember", noted)
+    yield
+    for report in reversed(reports):
+        report.revert()
+
+
+@pytest.mark.parametrize("page", pages("python"))
+def test_python_runs(page, tiny, patches_taken_back):
+    """The blocks of a page one after the other, as a reader would run them."""
     import liger_hw
 
     namespace = dict(tiny, liger_hw=liger_hw)
-    try:
-        for number, text in enumerate(blocks(page, "python")):
-            for package in ("peft", "accelerate"):
-                if package in text:
-                    pytest.importorskip(package)
-            exec(compile(text, f"{page.name}, block {number}", "exec"), namespace)
-    finally:
-        for patched in (LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM):
-            liger_hw.revert(patched)
+    for number, text in enumerate(blocks(page, "python")):
+        for package in ("peft", "accelerate"):
+            if package in text:
+                pytest.importorskip(package)
+        exec(compile(text, f"{page.name}, block {number}", "exec"), namespace)
 
 
 COMMAND = re.compile(r"(?:^|[(\s])liger-hw ([a-z]\w*[^\n()#]*)")
