@@ -62,6 +62,24 @@ def _layer_norm_1p(self, x):
     return F.layer_norm(x, (WIDTH,), self.weight + 1.0, self.bias, 1e-5)
 
 
+def _settled(self, x):
+    if x.device.type == "mps" or not hasattr(torch, "get_autocast_dtype"):
+        return x
+    return _llama(self, x)
+
+
+def _other_on_cuda(self, x):
+    return x if x.device.type == "cuda" else _llama(self, x)
+
+
+def _other_when_long(self, x):
+    return x if x.shape[-2] > 9999 else _llama(self, x)
+
+
+def _other_by_the_second_of_two(self, x):
+    return x if self.eps > 1.0 or not len(x) else _llama(self, x)
+
+
 NORMS = {
     "llama": (lambda: norm(_llama), "rms_norm", "llama"),
     "gemma": (lambda: norm(_gemma), "rms_norm", "gemma, offset 1"),
@@ -71,6 +89,7 @@ NORMS = {
     "nn.LayerNorm without weight": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), "layer_norm", "no weight"),
     "layer norm by hand": (lambda: norm(_layer_norm, bias=True), "layer_norm", ""),
     "epsilon in the code": (lambda: norm(_layer_norm_1p, bias=True), "layer_norm", "offset 1"),
+    "conditions that kernels never turn": (lambda: norm(_settled), "rms_norm", "llama"),
 }
 
 
@@ -126,6 +145,9 @@ NOT_NORMS = {
     "scale detached": (lambda self, x: self.weight * self.normed(x.float()).detach().to(x.dtype), "gradients are not"),
     "a gate": (lambda self, x, gate=None: _llama(self, x), "neither"),
     "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
+    "another device": (_other_on_cuda, "may take another branch"),
+    "another length": (_other_when_long, "may take another branch"),
+    "a second condition": (_other_by_the_second_of_two, "may take another branch"),
     "raises": (lambda self, x: x.no_such_thing + self.eps, "cannot be run alone"),
 }
 

@@ -20,9 +20,12 @@ _OTHERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.p
 """Folders of code that is known: torch and liger_hw."""
 _AUTOCAST = "maybe_autocast", os.path.join("transformers", "utils", "generic.py")
 """Known too: transformers' torch.autocast, which does nothing where autocast is off and stays off."""
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _LIBRARY = sysconfig.get_path("stdlib")
 _UNGUARDED = frozenset({"training"})
 """Attributes of a module that no guard holds."""
+_NO_BACKEND = "mps"
+"""A kind of device on which no kernel of liger_hw runs, so that its modules always run their own forward there."""
 
 
 class Coverage:
@@ -83,6 +86,8 @@ class Coverage:
                     continue
                 if _asks_for_none(steps, i) in self.given.get(code, ()):
                     continue
+                if _is_settled(_condition(steps, i)):
+                    continue
                 if not _raises(steps, {step.argval, steps[i + 1].offset} - taken):
                     return f"line {_line(steps, i)} of {os.path.basename(code.co_filename)} may take another branch"
         return ""
@@ -113,6 +118,18 @@ def _asks_for_none(steps: list[dis.Instruction], jump: int) -> str | None:
     return None if stored else load.argval
 
 
+def _is_settled(condition: list[dis.Instruction]) -> bool:
+    """Whether a condition has the same answer wherever kernels run.
+
+    It compares a device's kind with the one that has no backend, or asks what torch has: `hasattr(torch, "...")`.
+    """
+    steps = [step for step in condition if step.opname not in ("NOP", "CACHE", "PRECALL", "PUSH_NULL", "TO_BOOL")]
+    named = [step.argval for step in steps]
+    if len(steps) == 5 and steps[-1].opname == "COMPARE_OP":
+        return named[1:4] == ["device", "type", _NO_BACKEND]
+    return len(steps) == 4 and named[:2] == ["hasattr", "torch"] and steps[2].opname == "LOAD_CONST"
+
+
 def _names(step: dis.Instruction) -> tuple[Any, ...]:
     return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
@@ -129,7 +146,11 @@ def _raises(steps: list[dis.Instruction], other: set[int]) -> bool:
 
 
 def _condition(steps: list[dis.Instruction], jump: int) -> list[dis.Instruction]:
-    """The instructions that compute what a conditional jump asks; before Python 3.11, those of its line."""
+    """The instructions that compute what a conditional jump asks; before Python 3.11, those of its line.
+
+    In `a or not b` the compiler gives the jump of b the position of a. Where a jump's position ends before the jump,
+    what comes after the jump before it is taken.
+    """
     at = getattr(steps[jump], "positions", None)
     if at is None or at.lineno is None:
         start = jump
@@ -143,6 +164,9 @@ def _condition(steps: list[dis.Instruction], jump: int) -> list[dis.Instruction]
         if where is not None and where.lineno is not None:
             if first <= (where.lineno, where.col_offset) and (where.end_lineno, where.end_col_offset) <= last:
                 inside.append(step)
+    if inside and inside[-1] is not steps[jump - 1]:
+        before = [i for i in range(jump) if steps[i].opcode in _JUMPS]
+        return steps[before[-1] + 1 : jump] if before else steps[:jump]
     return inside
 
 
