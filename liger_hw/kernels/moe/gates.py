@@ -3,7 +3,8 @@
     gate       act = act(g) * (u + up_offset) of a row's pre-activations z, to which it adds the bias
     gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
 
-Everything is fp32 and rounded once. Rows of nobody are left alone; the gradient of their weight is 0.
+Everything is fp32 and rounded once. Rows of nobody are left alone, but for zeros in z, which forward returns; the
+gradient of their weight is 0.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ def _pre_activations(
 
 
 @triton.jit
+def _clear(Z_ptr, start, n_z, HAS_GATE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Zeros in a program's share of a row's pre-activations, which no product has written."""
+    if HAS_GATE:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
+    else:
+        cols = start + tl.arange(0, BLOCK_SIZE)
+    tl.store(Z_ptr + cols, tl.zeros(cols.shape, dtype=Z_ptr.dtype.element_ty), mask=cols < n_z)
+
+
+@triton.jit
 def _fused_moe_gate_kernel(
     Z_ptr,
     Bias_ptr,
@@ -101,17 +112,22 @@ def _fused_moe_gate_kernel(
     CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Act[row] = the gate of Z[row] + Bias[expert], which is stored in Z; with Weights_ptr, times the slot's weight."""
+    """Act[row] = the gate of Z[row] + Bias[expert], which is stored in Z; with Weights_ptr, times the slot's weight.
+
+    Weights are given in backward. In forward, which has none, Z becomes zeros in rows of nobody.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
     expert = tl.load(Index_ptr + slot).to(tl.int64)
-    if (expert < 0) | (expert >= n_experts):
-        return
     n_z = 2 * inner if HAS_GATE else inner
     Z_ptr += row * n_z
+    start = tl.program_id(1) * BLOCK_SIZE
+    if (expert < 0) | (expert >= n_experts):
+        if Weights_ptr is None:
+            _clear(Z_ptr, start, n_z, HAS_GATE, BLOCK_SIZE)
+        return
     if Bias_ptr is not None:
         Bias_ptr += expert * n_z
-    start = tl.program_id(1) * BLOCK_SIZE
     gate, up = _pre_activations(Z_ptr, Bias_ptr, start, inner, HAS_GATE, CONCATENATED, BLOCK_SIZE)
     act, _, _ = _gated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, HAS_GATE)
     if Weights_ptr is not None:
@@ -238,7 +254,7 @@ def gated(
 ) -> torch.Tensor:
     """[M, inner]: the gate of z [M, 2 inner] + bias [E, 2 inner], times the weights [T, K] if given.
 
-    The bias is added to z itself.
+    The bias is added to z itself. Without weights, as in forward, the rows of nobody in z become zeros.
     """
     (n_rows, n_z), (n_tokens, top_k) = z.shape, top_k_index.shape
     inner = n_z // 2 if gate.has_gate else n_z
