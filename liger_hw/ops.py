@@ -188,7 +188,9 @@ class Sample:
 
     Gradients are checked for every floating tensor in `args` that requires grad. `reduction` is the longest sum behind
     one output element forward; `grad_reduction` the longest behind one gradient element (tests derive tolerances from
-    them); `moved` is the bytes that must move, forward plus backward: what floors are made of.
+    them); `moved` is the bytes that must move, forward plus backward: what floors are made of. `exact` is what the
+    reference takes beside in fp64, where it stands for the exact result: roundings of the definition at which the
+    result jumps.
     """
 
     args: tuple[Any, ...]
@@ -196,6 +198,7 @@ class Sample:
     reduction: int = 1
     grad_reduction: int = 1
     moved: int = 0
+    exact: dict[str, Any] = field(default_factory=dict)
 
 
 _ops: dict[str, Op] = {}

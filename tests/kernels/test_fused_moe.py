@@ -304,6 +304,18 @@ def test_an_index_out_of_range_is_an_error_on_request(lane, generator, monkeypat
     liger_fused_moe(*rest)  # E itself marks another rank's expert
 
 
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_pre_activations_of_nobody_are_zero(lane, generator, has_gate):
+    """They are an output of the operator, so memory that nobody wrote must not show."""
+    x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["some slots of nobody"]).args)
+    up = up if has_gate else up[:, :INNER].contiguous()
+    gate = Gate("relu2", has_gate=has_gate)
+    z, offsets = fused_moe_fwd(x, up, down, index, weights, None, None, *gate.numbers(), False)[1:6:4]
+    own = int(offsets[-1])
+    assert own < len(z) and z[:own].any() and not z.isnan().any() and not z[own:].any()
+
+
 @pytest.mark.lanes("interpret", "gpu")
 def test_what_is_saved(lane, generator):
     """The pre-activations and five lists of integers; no row of x is stored a second time."""

@@ -79,7 +79,7 @@ def step_of(function, module, x, index, weights):
     """The same of a function that stands for a module."""
     leaves = [x, weights, *(p for p in module.parameters() if p.requires_grad)]
     result = function(x, index, weights)
-    direction = torch.linspace(-1, 1, result.numel()).view_as(result).cos()
+    direction = torch.linspace(-1, 1, result.numel(), device=result.device).view_as(result).cos()
     return result, torch.autograd.grad((result.float() * direction).sum(), leaves)
 
 

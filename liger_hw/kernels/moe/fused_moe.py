@@ -60,11 +60,16 @@ def fused_moe_reference(
     has_gate: bool = True,
     is_transposed: bool = False,
     is_concatenated: bool = True,
+    rounded: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The specification in plain torch, one expert after the other."""
+    """The specification in plain torch, one expert after the other.
+
+    rounded: the dtype in which the pre-activations are held, where that is narrower than the inputs'. An exact result
+        needs it where a limit makes the gradient jump: there it matters on which side the rounded number lies.
+    """
     gate = Gate(activation, alpha, limit or 0.0, up_offset, has_gate, is_concatenated).checked("fused_moe_reference")
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return experts_reference(*tensors, gate, is_transposed)
+    return experts_reference(*tensors, gate, is_transposed, rounded)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -359,6 +364,7 @@ def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, *
         reduction=max(hidden, inner) + top_k,
         grad_reduction=max(hidden, inner, n_tokens * top_k),
         moved=products * dtype.itemsize,
+        exact={"rounded": dtype} if options.get("limit") else {},
     )
 
 

@@ -114,7 +114,14 @@ def _sorted_slots(top_k_index: torch.Tensor, n_experts: int) -> list[torch.Tenso
     return [*slots, torch.where((expert_of < 0) | (expert_of >= n_experts))[0]]
 
 
-def _experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed):
+def _rounded(z: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """z with the values it has after rounding to `dtype`, still in its own; the gradient passes as it is."""
+    return z if dtype is None else z + (z.to(dtype).to(z.dtype) - z).detach()
+
+
+def _experts(
+    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed, rounded=None
+):
     """(the layer's output, the pre-activations of each expert's rows, its slots and last those of nobody)"""
     (n_tokens, top_k), wide = top_k_index.shape, torch.promote_types(x.dtype, torch.float32)
     if not is_transposed:
@@ -122,9 +129,9 @@ def _experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bia
     slots, kept = _sorted_slots(top_k_index, len(down_proj)), []
     y = x.new_zeros((n_tokens * top_k, x.shape[1]))
     for expert, own in enumerate(slots[:-1]):
-        z = x[own // top_k] @ gate_up_proj[expert]
+        z = _rounded(x[own // top_k] @ gate_up_proj[expert], rounded)
         if gate_up_bias is not None:
-            z = z + gate_up_bias[expert]
+            z = _rounded(z + gate_up_bias[expert], rounded)
         rows = gate.apply(z.to(wide)).to(x.dtype) @ down_proj[expert]
         if down_bias is not None:
             rows = rows + down_bias[expert]
@@ -136,11 +143,11 @@ def _experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bia
 
 
 def experts_reference(*args):
-    """The layer's output [T, H]; the arguments are those of `liger_fused_moe` in order, a checked `Gate` and
-    is_transposed.
+    """The layer's output [T, H]; the arguments are those of `liger_fused_moe` in order, a checked `Gate`, is_transposed
+    and optionally a narrower dtype.
 
     Products and pre-activations are rounded to x's dtype, as GEMMs leave them; everything else is fp32 (fp64 for fp64).
-    Differentiable.
+    Pre-activations are rounded to the narrower dtype where one is given. Differentiable.
     """
     return _experts(*args)[0]
 
