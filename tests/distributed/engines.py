@@ -155,7 +155,9 @@ def loop(
 ) -> Run:
     """Two SGD steps of `model`; whole() -> the gathered weights that train; step(batch) -> loss, default torch's."""
     run = Run()
-    optimizer = None if step else torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    optimizer = None
+    if step is None:  # foreach, which is the default on GPUs, takes no mixture of DTensors and plain tensors
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, foreach=False)
     run.weights.append(named(whole()))
     with counting(run):
         for batch in batches(ranks):

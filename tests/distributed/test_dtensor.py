@@ -151,10 +151,13 @@ def check_errors(mesh, device):
         )
     head = distribute_tensor(random(20, 16).to(device), mesh, [Shard(1)])
     with pytest.raises(ShardingError, match="shard the weight by rows, or replicate it"):
-        F.liger_fused_linear_cross_entropy(
-            shard.view(-1, 16), head, torch.zeros(B * T, dtype=torch.long, device=device)
-        )
-    tokens = shard.flatten(0, 1)  # of neither rank one piece: gathered
+        tokens = distribute_tensor(x.flatten(0, 1), mesh, [Shard(0)])
+        F.liger_fused_linear_cross_entropy(tokens, head, torch.zeros(B * T, dtype=torch.long, device=device))
+    try:
+        tokens = shard.flatten(0, 1)  # of neither rank one piece: gathered
+    except RuntimeError as error:
+        assert "flatten multiple dimensions" in str(error), error  # torch 2.11 makes no such DTensor
+        return
     weight = distribute_tensor(random(20, 16).to(device), mesh, [Shard(0)])
     target = torch.arange(B * T, device=device)
     found = F.liger_fused_linear_cross_entropy(tokens, weight, target)
