@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel_head.py --out results/tensor-parallel-head-2xh200.json
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel_head.py --device cpu --tokens 64 --hidden 32 --vocab 250
 
-NOT RUN ON GPUS YET: only the second line, which shows that everything runs, over gloo; its times mean nothing.
+The second line only shows that everything runs, over gloo; its times mean nothing. With --profile FOLDER rank 0 leaves
+there, for each arm, which GPU kernels one step ran: name, count, microseconds in all.
 
 Any number of ranks, which must divide tokens and vocabulary. Each arm is one forward and backward with the gradients of
 hidden states and weight. Times are medians over the steps, of the slowest rank, in ms; peak is what a step allocates
@@ -15,7 +16,8 @@ gradient_error is the norm-wise difference from the whole head's gradients, the 
     whole             every rank computes the whole head: what one GPU does
     tp, tp_sequence   the tensor-parallel head; hidden states the same on every rank, or sharded by rows
     tp_tokens         liger_fused_linear_scaled_cross_entropy_tp: one loss a token; whole_tokens: its whole head
-    loss_parallel     torch.distributed.tensor: DTensor linear layer and cross entropy under loss_parallel()
+    loss_parallel     torch.distributed.tensor: DTensor linear layer and cross entropy under loss_parallel(), in bf16
+    loss_parallel_fp32  the same with the logits in fp32 before the loss, as training code has it
     gathered_logits   each rank's logits gathered, then cross entropy in fp32
     gathered_weight   the weight gathered, then the whole fused head
 """
@@ -27,6 +29,7 @@ import json
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -105,6 +108,11 @@ class Problem:
         weight = DTensor.from_local(self.part, self.mesh, [Shard(0)], run_check=False)
         return F.cross_entropy(F.linear(x, weight), self.y)
 
+    def loss_parallel_fp32(self) -> torch.Tensor:
+        x = DTensor.from_local(self.x, self.mesh, [Replicate()], run_check=False)
+        weight = DTensor.from_local(self.part, self.mesh, [Shard(0)], run_check=False)
+        return F.cross_entropy(F.linear(x, weight).float(), self.y)
+
     def gathered_logits(self) -> torch.Tensor:
         logits = F.linear(_SummedGradient.apply(self.x), self.part)
         return F.cross_entropy(_Gathered.apply(logits, 1).float(), self.y)
@@ -142,7 +150,8 @@ class _SummedGradient(torch.autograd.Function):
         return grad
 
 
-ARMS = "whole", "tp", "tp_sequence", "loss_parallel", "gathered_logits", "gathered_weight", "whole_tokens", "tp_tokens"
+ARMS = ("whole", "tp", "tp_sequence", "loss_parallel", "loss_parallel_fp32", "gathered_logits", "gathered_weight")
+ARMS += ("whole_tokens", "tp_tokens")
 
 
 class Clock:
@@ -210,6 +219,20 @@ def measure(problem: Problem, name: str, steps: int) -> dict[str, Any]:
     return row | {"loss": float(loss.mean()), "gradient_error": error}
 
 
+def profile(problem: Problem, name: str, folder: Path) -> None:
+    """One step's GPU kernels of rank 0 into FOLDER/NAME.txt, in the order of their total time. Every rank calls it."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        step(problem, getattr(problem, name), Clock(problem.x.device))
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+        lines = [f"{kernel.device_time_total:10.1f} us {kernel.count:5d} x {kernel.key[:120]}" for kernel in kernels]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        seen.export_chrome_trace(str(folder / f"{name}.json.gz"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
@@ -218,6 +241,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=131072)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     given = parser.parse_args()
     device = torch.device("cpu")
@@ -232,6 +256,8 @@ def main() -> None:
     for name in given.arms:
         try:
             row = measure(problem, name, given.steps)
+            if given.profile:
+                profile(problem, name, given.profile)
         except torch.OutOfMemoryError as error:  # the ranks have equal shares: all of them run out
             found["left_out"].append({"arm": name, "why": str(error).split(". ")[0]})
             continue

@@ -1,10 +1,12 @@
 """One rank of one engine: a tiny model trained two steps by the engine, patched and unpatched, against one process.
 
-    torchrun --nproc-per-node 2 tests/distributed/engines.py ENGINE OUT.json [--device cuda] [--adapters full,lora]
+    torchrun --nproc-per-node 2 tests/distributed/engines.py ENGINE:full,ENGINE:lora OUT.json [--device cuda]
 
 Every rank trains on its own half of each batch. What the engine leaves as whole weights after each step of SGD with a
-learning rate of one gives the gradients. Rank 0 writes, for each adapter, how far losses and gradients are from those
-of plain torch in one process on the whole batch, and how often each operator was called, on all ranks together.
+learning rate of one gives the gradients. Rank 0 writes, for each cell, how far losses and gradients are from those
+of plain torch in one process on the whole batch, and how often each operator was called, on all ranks together. On GPUs
+the model has a wider vocabulary and longer rows, so that the logits' memory shows, and each record also has the errors
+of the unpatched engine and the peak memory of both.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 VOCAB, HIDDEN, LAYERS, ROWS, TOKENS = 64, 32, 2, 4, 12
+VOCAB_ON_GPU, TOKENS_ON_GPU = 4096, 256
 RATE, STEPS = 1.0, 2
 DEVICE = torch.device("cpu")
 COMPUTE = torch.float32
@@ -38,9 +41,8 @@ def config(**changes: Any) -> Any:
     from transformers import LlamaConfig
 
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    return LlamaConfig(
-        **{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
-    )
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS_ON_GPU}
+    return LlamaConfig(**{**sizes, **changes})
 
 
 def make_model(adapter: str = "full", **changes: Any) -> Any:
@@ -101,9 +103,13 @@ def own(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Run:
-    """What a training showed: losses by step, weights before and after every step by name, calls by operator."""
+    """What a training showed: losses by step, weights before and after every step by name, calls by operator.
+
+    peak_mib: of what was allocated on this rank's GPU while it trained, beyond what was there before
+    """
 
     def __init__(self) -> None:
+        self.peak_mib = 0.0
         self.losses: list[float] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.kernels: Counter = Counter()
@@ -131,8 +137,14 @@ def counting(run: Run) -> Iterator[None]:
             run.kernels[call.__name__] += 1
             return proceed(call, args)
 
+    before = 0
+    if DEVICE.type != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     with observing(Count(), every_thread=True):
         yield
+    if DEVICE.type != "cpu":
+        run.peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -297,16 +309,24 @@ def hsdp(adapter: str, patched: bool) -> Run:
     return _fsdp2(adapter, patched, mesh, tail=True)
 
 
-def _zero(stage: int, adapter: str, patched: bool, init: bool = False) -> Run:
-    import deepspeed
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
+def _deepspeed(stage: int) -> dict[str, Any]:
+    """DeepSpeed's settings."""
     settings = {
         "train_micro_batch_size_per_gpu": ROWS,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
+    if COMPUTE is not torch.float32:  # it switches torch's own autocast off
+        settings["torch_autocast"] = {"enabled": True, "dtype": str(COMPUTE).removeprefix("torch.")}
+    return settings
+
+
+def _zero(stage: int, adapter: str, patched: bool, init: bool = False) -> Run:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    settings = _deepspeed(stage)
     model = make_model(adapter)
     if init:  # what from_pretrained does under ZeRO-3: parameters are born in pieces
         whole_weights = copy.deepcopy(model.state_dict())
@@ -357,9 +377,8 @@ def zero3_init(adapter: str, patched: bool) -> Run:
     return _zero(3, adapter, patched, init=True)
 
 
-@engine
-def tp_torch(adapter: str, patched: bool) -> Run:
-    """Every rank has the whole batch; heads, MLPs and the vocabulary are split."""
+def tensor_parallel(patched: bool) -> Any:
+    """A Llama by torch's plan: heads, MLPs and the vocabulary are split; norms and embeddings are on every rank."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -371,7 +390,13 @@ def tp_torch(adapter: str, patched: bool) -> Run:
         plan = {name: ColwiseParallel() for name in column}
         plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize_module(layer, mesh, plan)
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    return parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+
+
+@engine
+def tp_torch(adapter: str, patched: bool) -> Run:
+    """Every rank has the whole batch."""
+    model = tensor_parallel(patched)
     return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
 
 
@@ -490,13 +515,7 @@ def trainer_fsdp2(adapter: str, patched: bool) -> Run:
 
 @engine
 def trainer_zero3(adapter: str, patched: bool) -> Run:
-    settings = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-    }
-    return _trainer(adapter, patched, deepspeed=settings)
+    return _trainer(adapter, patched, deepspeed=_deepspeed(3))
 
 
 @engine
@@ -575,7 +594,7 @@ def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tu
 
 
 def cell(name: str, adapter: str) -> dict[str, Any]:
-    """One record. In bfloat16 it also has what the engine's own, unpatched, training differs by from float32."""
+    """One record. On GPUs and in bfloat16 it also has what the unpatched engine differs by from plain float32."""
     global COMPUTE
     ranks = 1 if name.startswith(("tp_", "pipeline")) else dist.get_world_size()
     chosen, COMPUTE = COMPUTE, torch.float32
@@ -589,11 +608,20 @@ def cell(name: str, adapter: str) -> dict[str, Any]:
     }
     found = ENGINES[name](adapter, True)
     record |= errors_of(found, expected)
-    if COMPUTE is not torch.float32:
-        record["unpatched"] = errors_of(ENGINES[name](adapter, False), expected)
+    if COMPUTE is not torch.float32 or DEVICE.type != "cpu":
+        unpatched = ENGINES[name](adapter, False)
+        record["unpatched"] = errors_of(unpatched, expected)
+        record["peak_mib"], record["unpatched"]["peak_mib"] = largest(found.peak_mib), largest(unpatched.peak_mib)
     counted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counted, found.kernels)
     return {**record, "kernels": dict(sorted(sum(counted, Counter()).items()))}
+
+
+def largest(value: float) -> float:
+    """The largest of the ranks' values."""
+    value = torch.tensor(value, device=DEVICE)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
 
 
 def errors_of(found: Run, expected: Run) -> dict[str, Any]:
@@ -603,12 +631,11 @@ def errors_of(found: Run, expected: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    global DEVICE, COMPUTE
+    global DEVICE, COMPUTE, VOCAB, TOKENS
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine")
+    parser.add_argument("cells", help="engine:adapter, with commas")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--adapters", default="full,lora")
     parser.add_argument("--compute", default="float32")
     options = parser.parse_args()
     COMPUTE = getattr(torch, options.compute)
@@ -616,18 +643,18 @@ def main() -> None:
     if options.device != "cpu":
         DEVICE = torch.device(options.device, int(os.environ["LOCAL_RANK"]))
         torch.get_device_module(DEVICE).set_device(DEVICE)
+        VOCAB, TOKENS = VOCAB_ON_GPU, TOKENS_ON_GPU
     dist.init_process_group("gloo" if options.device == "cpu" else None)
     found = []
-    for name in options.engine.split(","):
-        for adapter in options.adapters.split(","):
-            try:
-                found.append(cell(name, adapter))
-            except Exception as problem:
-                traceback.print_exc()
-                found.append({"engine": name, "adapter": adapter, "failed": f"{type(problem).__name__}: {problem}"})
-            if dist.get_rank() == 0:
-                options.out.write_text(json.dumps(found, indent=1))
-                print(json.dumps(found[-1]), flush=True)
+    for name, adapter in (chosen.split(":") for chosen in options.cells.split(",")):
+        try:
+            found.append(cell(name, adapter))
+        except Exception as problem:
+            traceback.print_exc()
+            found.append({"engine": name, "adapter": adapter, "failed": f"{type(problem).__name__}: {problem}"})
+        if dist.get_rank() == 0:
+            options.out.write_text(json.dumps(found, indent=1))
+            print(json.dumps(found[-1]), flush=True)
     sys.stdout.flush()
     os._exit(0)  # an orderly goodbye may hang where one rank has failed
 

@@ -1,8 +1,9 @@
 """Every engine people train with: the same losses and gradients as plain torch, and the kernels still on.
 
-One test is one launch of engines.py: two gloo ranks on the CPU, or (marker multigpu) NCCL on the GPUs of this machine.
-Lane `distributed` (ci/distributed.sh) installs what the engines need and runs all of them; where $MATRIX names a
-folder, each cell's record is left there for docs/distributed.md (ci/distributed_page.py).
+On the CPU one test is one launch of engines.py with two gloo ranks. On the GPUs of this machine (marker multigpu) all
+engines run over NCCL in one launch, in float32 and again in bfloat16, since a process that uses a GPU is slow to start.
+Lane `distributed` (ci/distributed.sh) installs what the engines need and runs all of them on the CPU; where $MATRIX
+names a folder, each cell's record is left there for docs/distributed.md (ci/distributed_page.py).
 """
 
 from __future__ import annotations
@@ -54,55 +55,117 @@ DAILY = ("fsdp2_group",)
 """What `make test` runs of it: the arrangement that Trainer, accelerate and transformers make."""
 
 
-def launch(engine: str, device: str, ranks: int, adapters: str, folder: Path) -> list[dict]:
-    """One record of engines.py for each adapter."""
-    for prefix, packages in NEEDS.items():
-        for package in packages if engine.startswith(prefix) else ():
-            if importlib.util.find_spec(package) is None:
-                pytest.skip(f"needs {package}: bash ci/distributed.sh installs it")
-    out = folder / "out.json"
+def missing(engine: str) -> list[str]:
+    """The packages that an engine needs and this environment does not have."""
+    needed = {package for prefix, packages in NEEDS.items() if engine.startswith(prefix) for package in packages}
+    return sorted(package for package in needed if importlib.util.find_spec(package) is None)
+
+
+def launch(
+    cells: list[str], device: str, ranks: int, folder: Path, compute: str = "float32", seconds: int = 280
+) -> list[dict]:
+    """The records of engines.py; a cell that hangs ends the launch, and it and those after it have none."""
+    out = folder / f"{compute}.json"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "LIGER_HW_CACHE_DIR": str(folder / "cache"),
+        "LIGER_HW_SHADOW_LIGER": "1",  # Trainer asks for liger-kernel, and may find both
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "LIGER_HW_CPU_REFERENCE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(WORKER), engine, str(out), "--device", device, "--adapters", adapters]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert out.exists(), done.stderr[-3000:]
+    command += [str(WORKER), ",".join(cells), str(out), "--device", device, "--compute", compute]
+    with open(out.with_suffix(".log"), "w") as log:
+        try:
+            subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            log.write(f"not done after {seconds} s")
+    assert out.exists(), out.with_suffix(".log").read_text()[-3000:]
     records = json.loads(out.read_text())
     for record in records:
         if folder_of_records := os.environ.get("MATRIX"):
-            path = Path(folder_of_records) / f"{device}-{engine}-{record['adapter']}.json"
+            name = f"{device}-{record['engine']}-{record['adapter']}" + (f"-{compute}" if compute != "float32" else "")
+            path = Path(folder_of_records) / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"device": device, **record}, indent=1) + "\n")
-        assert "failed" not in record, f"{record['failed']}\n{done.stderr[-3000:]}"
     return records
 
 
-def _parameters():
+def cells_of(engine: str) -> list[str]:
+    """engine:adapter of what is trained by an engine, but for experts."""
+    return [f"{engine}:{adapter}" for adapter in ENGINES[engine].get("adapters", "full,lora").split(",")]
+
+
+def check(records: list[dict], cells: list[str], folder: Path) -> None:
+    """Each of the cells is among the records, and is as it must be."""
+    found = {f"{record['engine']}:{record['adapter']}": record for record in records}
+    for cell in cells:
+        log = "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log"))
+        assert cell in found, f"{cell} was not reached\n{log}"
+        assert "failed" not in found[cell], f"{found[cell]['failed']}\n{log}"
+        assert not wrong(found[cell]), found[cell]
+
+
+def need(engine: str) -> None:
+    """Skip the test where a package that the engine needs is missing."""
+    if packages := missing(engine):
+        pytest.skip(f"needs {', '.join(packages)}: bash ci/distributed.sh installs it")
+
+
+def _on_cpu():
     for engine in (name for name, said in ENGINES.items() if "cpu" in said.get("devices", ("cpu",))):
-        marks = [pytest.mark.cpu] if engine in DAILY else [pytest.mark.cpu, pytest.mark.full]
-        yield pytest.param(engine, "cpu", marks=marks, id=engine)
-    for engine in ENGINES:
-        yield pytest.param(engine, "cuda", marks=pytest.mark.multigpu, id=f"{engine}-cuda")
+        yield pytest.param(engine, marks=[] if engine in DAILY else [pytest.mark.full], id=engine)
 
 
-@pytest.mark.parametrize("engine, device", list(_parameters()))
-def test_same_losses_and_gradients_by_our_kernels(engine, device, tmp_path):
-    said = ENGINES[engine]
-    ranks = said.get("ranks", 2) if device == "cpu" else 2
-    for record in launch(engine, device, ranks, said.get("adapters", "full,lora"), tmp_path):
-        assert not wrong(record), record
+@pytest.mark.cpu
+@pytest.mark.parametrize("engine", list(_on_cpu()))
+def test_same_losses_and_gradients_by_our_kernels(engine, tmp_path):
+    need(engine)
+    cells = cells_of(engine)
+    check(launch(cells, "cpu", ENGINES[engine].get("ranks", 2), tmp_path), cells, tmp_path)
+
+
+@pytest.mark.cpu
+@pytest.mark.full
+@pytest.mark.parametrize("engine", WITH_EXPERTS)
+def test_experts_whose_weights_are_sharded(engine, tmp_path):
+    need(engine)
+    cells = [f"{engine}:experts"]
+    check(launch(cells, "cpu", 2, tmp_path), cells, tmp_path)
+
+
+def on_gpus(engine: str, compute: str) -> list[str]:
+    """The engine's cells of the matrix on GPUs: in bfloat16 without LoRA."""
+    return [cell for cell in cells_of(engine) if compute == "float32" or cell.endswith(":full")]
+
+
+@pytest.fixture(scope="module", params=("float32", "bfloat16"))
+def matrix(request, tmp_path_factory):
+    """(the records of all engines that this machine can run, what they computed in, the folder with their log)"""
+    folder = tmp_path_factory.mktemp("matrix")
+    cells = [cell for engine in ENGINES if not missing(engine) for cell in on_gpus(engine, request.param)]
+    return launch(cells, "cuda", 2, folder, request.param, seconds=240), request.param, folder
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_two_gpus(matrix, engine):
+    need(engine)
+    records, compute, folder = matrix
+    check(records, on_gpus(engine, compute), folder)
 
 
 def wrong(record: dict) -> dict[str, str]:
-    """What of one cell's record is not as it must be: of loss, gradient and kernels, each with what was found."""
+    """What of one cell's record is not as it must be: of loss, gradient and kernels, each with what was found.
+
+    In bfloat16 gradients may be 1.5 times as far from float32's as the engine's own, and the loss one rounding.
+    """
     limits = {"loss": 1e-5, "gradient": 1e-3}
+    if record["compute"] == "bfloat16":
+        limits = {"loss": 2**-8, "gradient": 1.5 * record["unpatched"]["gradient_error"]}
     found = {
         name: str(record[f"{name}_error"]) for name, limit in limits.items() if not record[f"{name}_error"] < limit
     }
@@ -118,11 +181,3 @@ def wrong(record: dict) -> dict[str, str]:
         if not (kernels.get(name, 0) == count or engine == "pipeline" and kernels.get(name, 0) > count):
             found["kernels"] = f"{name} ran {kernels.get(name, 0)} times, not {count}"
     return found
-
-
-@pytest.mark.cpu
-@pytest.mark.full
-@pytest.mark.parametrize("engine", WITH_EXPERTS)
-def test_experts_whose_weights_are_sharded(engine, tmp_path):
-    (record,) = launch(engine, "cpu", 2, "experts", tmp_path)
-    assert not wrong(record), record

@@ -5,10 +5,11 @@ The loss of a row is that of cross_entropy.py, with the log-sum-exp, the target'
 over all ranks. It is the same number, bit for bit, on every rank.
 
 A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. What the ranks exchange travels meanwhile:
-    logits    the product is made in two halves. The statistics of the first half's rows travel during the second
-              product, those of the second half's while the gradient of the first half is written
+    logits    the product is made in two halves. The log-sum-exp of the first half's rows travels during the second
+              product, that of the second half's while the gradient of the first half is written
     dx        is summed over the ranks while dweight is computed. Under sequence parallelism each rank holds some rows
               of the input; all are gathered first, and dx is summed by a reduce-scatter
+What no gradient waits for, such as the target's score, is exchanged once, after the last chunk.
 The forward computes the gradients, as in fused_linear_cross_entropy.py; with reduction="none" backward does, and the
 log-sum-exp is not exchanged again.
 
@@ -21,7 +22,7 @@ Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, Sequence
 
 import torch
@@ -31,16 +32,17 @@ from ...runtime.operator import Function, check_flags, define, first_order, with
 from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import MEAN, NONE, REDUCTIONS, CrossEntropyOutput, absent, fake_outputs, pack
 from ..losses.vocab_parts import (
+    GatheredRows,
     OwnTargets,
     VocabPart,
     all_gather_single,
     check_group,
     gather_rows,
     own_targets,
+    part_buffers,
     part_gradient,
     part_statistics,
     reduce_scatter_single,
-    target_scores,
     vocab_part,
 )
 from .chunk_plan import Chunks, plan_shared
@@ -154,58 +156,49 @@ class _Results(NamedTuple):
 
 
 class _Rows:
-    """The row steps of one call on one rank. Results are [n_rows], in the order of the sweep.
+    """The row steps of one call on one rank. All tensors of rows are [n_rows], in the order of the sweep.
 
-    With `lse`, which a forward saved, there is nothing to exchange.
+    incoming: [] or [n_rows], d / d loss of each row
+    lse: what a forward saved; then there is nothing to exchange
     """
 
     def __init__(
         self,
-        target: torch.Tensor,
         own: OwnTargets,
         part: VocabPart,
         bias: torch.Tensor | None,
         call: _Call,
         like: torch.Tensor,
         plain: bool,
+        incoming: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self.target, self.own, self.part, self.call = target, own, part, call
-        self._sent, self._results = [], []
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.lse = torch.empty(own.mine.shape, dtype=wide, device=like.device) if lse is None else lse
+        self.own, self.part, self.call, self._sent = own, part, call, []
+        n_rows, smoothing = own.mine.shape[0], call.label_smoothing
+        self._found = part_buffers(n_rows, like, bool(smoothing))
+        self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if call.seeks_top else []
+        self.lse = torch.empty_like(self._found.lse) if lse is None else lse
         self._options = {"bias": bias, "softcap": call.softcap, "owned": True, "plain": plain}
-        self._flat = call.label_smoothing / part.whole.to(wide) if call.label_smoothing else None
+        self._flat = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
+        self._push = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
+        self._pull = torch.where(own.valid, -incoming, float("nan"))
+        self._lift = (-self._flat * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
-        """Read the logits of the rows from `start` on, and send the other ranks what they need of them."""
-        rows, call = slice(start, start + logits.shape[0]), self.call
-        mine, softcap, bias = self.own.mine[rows], call.softcap, self._options["bias"]
-        sums = self._flat is not None
-        read = partial(part_statistics, logits, mine, logit_sum=sums, **self._options)
-        lse, total = with_fallback(read)()
-        s_y = torch.where(self.own.here[rows], target_scores(logits, mine, bias, softcap), 0.0)
-        numbers = [lse, s_y, *([total] if sums else []), *(_largest(logits, bias) if call.seeks_top else ())]
-        self._sent.append((rows, gather_rows(numbers, self.part, later=True)))
+        """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
+        rows = slice(start, start + logits.shape[0])
+        with_fallback(
+            partial(part_statistics, logits, self.own.mine, self._found, row_start=start, **self._options)
+        )()
+        if self._top:
+            for numbers, found in zip(self._top, _largest(logits, self._options["bias"])):
+                numbers[rows] = found
+        self._sent.append((rows, GatheredRows(self._found.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
         """Take in what was sent first; the rows it was about."""
         rows, gathered = self._sent.pop(0)
-        call, valid, counted = self.call, self.own.valid[rows], self.own.counted[rows]
-        lses, scores, *more = gathered.wait()
-        lse = torch.logsumexp(lses, 0)
-        self.lse[rows] = lse
-        loss = lse - (1.0 - call.label_smoothing) * scores.sum(0)
-        if self._flat is not None:
-            loss = loss - self._flat * more.pop(0).sum(0)
-        z = call.lse_square_scale * lse.square()
-        loss = torch.where(valid, loss + z, float("nan")).masked_fill(~counted, 0.0)
-        top = None
-        if call.seeks_top:
-            values, columns = more
-            winner = values.argmax(0, keepdim=True)
-            top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~counted, -1)
-        self._results.append(_Results(loss, z.masked_fill(~counted, 0.0), top))
+        self.lse[rows] = reduce(torch.logaddexp, gathered.wait()[0])
         return rows
 
     @property
@@ -214,19 +207,30 @@ class _Rows:
         return bool(self._sent)
 
     def results(self) -> _Results:
-        """Of all rows."""
-        if not self._results:
-            none = self.lse.new_empty(0)
-            return _Results(none, none, none.long() if self.call.seeks_top else None)
-        return _Results(*(None if t[0] is None else torch.cat(t) for t in zip(*self._results)))
+        """Of all rows, when all were received: one more exchange, of what no gradient waits for."""
+        own, found, call = self.own, self._found, self.call
+        numbers = [torch.where(own.here, found.lse + found.logp, 0.0)]
+        numbers += [] if found.logit_sum is None else [found.logit_sum]
+        scores, *more = gather_rows([*numbers, *self._top], self.part)
+        loss = self.lse - (1.0 - call.label_smoothing) * scores.sum(0)
+        if self._flat is not None:
+            loss = loss - self._flat * more.pop(0).sum(0)
+        z = call.lse_square_scale * self.lse.square()
+        loss = torch.where(own.valid, loss + z, float("nan")).masked_fill(~own.counted, 0.0)
+        top = None
+        if call.seeks_top:
+            values, columns = more
+            winner = values.argmax(0, keepdim=True)
+            top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~own.counted, -1)
+        return _Results(loss, z.masked_fill(~own.counted, 0.0), top)
 
-    def gradient(self, rows: slice, logits: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Turn the logits of these rows into their gradient, in place; incoming: [n] or [], d / d loss of each row."""
-        call, lse, own = self.call, self.lse[rows], self.own
-        push = torch.where(own.here[rows], (call.label_smoothing - 1.0) * incoming, 0.0)
-        pull = torch.where(own.valid[rows], -(1.0 + 2.0 * call.lse_square_scale * lse) * incoming, float("nan"))
-        flat = None if self._flat is None else (-self._flat * incoming).expand_as(lse).contiguous()
-        with_fallback(partial(part_gradient, logits, own.mine[rows], lse, push, pull, flat, **self._options))()
+    def gradient(self, start: int, logits: torch.Tensor) -> None:
+        """Turn the logits of the rows from `start` on into their gradient, in place."""
+        pull = self._pull
+        if scale := self.call.lse_square_scale:
+            pull = pull * (1.0 + 2.0 * scale * self.lse)
+        given = logits, self.own.mine, self.lse, self._push, pull, self._lift
+        with_fallback(partial(part_gradient, *given, row_start=start, **self._options))()
 
 
 def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,21 +281,21 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     if order is not None:
         target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
     own = own_targets(_NAME, target, weight.shape[0], part, call.ignore_index)
-    rows = _Rows(target, own, part, bias, call, x, plain, lse)
     entries = torch.where(own.here, own.mine, -1)
     grads = SharedGradients(whole, weight, call.wanted, chunks, entries, part, plain, scattered)
-    share = own.counted.sum().to(rows.lse.dtype).reciprocal() if call.reduction == MEAN else rows.lse.new_ones(())
-    incoming = share.new_ones(()) if call.divides_late(x.dtype) else share
+    one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
+    share = own.counted.sum().to(one.dtype).reciprocal() if call.reduction == MEAN else one
+    incoming = (one if call.divides_late(x.dtype) else share) if row_grads is None else row_grads
+    rows = _Rows(own, part, bias, call, x, plain, incoming, lse)
     for start, logits, _ in sweep(
         chunks, whole, weight, grads if any(call.wanted) else None, order=order, scan=rows.send if lse is None else None
     ):
         if lse is not None:
-            here = slice(start, start + logits.shape[0])
-            rows.gradient(here, logits, row_grads[here])
+            rows.gradient(start, logits)
         while rows.is_waiting:
             here = rows.receive()
             if any(call.wanted):
-                rows.gradient(here, logits[here.start - start : here.stop - start], incoming)
+                rows.gradient(here.start, logits[here.start - start : here.stop - start])
     return rows, order, grads.results(bias), share
 
 
@@ -303,7 +307,7 @@ def _forward(x, weight, target, bias, order, *arguments, plain=False):
     def in_order(t: torch.Tensor, left_out: int) -> torch.Tensor:
         return t if order is None else t.new_full((n_rows,), left_out).index_copy_(0, order, t)
 
-    hits = (counted & (top == rows.target)).float() if call.token_accuracy else absent(loss)
+    hits = (counted & (top == (target if order is None else target[order]))).float() if call.token_accuracy else absent(loss)
     if call.reduction == NONE:
         loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
         hits = in_order(hits, 0) if call.token_accuracy else hits

@@ -30,7 +30,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
         logp, entropy, _, own_lse, selected = linear_log_probs_fwd(x, weight, own.mine, None, None, *numbers)
         s_y = torch.where(own.here, own_lse + logp, 0.0)
         means = [own_lse - entropy] if return_entropy else []  # a rank's mean score
-        lses, scores, *means = gather_rows([own_lse, s_y, *means], part).wait()
+        lses, scores, *means = gather_rows([own_lse, s_y, *means], part)
         lse = torch.logsumexp(lses, 0)
         nll = torch.where(own.valid, lse - scores.sum(0), float("nan")).masked_fill(~own.counted, 0.0)
         if return_entropy:

@@ -261,11 +261,17 @@ class LogProbs(NamedTuple):
 
 
 def log_prob_buffers(
-    n_rows: int, device: torch.device, *, entropy: bool = False, logit_sum: bool = False, top: bool = False
+    n_rows: int,
+    device: torch.device,
+    *,
+    entropy: bool = False,
+    logit_sum: bool = False,
+    top: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> LogProbs:
-    """Room for the results of n_rows rows."""
+    """Room for the results of n_rows rows; dtype: fp32 for the kernels."""
 
-    def rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def rows(dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(n_rows, dtype=dtype, device=device)
 
     sums = rows() if logit_sum else None

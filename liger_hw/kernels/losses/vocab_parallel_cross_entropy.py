@@ -18,6 +18,7 @@ Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ from .vocab_parts import (
     check_group,
     gather_rows,
     own_targets,
+    part_buffers,
     part_gradient,
     part_statistics,
-    target_scores,
     vocab_part,
 )
 
@@ -90,10 +91,10 @@ FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"
 
 
 @torch.no_grad()
-def _fwd(logits, mine, logit_sum):
-    logits, mine = row_major(logits), mine.contiguous()
-    lse, total = part_statistics(logits, mine, logit_sum=logit_sum, tunable=FWD)
-    return lse, target_scores(logits, mine), absent(lse) if total is None else total
+def _fwd(logits, mine, logit_sum, plain=False):
+    out = part_buffers(logits.shape[0], logits, logit_sum)
+    part_statistics(row_major(logits), mine.contiguous(), out, tunable=FWD, plain=plain)
+    return out.lse, out.lse + out.logp, absent(out.lse) if out.logit_sum is None else out.logit_sum
 
 
 @torch.no_grad()
@@ -104,12 +105,6 @@ def _bwd(logits, mine, lse, push, pull, flat):
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _fwd_reference(logits, mine, logit_sum):
-    lse, total = part_statistics(logits, mine, logit_sum=logit_sum, plain=True)
-    return lse, target_scores(logits, mine), absent(lse) if total is None else total
 
 
 @torch.no_grad()
@@ -127,7 +122,7 @@ def _fwd_fake(logits, mine, logit_sum):
 vocab_parallel_rows = define(
     "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor mine, bool logit_sum) -> (Tensor, Tensor, Tensor)",
     launcher=_fwd,
-    reference=_fwd_reference,
+    reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
 )
 vocab_parallel_gradient = define(
@@ -160,7 +155,7 @@ class LigerVocabParallelCEFunction(Function):
         lse, s_y, total = vocab_parallel_rows(logits, own.mine, label_smoothing != 0.0)
         s_y = torch.where(own.here, s_y, 0.0)
         sums = [s_y] if partition or not label_smoothing else [s_y, total]
-        gathered = gather_rows([lse, *sums], part).wait()
+        gathered = gather_rows([lse, *sums], part)
         lse, (s_y, *summed) = torch.logsumexp(gathered[0], 0), gathered[1:].sum(1)
         smoothing, flat = 0.0, None
         if label_smoothing:

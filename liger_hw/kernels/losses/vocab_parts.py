@@ -4,7 +4,7 @@ The parts may be of any widths, also of unequal ones (50 | 46). The ranks exchan
 could hold the answer for one rank's part and lack it for another's, and those ranks would wait for each other. The
 exchange is one integer a rank, and the host does not wait for it: first column and number of all columns are tensors.
 
-What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's logit, and sums. `gather_rows`
+What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's score, and sums. `gather_rows`
 sends them in one collective, and every rank combines them in the same order, so that all have the same bits.
 """
 
@@ -104,15 +104,13 @@ def own_targets(op: str, target: torch.Tensor, width: int, part: VocabPart, igno
 
 
 class GatheredRows:
-    """Some numbers of each row, on their way to every rank."""
+    """Some numbers of each row, [numbers, n_rows] contiguous, on their way to every rank."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], part: VocabPart, later: bool) -> None:
-        self._sent, self._work = torch.stack(tuple(rows)), None
-        self._all = self._sent[None]
+    def __init__(self, rows: torch.Tensor, part: VocabPart) -> None:
+        self._all, self._work = rows[None], None
         if part.world > 1:
-            self._all = self._sent.new_empty((part.world, *self._sent.shape))
-            into = self._all.view(-1, *self._sent.shape[1:])
-            self._work = all_gather_single(into, self._sent, group=part.group, async_op=later)
+            self._all = rows.new_empty((part.world, *rows.shape))
+            self._work = all_gather_single(self._all.flatten(0, 1), rows, group=part.group, async_op=True)
 
     def wait(self) -> torch.Tensor:
         """[numbers, world, n_rows]"""
@@ -121,12 +119,9 @@ class GatheredRows:
         return self._all.transpose(0, 1)
 
 
-def gather_rows(rows: Sequence[torch.Tensor], part: VocabPart, later: bool = False) -> GatheredRows:
-    """Send each rank's numbers, some [n_rows] of one dtype, to all ranks in one collective.
-
-    later: return at once; `GatheredRows.wait` waits
-    """
-    return GatheredRows(rows, part, later)
+def gather_rows(rows: Sequence[torch.Tensor], part: VocabPart) -> torch.Tensor:
+    """Every rank's numbers, some [n_rows] of one dtype, in one collective: [numbers, world, n_rows]."""
+    return GatheredRows(torch.stack(tuple(rows)), part).wait()
 
 
 # -- rows of a part --------------------------------------------------------------------------------------------------
@@ -144,38 +139,40 @@ def _scores(
     return softcap * t, 1.0 - t.square()
 
 
-def target_scores(
-    logits: torch.Tensor, mine: torch.Tensor, bias: torch.Tensor | None = None, softcap: float = 0.0
-) -> torch.Tensor:
-    """[n] the scores at the columns `mine`, in fp32 (fp64); of no meaning in ignored rows."""
-    y = mine.clamp_min(0)
-    picked = logits.gather(1, y[:, None])
-    return _scores(picked, None if bias is None else bias[y][:, None], softcap)[0][:, 0]
+def part_buffers(n_rows: int, like: torch.Tensor, logit_sum: bool) -> LogProbs:
+    """Room for what `part_statistics` finds of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return log_prob_buffers(n_rows, like.device, logit_sum=logit_sum, dtype=wide)
 
 
 def part_statistics(
     logits: torch.Tensor,
     mine: torch.Tensor,
+    out: LogProbs,
     *,
+    row_start: int = 0,
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
-    logit_sum: bool = False,
     owned: bool = False,
     tunable: Tunable | None = None,
     plain: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(log-sum-exp, sum of the scores or None) of rows of a part's logits [n, width], in fp32 (fp64 for fp64).
+) -> None:
+    """Fill `out` for the rows of a part's logits [n, width], which are rows row_start.. of `mine` and of `out`.
 
-    mine: `OwnTargets.mine` of these rows; owned, tunable: see `row_log_probs`; plain: in torch, without kernels
+    out: `part_buffers`; logp is that of the column `mine` in this part alone, of no meaning where another rank has the
+    target. mine: `OwnTargets.mine`; owned, tunable: see `row_log_probs`; plain: in torch, without kernels.
     """
     if plain:
-        s, _ = _scores(logits, bias, softcap)
-        lse = torch.logsumexp(s, -1).masked_fill(mine == IGNORED, 0.0)
-        return lse, s.sum(-1) if logit_sum else None
-    out = log_prob_buffers(logits.shape[0], logits.device, logit_sum=logit_sum)
+        rows, (s, _) = slice(row_start, row_start + logits.shape[0]), _scores(logits, bias, softcap)
+        y = mine[rows]
+        lse = torch.logsumexp(s, -1)
+        logp = s.gather(1, y.clamp_min(0)[:, None])[:, 0] - lse
+        out.lse[rows], out.logp[rows] = lse.masked_fill(y == IGNORED, 0.0), logp.masked_fill(y == IGNORED, 0.0)
+        if out.logit_sum is not None:
+            out.logit_sum[rows] = s.sum(-1)
+        return
     options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
-    row_log_probs(logits, mine, out, **options)
-    return out.lse, out.logit_sum
+    row_log_probs(logits, mine, out, row_start=row_start, **options)
 
 
 def part_gradient(
@@ -186,6 +183,7 @@ def part_gradient(
     pull: torch.Tensor,
     flat: torch.Tensor | None,
     *,
+    row_start: int = 0,
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
     dlogits: torch.Tensor | None = None,
@@ -195,12 +193,13 @@ def part_gradient(
 ) -> None:
     """d loss / d logits of rows of a part, into `dlogits` or over the logits: push at the target - pull * p + flat.
 
-    lse: over all ranks; push, pull, flat: [n], push is zero where another rank has the target; other arguments as for
-    `part_statistics`. Rows that are ignored get zeros.
+    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; push is zero where another rank has the
+    target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
     """
     dlogits = logits if dlogits is None else dlogits
     if plain:
-        s, slope = _scores(logits, bias, softcap)
+        rows, (s, slope) = slice(row_start, row_start + logits.shape[0]), _scores(logits, bias, softcap)
+        mine, lse, push, pull, flat = (None if t is None else t[rows] for t in (mine, lse, push, pull, flat))
         g = -pull[:, None] * torch.exp(s - lse[:, None])
         g = g if flat is None else g + flat[:, None]
         g = g.scatter_add(1, mine.clamp_min(0)[:, None], push[:, None])
@@ -208,5 +207,5 @@ def part_gradient(
         dlogits.copy_(g.masked_fill((mine == IGNORED)[:, None], 0.0))
         return
     options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
-    options |= {"pull": pull, "flat": flat, "dlogits": dlogits}
+    options |= {"pull": pull, "flat": flat, "dlogits": dlogits, "row_start": row_start}
     row_log_prob_gradients(logits, mine, LogProbs(lse, lse), push, **options)
