@@ -32,17 +32,149 @@ from ... import registry
 from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
-from ..rows.edges import body_start, body_width, edge_vector, row_head
+from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .softmax_rows import (
     has_block_size,
+    load_edges,
+    load_logits,
     rows_heuristic,
     rows_safe,
     rows_space,
-    scan_row,
     tanh,
     write_gradient,
     write_zeros,
 )
+
+# -- the statistics of a row -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _take_tile(
+    x,
+    cols,
+    n_cols,
+    softcap,
+    scale,
+    m,
+    d,
+    moment,
+    total,
+    top,
+    argmax,
+    SOFTCAP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
+
+    With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
+    m), total = sum(s), and argmax is the first column of top = max(x). MASKED: the tile ends past n_cols, where x is
+    -inf.
+    """
+    AXIS: tl.constexpr = len(x.shape) - 1
+    s = x
+    if SOFTCAP:
+        s = softcap * tanh(x * (1.0 / softcap))
+    if TOTAL:
+        total += tl.sum(tl.where(cols < n_cols, s, 0.0), AXIS) if MASKED else tl.sum(s, AXIS)
+    if MASKED and SOFTCAP:
+        s = tl.where(cols < n_cols, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, AXIS))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
+    z = (s - tl.expand_dims(base, AXIS)) * scale
+    e = tl.exp2(z)
+    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    d += tl.sum(e, AXIS)
+    if ENTROPY:
+        moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
+    if ARGMAX:
+        tile_top = tl.max(x, AXIS)
+        first = tl.min(tl.where(x == tl.expand_dims(tile_top, AXIS), cols, n_cols), AXIS)
+        argmax = tl.where((tile_top > top) | ((tile_top == top) & (first < argmax)), first, argmax)
+        top = tl.maximum(top, tile_top)
+    return m_new, d, moment, total, top, argmax
+
+
+@triton.jit
+def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
+    """(d, moment) about another maximum than m. 2^-256 is 0, so that -inf can stand as -256 in a product with it."""
+    z = (m - base) * scale
+    e = tl.exp2(z)
+    if ENTROPY:
+        moment = (moment + d * tl.maximum(z, -256.0)) * e
+    return d * e, moment
+
+
+@triton.jit
+def _scan_lanes(
+    X_ptr,
+    BIAS_ptr,
+    head,
+    n_body,
+    n_full,
+    n_cols,
+    n_stored,
+    softcap,
+    inv_temperature,
+    SOFTCAP: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/edges.py). BIAS begins at column 0.
+
+    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The threads
+    hear of each other once a row, when the lanes are put together.
+    """
+    BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WIDTH: tl.constexpr = min(16 // BYTES, BLOCK_SIZE)
+    LANES: tl.constexpr = BLOCK_SIZE // WIDTH
+    scale = inv_temperature * 1.4426950408889634  # log2(e)
+    if VECTOR > 1:
+        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)  # used after the sweep, which hides the wait
+        if BIAS_ptr is not None:
+            BIAS_ptr += head
+    lane_cols = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    m = tl.full([LANES], float("-inf"), tl.float32)
+    d = tl.zeros([LANES], tl.float32)
+    moment = tl.zeros([LANES], tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    argmax = tl.zeros([LANES], tl.int32)
+    for i in tl.range(0, n_full, num_stages=STAGES):
+        cols = i * BLOCK_SIZE + lane_cols
+        x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
+        m, d, moment, total, top, argmax = _take_tile(
+            x, cols, n_body, softcap, scale, m, d, moment, total, top, argmax, SOFTCAP, TOTAL, ENTROPY, ARGMAX, False
+        )
+    cols = n_full * BLOCK_SIZE + lane_cols
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "", "")
+    m, d, moment, total, top, argmax = _take_tile(
+        x, cols, n_body, softcap, scale, m, d, moment, total, top, argmax, SOFTCAP, TOTAL, ENTROPY, ARGMAX, True
+    )
+
+    m_row = tl.max(m, 0)
+    base = tl.where(m_row == float("-inf"), 0.0, m_row)
+    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    m, d, moment, total = m_row, tl.sum(d, 0), tl.sum(moment, 0), tl.sum(total, 0)
+    top_row = tl.max(top, 0)
+    argmax = tl.min(tl.where(top == top_row, argmax, n_cols), 0)
+    if VECTOR > 1:
+        edge = edge_columns(head, n_body, n_cols, VECTOR)
+        m, d, moment, total, top, argmax = _take_tile(
+            x_edge, edge, n_cols - head, softcap, scale, m, d, moment, total, top_row, argmax,
+            SOFTCAP, TOTAL, ENTROPY, ARGMAX, True,
+        )  # fmt: skip
+    entropy = tl.log(d) - moment / d * 0.6931471805599453  # ln(2)
+    return m * inv_temperature + tl.log(d), entropy, total, argmax + head
+
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -85,7 +217,6 @@ def _log_prob_rows_kernel(
     if VECTOR > 1:
         n_stored = n_body
     n_full = 0 if ONE_BLOCK else (n_body - 1) // BLOCK_SIZE
-    block_cols = tl.arange(0, BLOCK_SIZE)
     y = tl.load(Y_ptr + row)
     ignored = y == ignore_index
     if SUM_ptr is None:
@@ -108,16 +239,15 @@ def _log_prob_rows_kernel(
     ENTROPY: tl.constexpr = ENTROPY_ptr is not None
     SUM: tl.constexpr = SUM_ptr is not None
     TOP: tl.constexpr = TOP_ptr is not None
-    m, d, moment, total, top, _, _ = scan_row(
-        X_ptr, BIAS_ptr, None, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
+    lse, entropy, total, top = _scan_lanes(
+        X_ptr, BIAS_ptr, head, n_body, n_full, n_cols, n_stored, softcap, inv_temperature,
         SOFTCAP, SUM, ENTROPY, TOP, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
-    lse = m + tl.log(d)
     logp = tl.where(inside, s_y - lse, float("nan"))
     tl.store(LOGP_ptr + row, tl.where(ignored, 0.0, logp))
     tl.store(LSE_ptr + row, lse)
     if ENTROPY_ptr is not None:
-        tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, tl.log(d) - moment / d))
+        tl.store(ENTROPY_ptr + row, tl.where(ignored, 0.0, entropy))
     if SUM_ptr is not None:
         tl.store(SUM_ptr + row, total)
     if TOP_ptr is not None:
