@@ -314,6 +314,9 @@ from pathlib import Path
 folder, starts = Path(sys.argv[1]), []
 
 def watch(event, args):
+    # Python's own import of a module from its __pycache__, whose file is watched below as it is opened
+    if event == "marshal.loads" and sys._getframe(1).f_code.co_filename == "<frozen importlib._bootstrap_external>":
+        return
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "marshal.loads"):
         starts.append(event)
     elif event in ("exec", "compile", "import", "ctypes.dlopen", "open") and str(folder) in str(args):
