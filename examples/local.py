@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from pydoc_data.topics import topics
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def load(name: str):
     """(model, tokenizer) of the hub or of a folder."""
+    if not hub_answers():
+        constants.HF_HUB_OFFLINE = True  # else every file is tried for half a minute
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), AutoTokenizer.from_pretrained(name)
     except OSError:
@@ -33,6 +38,17 @@ def load(name: str):
         pad_token_id=0,
     )
     return LlamaForCausalLM(config), tokenizer
+
+
+def hub_answers() -> bool:
+    """Whether there is a connection, by one request."""
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def read(path: Path | None) -> str:

@@ -24,12 +24,23 @@ def columns() -> int | None:
 
 
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """Columns as wide as their widest cell, folded where that is more than `columns()`; a rule under a header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Columns as wide as their widest cell, folded where that is more than `columns()`; a rule under a header.
+
+    Columns of several words are made narrower first, so that a word is cut only where nothing else is left to fold.
+    A row of one cell is a heading over the rows below it, as wide as it likes.
+    """
+    full = [row for row in rows if len(row) == len(rows[0])]
+    places = range(len(rows[0]))
+    widths = [max(len(row[i]) for row in full) for i in places]
     if (most := columns()) is not None:
-        while sum(widths) + 2 * (len(widths) - 1) + len(indent) > most and max(widths) > 4:
-            widths[widths.index(max(widths))] -= 1
-    lines = [line for row in rows for line in _lines(row, widths, indent)]
+        room = most - 2 * (len(widths) - 1) - len(indent)
+        words = [max(len(word) for row in full for word in (row[i].split() or [""])) for i in places]
+        for least in (words, [4] * len(words)):
+            while sum(widths) > room and (wide := [i for i in places if widths[i] > least[i]]):
+                widths[max(wide, key=widths.__getitem__)] -= 1
+    lines = []
+    for row in rows:
+        lines += _lines(row, widths, indent) if len(row) == len(rows[0]) else fold(indent + row[0]).splitlines()
     if header:
         lines.insert(len(_lines(rows[0], widths, indent)), indent + "  ".join("-" * width for width in widths))
     return "\n".join(lines)
@@ -76,6 +87,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def time_left(elapsed: float, done: int, total: int) -> str:
+    """`, 40 s left` for what remains when `done` of `total` took `elapsed` seconds; "" when that is not known."""
+    left = elapsed / done * (total - done) if done else 0.0
+    return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
+
+
 class StatusLine:
     """To standard error: on a terminal one line that changes, elsewhere a plain line now and then."""
 
@@ -94,9 +111,7 @@ class StatusLine:
 
     def progress(self, done: int, total: int, text: str) -> None:
         """`[3/20] text, 40 s left`, where `done` of `total` are finished."""
-        left = (time.monotonic() - self.began) / done * (total - done) if done else 0.0
-        eta = f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
-        self.update(f"[{done + 1}/{total}] {text}{eta}")
+        self.update(f"[{done + 1}/{total}] {text}{time_left(time.monotonic() - self.began, done, total)}")
 
     def end(self) -> None:
         if self.drawn:

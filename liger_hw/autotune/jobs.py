@@ -45,6 +45,10 @@ class Job:
         }
 
 
+OUT_OF_BUDGET = "skipped: the budget is spent"
+"""`Result.note` of a job that was not begun."""
+
+
 @dataclass
 class Result:
     """What became of a job. Times are microseconds.

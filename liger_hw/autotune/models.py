@@ -100,7 +100,7 @@ def find(name: str) -> Model:
         raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     known = ", ".join(model.name for model in KNOWN.values())
     try:
-        config = _published(name)
+        config = published(name).to_dict()
     except ImportError:
         raise ValueError(f"{name!r} is no file and transformers is not installed; known without it: {known}") from None
     except Exception as error:
@@ -123,22 +123,22 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _published(name: str) -> dict[str, Any]:
-    """The config of a Hugging Face id, from transformers' cache or the hub. Raises where there is none.
+def published(name: str) -> Any:
+    """transformers' configuration of a Hugging Face id, from its cache or the hub. Raises where there is none.
 
     transformers retries an unreachable hub for a long time; here one request decides.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=True).to_dict()
+        return AutoConfig.from_pretrained(name, local_files_only=True)
     except OSError:  # not in the cache
         pass
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and (why := _unreachable(constants.ENDPOINT)):
         raise OSError(f"{constants.ENDPOINT} cannot be reached ({why})")
-    return AutoConfig.from_pretrained(name).to_dict()
+    return AutoConfig.from_pretrained(name)
 
 
 def _unreachable(url: str, seconds: float = 5.0) -> str:

@@ -38,7 +38,7 @@ from ..registry import Entry, Tunable
 from . import compile as aot
 from . import space, store
 from .compile import Certificate, Launch
-from .jobs import Job, Result
+from .jobs import OUT_OF_BUDGET, Job, Result
 from .ttir import Access
 from .workers import CompilePool
 
@@ -74,7 +74,7 @@ class StaticTuner:
         for job in jobs:
             began = time.monotonic()
             late = began >= deadline
-            result = Result(job, note="skipped: the budget is spent") if late else self.choose(job)
+            result = Result(job, note=OUT_OF_BUDGET) if late else self.choose(job)
             result.seconds = round(time.monotonic() - began, 3)
             results.append(result)
             done(result)

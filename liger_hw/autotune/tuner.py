@@ -25,7 +25,7 @@ from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..registry import Entry, Key, Tunable
 from . import space, store
-from .jobs import Job, Result
+from .jobs import OUT_OF_BUDGET, Job, Result
 from .store import Journal, Past
 from .workers import WorkerDied, WorkerError
 
@@ -99,7 +99,7 @@ class Tuner:
             limit = self.effort.job_seconds
             left = limit if self.deadline is None else self.deadline - began
             if left <= 0:
-                result = Result(job, note="skipped: the budget is spent")
+                result = Result(job, note=OUT_OF_BUDGET)
             else:
                 if self.deadline is not None:
                     limit = min(limit, max(0.3, 1.5 * left / (len(jobs) - number)))

@@ -155,36 +155,26 @@ def as_text(rows: Sequence[dict[str, Any]], brief: bool = False) -> str:
     return "\n".join([*parts, _side_by_side(rows), *_remarks(rows)])
 
 
+DETAILS = ("arm", "ms", "p20..p80", "share", "eager ms", "host us", "MiB", "err", "err grad", "note")
+
+
 def _details(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        (
-            "op",
-            "sizes",
-            "mode",
-            "arm",
-            "ms",
-            "p20..p80",
-            "share",
-            "eager ms",
-            "host us",
-            "MiB",
-            "err",
-            "err grad",
-            "note",
-        )
-    ]
+    """Each case with a line for its name, and below it one for each arm."""
+    lines: list[tuple[str, ...]] = [DETAILS]
+    above: tuple[str, ...] = ()
     for row in rows:
         if row["status"] != "ok":  # said once, below the tables
             continue
+        case = (row["op"], "x".join(map(str, row["sizes"])), row["mode"])
+        if case != above:
+            lines.append((" ".join(case),))
+            above = case
         ms, eager, note = row["ms"], row["eager_ms"], row["note"]
         if ms and row["method"] != "graph" and row["method"] not in note:
             note = f"{row['method']} {note}".strip()
         lines.append(
             (
-                row["op"],
-                "x".join(map(str, row["sizes"])),
-                row["mode"],
-                row["arm"],
+                f"  {row['arm']}",
                 _ms(ms and ms["median"]),
                 f"{_ms(ms['p20'])}..{_ms(ms['p80'])}" if ms else "-",
                 _percent(row["share"]),

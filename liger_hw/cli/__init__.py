@@ -16,7 +16,9 @@ import difflib
 import importlib
 import importlib.util
 import os
+import re
 import sys
+import textwrap
 import traceback
 from typing import Sequence
 
@@ -154,6 +156,24 @@ def _drop_output() -> None:
         pass
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Prose of a description is filled to the terminal's width; indented lines stay lines of their own."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for paragraph in text.strip().split("\n\n"):
+            own = paragraph.splitlines()
+            lines += own if any(line.startswith(" ") for line in own) else [" ".join(own)]
+            lines.append("")
+        return "\n".join(_folded(line, width) for line in lines[:-1])
+
+
+def _folded(line: str, width: int) -> str:
+    """`line` in `width` characters; what goes on below an indented `  name   text` begins under its text."""
+    start = re.match(r" +\S.*?\s{2,}", line)
+    return textwrap.fill(line, width, subsequent_indent=" " * len(start.group()) if start else "")
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are `UsageError`, so that they are reported as every other one is."""
 
@@ -189,9 +209,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a sub-command."""
-    parser = _Parser(
-        prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog=f"liger-hw {name}", description=COMMANDS[name], formatter_class=_Help)
     importlib.import_module(f"{__name__}.{name}").add_arguments(parser)
     return parser
 
@@ -203,7 +221,7 @@ def _top_parser() -> argparse.ArgumentParser:
         usage="liger-hw [--version] COMMAND [options]",
         description="Triton kernels for training language models on NVIDIA, AMD and Intel GPUs.",
         epilog="commands:\n" + "\n".join(lines) + "\n\n`liger-hw COMMAND --help` shows a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"liger-hw {__version__}")
     return parser

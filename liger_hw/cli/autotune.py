@@ -251,7 +251,7 @@ def _tune(
     folder = store.home(target)
     journal = Journal(folder / "_journal.jsonl" if folder else None)
     past = Past(journal, facts["triton"]) if arguments.resume else None
-    screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout)
+    screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout, arguments.budget)
     screen.line(
         f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} "
         f"GB/s"
@@ -299,6 +299,8 @@ def _tune(
         print(json_text(data, indent=2))
     else:
         print(as_table(results))
+    if screen.left_out:
+        screen.line(f"{screen.unbegun()}; go on with the same command and --resume")
     if interrupted:
         screen.line("go on with the same command and --resume")
         return 130
@@ -307,8 +309,12 @@ def _tune(
 
 def as_table(results: list["Result"]) -> str:
     """op, shape, heuristic time, winner time, gain, noise, share of floor."""
+    from ..autotune.jobs import OUT_OF_BUDGET
+
     rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", "noise", "of floor", "")]
     for r in results:
+        if r.note == OUT_OF_BUDGET:  # counted in one line
+            continue
         job = r.job
         head = (job.name, _by(job.sizes), str(job.key))
         if r.error or not r.heuristic_us:
@@ -382,7 +388,8 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
         planning.update(f"{target.arch}: what its kernels launch")
         plans.append((target, *_jobs(arguments, target, None)))
     planning.end()
-    screen = _Progress(sum(len(jobs) for _, jobs, _ in plans), sys.stderr if arguments.json else sys.stdout)
+    total = sum(len(jobs) for _, jobs, _ in plans)
+    screen = _Progress(total, sys.stderr if arguments.json else sys.stdout, arguments.budget)
     names = ", ".join(target.arch for target in targets)
     screen.line(
         f"{arguments.device} is not in this machine ({names}): kernels are compiled for it as far as Triton can, and a "
@@ -393,8 +400,9 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     documents, found, interrupted = [], [], False
     deadline = time.monotonic() + (arguments.budget or math.inf)
     with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
-        for target, jobs, problems in plans:
-            results, document = _choose_for(arguments, target, jobs, problems, pool, screen, deadline)
+        for number, (target, jobs, problems) in enumerate(plans):
+            share = (deadline - time.monotonic()) / (len(plans) - number)
+            results, document = _choose_for(arguments, target, jobs, problems, pool, screen, share)
             found += results
             documents.append(document)
             if interrupted := document["interrupted"]:
@@ -416,6 +424,8 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
                 export = f"liger-hw cache export --device {name} -o {name}.json"
                 print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
+    if screen.left_out:
+        screen.line(f"{screen.unbegun()}; the same command goes on, what was compiled is kept by Triton")
     if interrupted:
         screen.line("what was compiled is kept by Triton, the same command goes on from there")
         return 130
@@ -429,9 +439,12 @@ def _choose_for(
     problems: list[str],
     pool: Any,
     screen: "_Progress",
-    deadline: float,
+    seconds: float,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(results, what --json prints of them) of one target; its table is printed without --json."""
+    """(results, what --json prints of them) of one target; its table is printed without --json.
+
+    seconds: after them no kernel is begun
+    """
     from ..autotune import store
     from ..autotune.static import MARGINS, StaticTuner
     from ..backends import backend
@@ -465,7 +478,7 @@ def _choose_for(
     interrupted = False
     tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
     try:
-        tuner.run(jobs, done, deadline - time.monotonic())
+        tuner.run(jobs, done, seconds)
     except KeyboardInterrupt:
         interrupted = True
     if not arguments.json:
@@ -477,8 +490,12 @@ def _choose_for(
 
 
 def _static_table(results: list[Any]) -> str:
+    from ..autotune.jobs import OUT_OF_BUDGET
+
     rows = [("kernel", "sizes", "key", "heuristic us", "choice us", "gain", "tried", "dropped", "")]
     for r in results:
+        if r.note == OUT_OF_BUDGET:
+            continue
         head = (r.job.name, _by(r.job.sizes), str(r.job.key))
         if r.error:
             rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
@@ -487,7 +504,8 @@ def _static_table(results: list[Any]) -> str:
             rows.append((*head, "", "", "", "", "", r.note))
             continue
         times = (f"{r.heuristic_us:.1f}", f"{r.winner_us:.1f}", f"{r.gain:.1%}" if r.gain else "")
-        rows.append((*head, *times, str(r.tried), str(r.failed), r.note))
+        note = "" if r.note in ("the heuristic stays", "chosen by the model") else r.note  # the gain says which
+        rows.append((*head, *times, str(r.tried), str(r.failed), note))
     return table(rows) + "\nTimes are the model's, not measured."
 
 
@@ -497,13 +515,19 @@ def _static_table(results: list[Any]) -> str:
 class _Progress:
     """One updated line with an ETA on a terminal, one plain line a finished job elsewhere."""
 
-    def __init__(self, total: int, stream: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.stream, self.clock = total, stream, clock
-        self.count, self.began, self._shown, self._drawn = 0, clock(), 0.0, False
+    def __init__(
+        self, total: int, stream: Any, budget: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total, self.stream, self.budget, self.clock = total, stream, budget, clock
+        self.count, self.left_out, self.began, self._shown, self._drawn = 0, 0, clock(), 0.0, False
         self.live = stream.isatty()
 
     def elapsed(self) -> float:
         return self.clock() - self.began
+
+    def unbegun(self) -> str:
+        """What the budget left out."""
+        return f"{self.left_out} of {self.total} were not begun: the budget of {self.budget:.0f} s is spent"
 
     def line(self, text: str) -> None:
         if self._drawn:
@@ -519,6 +543,11 @@ class _Progress:
         self.stream.flush()
 
     def finished(self, result: "Result") -> None:
+        from ..autotune.jobs import OUT_OF_BUDGET
+
+        if result.note == OUT_OF_BUDGET:
+            self.left_out += 1
+            return
         self.count += 1
         job = result.job
         if result.error:
@@ -540,4 +569,6 @@ class _Progress:
         if not self.count:
             return ""
         left = self.elapsed() / self.count * (self.total - self.count)
+        if self.budget is not None:
+            left = max(0.0, min(left, self.budget - self.elapsed()))
         return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"

@@ -18,7 +18,7 @@ import itertools
 import sys
 from typing import Any, Callable
 
-from ..text import json_text
+from ..text import fold, json_text, time_left
 from . import UsageError
 from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
@@ -180,10 +180,14 @@ def _bench_ops(
     rows: list[dict[str, Any]] = []
     ended = ""
 
-    begun = itertools.count(1)
+    begun = itertools.count()
+    started = budget.spent
 
     def begin(case: ops.Case) -> None:
-        _progress(f"[{next(begun)}/{len(todo)}] {budget.spent:.0f} s  {case}: {', '.join((peers.OURS, *against))} ...")
+        done = next(begun)
+        left = time_left(budget.spent - started, done, len(todo))
+        arms = ", ".join((peers.OURS, *against))
+        _progress(f"[{done + 1}/{len(todo)}] {case}: {arms}; {budget.spent:.0f} s so far{left}")
 
     def keep(found: list[dict[str, Any]]) -> None:
         found = [{**row, **carried} for row in found]
@@ -222,7 +226,7 @@ def _bench_ops(
         print(report.as_text(rows, arguments.brief))
         if text := more(rows):
             print(f"\n{text}")
-        print(_where(facts))
+        print(fold(_where(facts)))
         if ended:
             print(ended)
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)

@@ -1,8 +1,8 @@
 """`liger-hw check MODEL`: what a patch would change in a model and what it would leave alone, with the reason.
 
-    liger-hw check mistral                             a model type of transformers, in its default configuration
-    liger-hw check Qwen/Qwen3-8B                       a Hugging Face id, whose config.json is read
-    liger-hw check path/to/config.json                 a file, or the folder of a checkpoint
+    liger-hw check mistral          a model type of transformers, in its default configuration
+    liger-hw check Qwen/Qwen3-8B    a Hugging Face id, whose config.json is read from the cache or the hub
+    liger-hw check config.json      a file, or the folder of a checkpoint
 
 The model is built without weights, on torch's meta device, and patched as `apply_liger_kernel_to_<family>` or
 `liger_hw.patch` would patch it. Ends with 1 when no part of it would run on a kernel.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, Iterable
 
 from ..text import fold, json_text, table
 from . import UsageError, needs
@@ -28,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     needs("check", "transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    config = _config(arguments.model)
     from ..transformers import MODEL_TYPE_TO_APPLY_LIGER_FN, patch
 
-    config = _config(arguments.model)
     model = _model(config)
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
     report = function(model=model)
@@ -60,19 +62,28 @@ def _config(name: str) -> Any:
     """The configuration that a name means. Raises `UsageError` that says what was tried."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from ..autotune.models import KNOWN
+    from ..autotune.models import KNOWN, published
 
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name]()
     name = next((public for public, model in KNOWN.items() if model.name == name.lower()), name)
     try:
-        return AutoConfig.from_pretrained(name)
+        if not Path(name).exists() and (name.endswith(".json") or name.startswith((".", "/", "~"))):
+            raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
+        return AutoConfig.from_pretrained(name) if Path(name).exists() else published(name)
     except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"check: no configuration of {name!r}: {reason} Give a config.json, a Hugging Face id, or a model type, "
-            "such as mistral"
+            f"check: no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
+            f"model type: liger-hw check {_model_type(name, CONFIG_MAPPING)}"
         ) from None
+
+
+def _model_type(name: str, known: Iterable[str]) -> str:
+    """The model type that the last part of a name begins with, as Qwen/Qwen3-8B with qwen3; else mistral."""
+    plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())
+    begins = [one for one in known if plain.startswith(re.sub("[^a-z0-9]", "", one))]
+    return max(begins, key=len, default="mistral")
 
 
 def _model(config: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from .. import files
-from ..text import StatusLine, json_text
+from ..text import StatusLine, fold, json_text
 from . import UsageError, needs
 from .arguments import part, seconds, usable_device
 
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
             row = worker.ask({**job, "device": arguments.device, "dtype": arguments.dtype})
             rows.append(row)
             screen.end()
-            print(json_text(row) if arguments.json else _line(row), flush=True)
+            print(json_text(row) if arguments.json else fold(_line(row), " " * 36), flush=True)
     if arguments.output:
         files.write_text(arguments.output, _page(rows))
     if not arguments.json:
-        print(_sum(rows))
+        print(fold(_sum(rows)))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from liger_hw import registry
 from liger_hw.autotune import static
 from liger_hw.autotune.compile import Certificate, Launch
-from liger_hw.autotune.jobs import Job, Result
+from liger_hw.autotune.jobs import OUT_OF_BUDGET, Job, Result
 from liger_hw.autotune.ttir import Access, accesses
 from liger_hw.backends import LaunchConfig, backend, known_target
 from liger_hw.backends.assembly import Assembly
@@ -274,6 +274,26 @@ def test_an_interrupted_command_shows_what_it_has(capsys, clean_registry, monkey
     assert data["interrupted"] and len(data["results"]) == 1
     assert main(words) == 130
     assert "relu_squared.fwd  4096x4096" in capsys.readouterr().out
+
+
+@pytest.mark.aot
+def test_a_budget_is_shared_among_architectures_and_said_once(capsys, clean_registry, monkeypatch):
+    from liger_hw.backends import backend
+    from liger_hw.cli import main
+
+    given = []
+
+    def run(tuner, jobs, done, budget):
+        given.append(budget)
+        for job in jobs:
+            done(Result(job, note=OUT_OF_BUDGET))
+
+    monkeypatch.setattr(static.StaticTuner, "run", run)
+    assert main(["autotune", "--device", "xpu", "--ops", "relu_squared", "--budget", "100"]) == 0
+    out = capsys.readouterr().out
+    archs = len(backend("xpu").known_archs())
+    assert len(given) == archs and given[0] <= 100 / archs < given[-1]
+    assert out.count("relu_squared") == 0 and "were not begun: the budget of 100 s is spent" in out
 
 
 @pytest.mark.aot

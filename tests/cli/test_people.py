@@ -43,6 +43,24 @@ def test_nothing_is_wider_than_the_terminal(capsys, monkeypatch, columns, words)
     assert code in (0, 1) and out and not wide
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_no_help_is_wider_than_the_terminal(capsys, monkeypatch, columns):
+    from liger_hw.cli import COMMANDS
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        code, out, _ = said(capsys, *words)
+        assert code == 0 and out and [line for line in out.splitlines() if len(line) > columns] == [], words
+
+
+def test_a_narrow_table_folds_sentences_before_it_cuts_names(monkeypatch):
+    rows = [("kernel", "what happens"), ("fused_linear", "words " * 8), ("a heading as wide as it likes",)]
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = text.table(rows).splitlines()
+    assert "fused_linear" in text.table(rows) and max(map(len, shown)) <= 40
+    assert shown[-1] == "a heading as wide as it likes"
+
+
 def test_a_table_is_folded_and_loses_nothing(monkeypatch):
     rows = [("name", "what it says"), ("a" * 30, "word " * 20), ("b", "")]
     monkeypatch.setenv("COLUMNS", "50")
@@ -162,6 +180,19 @@ def test_check_says_what_would_be_patched(capsys, tmp_path):
     assert code == 0 and "liger_hw.patch(model)" in out
     code, _, err = said(capsys, "check", str(tmp_path / "nothing.json"))
     assert code == 2 and "no configuration of" in err and err.count("\n") == 1
+
+
+def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
+    """One request decides that there is no hub; the name says which model type to give instead."""
+    pytest.importorskip("transformers")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for model, kind in {"Qwen/Qwen3-8B": "qwen3", "openai/gpt-oss-20b": "gpt_oss", "some/thing": "mistral"}.items():
+        code, _, err = said(capsys, "check", model)
+        assert code == 2 and "cannot be reached" in err and err.endswith(f"liger-hw check {kind}\n")
 
 
 def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
