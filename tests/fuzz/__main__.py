@@ -54,9 +54,16 @@ def main() -> int:
         print(once(areas[0], seed, arguments.attempt))
         return 0
     print(f"seed {seed}, {arguments.seconds:g} seconds for {', '.join(areas)}", flush=True)
-    found = {area: run(area, seed, arguments.seconds / len(areas)) for area in areas}
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"seed": seed, **versions(), "areas": found}, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    head = {"seed": seed, **versions()} if arguments.json else {}
+
+    def save() -> None:
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps({**head, "areas": found}, indent=1) + "\n")
+
+    for area in areas:
+        run(area, seed, arguments.seconds / len(areas), found, save)
+    save()
     failed = sum(len(area["findings"]) for area in found.values())
     print(f"{sum(area['attempts'] for area in found.values())} attempts, {failed} findings (seed {seed})")
     return 1 if failed else 0
@@ -79,15 +86,26 @@ def versions() -> dict[str, Any]:
     }
 
 
-def run(area: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Attempts of one area for `seconds`, in worker processes: how many, what became of them, and the findings."""
+def run(
+    area: str, seed: int, seconds: float, found: dict[str, Any] | None = None, save: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
+    """Attempts of one area for `seconds`, in worker processes: how many, what became of them, and the findings.
+
+    found: gets them under the area's name; save: called every few seconds, so that a run that is cut leaves figures
+    """
     outcomes: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
     limit = importlib.import_module(f"tests.fuzz.{area}").SECONDS
-    end, number = time.monotonic() + seconds, 0
+    end, number, saved = time.monotonic() + seconds, 0, time.monotonic()
+    result = {"attempts": 0, "outcomes": outcomes, "findings": findings}
+    if found is not None:
+        found[area] = result
     while time.monotonic() < end:
         for event in worker_events(area, seed, number, end - time.monotonic(), limit):
-            number = event["attempt"] + 1
+            number = result["attempts"] = event["attempt"] + 1
+            if time.monotonic() > saved + 3:
+                save()
+                saved = time.monotonic()
             if "outcome" in event:
                 outcomes[event["outcome"]] += 1
                 continue
@@ -95,7 +113,7 @@ def run(area: str, seed: int, seconds: float) -> dict[str, Any]:
             if len(findings) <= 20:
                 print(f"  {area} {event['attempt']}: {event['finding'].strip().splitlines()[-1][:700]}", flush=True)
     print(f"{area}: {number} attempts, {len(findings)} findings; {dict(outcomes.most_common(8))}", flush=True)
-    return {"attempts": number, "outcomes": dict(outcomes), "findings": findings}
+    return result
 
 
 def worker_events(area: str, seed: int, first: int, seconds: float, limit: float) -> Iterator[dict[str, Any]]:

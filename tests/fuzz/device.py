@@ -1,11 +1,13 @@
-"""What only a GPU can show: failing configurations in a training loop, memory over time, every kernel under a checker.
+"""What only a GPU can show: faults in a training loop, memory over time, every kernel under a checker.
 
     python -m tests.fuzz.device faults OUT.json
+    python -m tests.fuzz.device tuner OUT.json
     python -m tests.fuzz.device soak OUT.json --seconds 180
-    compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --part 0/4
+    compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --part 0/4 --seconds 60
+    compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json      an error that it must find
 
-Each prints one line and writes JSON; the exit status is 1 where something did not hold. `--dry` is a few steps on a
-CPU, with TRITON_INTERPRET=1 those of the kernels.
+Each prints one line and writes JSON, what it has so far every few seconds; the exit status is 1 where something did not
+hold. `--dry` is a few steps on a CPU, with TRITON_INTERPRET=1 those of the kernels.
 """
 
 from __future__ import annotations
@@ -13,69 +15,121 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
+import random
 import resource
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["LIGER_HW_CACHE_DIR"] = tempfile.mkdtemp(prefix="liger_hw-fuzz-")
 
 import torch
-from harness import few_sizes, make, run, wide_sizes
+from harness import few_sizes, make, real_sizes, run, wide_sizes
 
 from liger_hw import registry
-from liger_hw.backends import LaunchConfig
-from tests.fuzz.__main__ import versions
+from liger_hw.autotune import workers
+from liger_hw.autotune.jobs import Job
+from liger_hw.autotune.tuner import Tuner
+from liger_hw.backends import LaunchConfig, target_of
+from tests.fuzz.__main__ import ROOT, versions
 
 STEPS = 200
+WIDE, VOCAB, TOKENS = 256, 32000, (2, 256)
+Event = dict[str, Any]
+
+
+class Report:
+    """The JSON file of one run: replaced as a whole every few seconds, so that a run that is cut leaves figures."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.head, self.began, self.written = Path(path), versions(), time.monotonic(), 0.0
+
+    def save(self, found: dict[str, Any], finished: bool = False) -> None:
+        now = time.monotonic()
+        if finished or now - self.written > 2.0:
+            self.written = now
+            text = json.dumps(
+                {**self.head, "finished": finished, "took": round(now - self.began, 1), **found}, indent=1
+            )
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text(text + "\n")
+            fresh.replace(self.path)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("faults", "soak", "sweep"))
+    parser.add_argument("what", choices=("faults", "tuner", "soak", "sweep", "planted"))
     parser.add_argument("out", help="JSON file")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of the soak (default 180)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of the soak, at most of the sweep (default 180)")
     parser.add_argument("--part", default="0/1", help="of the sweep, as 0/4 (default 0/1)")
     parser.add_argument("--dry", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
-    device = "cpu" if arguments.dry else "cuda"
-    found = {"faults": faults, "soak": soak, "sweep": sweep}[arguments.what](arguments, device)
-    Path(arguments.out).write_text(json.dumps({**versions(), **found}, indent=1) + "\n")
+    report = Report(arguments.out)
+    does = {"faults": faults, "tuner": tuner, "soak": soak, "sweep": sweep, "planted": planted}
+    found = does[arguments.what](arguments, report)
+    report.save(found, finished=True)
     print(arguments.what, {name: value for name, value in found.items() if not isinstance(value, (list, dict))})
     return 0 if found["held"] else 1
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    return "cpu" if arguments.dry else "cuda"
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def faults(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """A training loop without faults, then one with a fault every few steps: losses and weights are the same."""
-    steps = 8 if arguments.dry else STEPS
-    plain, weights, _ = _train(device, steps, {})
-    again, same, log = _train(device, steps, _faults(steps, device))
-    apart = [i for i, (a, b) in enumerate(zip(plain, again)) if a != b]
-    equal = all(torch.equal(a, b) for a, b in zip(weights, same))
-    first = f"first at step {apart[0]}" if apart else ""
-    held = not apart and equal and all(event["held"] for event in log)
-    return {"held": held, "steps": steps, "losses_apart": len(apart), "first_apart": first, "weights_equal": equal} | {
-        "faults": len(log),
-        "log": log,
-    }
+def faults(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """A training loop without faults, the same again, and one with a fault every few steps: losses and weights are the
+    same three times."""
+    device, steps = device_of(arguments), 8 if arguments.dry else STEPS
+    found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
+    plain, weights = train(device, steps, {}, [])
+    report.save(found)
+    again, _ = train(device, steps, {}, [])
+    found["apart_without_faults"] = _apart(plain, again)
+    faulty, same = train(device, steps, _faults(steps, device), found["log"], lambda: report.save(found))
+    found["apart_with_faults"] = _apart(plain, faulty)
+    found["weights_equal"] = all(torch.equal(a, b) for a, b in zip(weights, same))
+    target = target_of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    failed = len(registry.quarantined())
+    registry.reset()  # as a new process, which reads what this one noted
+    found["quarantined"] = {"in_this_process": failed, "read_by_the_next": len(registry.quarantined(target))}
+    found["faults"] = len(found["log"])
+    kept = device == "cpu" or found["quarantined"]["read_by_the_next"] >= failed > 0
+    everything = not found["apart_with_faults"] and found["weights_equal"] and kept
+    return found | {"held": everything and all(event["held"] for event in found["log"])}
 
 
-def _train(device: str, steps: int, at: dict[int, Callable[[Any], dict]]) -> tuple[list[float], list, list[dict]]:
+def _apart(one: list[float], other: list[float]) -> str:
+    """Where two lists of losses differ; empty where nowhere."""
+    places = [step for step, (a, b) in enumerate(zip(one, other)) if a != b]
+    return f"{len(places)} of {len(one)} losses, first at step {places[0]}" if places else ""
+
+
+def train(
+    device: str,
+    steps: int,
+    at: dict[int, Callable[[Callable[[], Any]], Event]],
+    log: list[Event],
+    noted: Callable[[], Any] = lambda: None,
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and final weights of a small Mistral. `at`: step -> what happens before it, given a function that does
+    one forward and backward and returns the model."""
     from transformers import MistralConfig, MistralForCausalLM
 
     from liger_hw.transformers import apply_liger_kernel_to_mistral
 
     registry.reset()
     torch.manual_seed(0)
-    wide, vocab = (32, 100) if device == "cpu" else (256, 4000)
+    wide, vocab, tokens = (32, 100, (2, 8)) if device == "cpu" else (WIDE, VOCAB, TOKENS)
     config = MistralConfig(
         vocab_size=vocab,
         hidden_size=wide,
@@ -86,15 +140,15 @@ def _train(device: str, steps: int, at: dict[int, Callable[[Any], dict]]) -> tup
         attn_implementation="eager",  # the same bits in every run
     )
     model = MistralForCausalLM(config).to(device).train()
-    report = apply_liger_kernel_to_mistral(model=model)
+    applied = apply_liger_kernel_to_mistral(model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
-    losses, log = [], []
+    losses = []
     try:
         for step in range(steps):
-            ids = torch.randint(vocab, (2, 8 if device == "cpu" else 64), generator=generator).to(device)
+            ids = torch.randint(vocab, tokens, generator=generator).to(device)
 
-            def one(ids=ids) -> float:
+            def one(ids: torch.Tensor = ids) -> float:
                 optimizer.zero_grad()
                 loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
@@ -102,14 +156,15 @@ def _train(device: str, steps: int, at: dict[int, Callable[[Any], dict]]) -> tup
 
             if step in at:
                 log.append({"step": step, **at[step](lambda one=one: (one(), model)[1])})
+                noted()
             losses.append(one())
             optimizer.step()
     finally:
-        report.revert()
-    return losses, [parameter.detach().clone() for parameter in model.parameters()], log
+        applied.revert()
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _faults(steps: int, device: str) -> dict[int, Callable[[Any], dict]]:
+def _faults(steps: int, device: str) -> dict[int, Callable[[Any], Event]]:
     """Step -> what happens before it: a configuration that fails, or memory that runs out in the loss."""
     kinds = [_failing(name, words, change) for name, words, change in _CONFIGURATIONS]
     if device != "cpu":
@@ -118,28 +173,31 @@ def _faults(steps: int, device: str) -> dict[int, Callable[[Any], dict]]:
     return {(i + 1) * apart: kinds[i % len(kinds)] for i in range(2 * len(kinds)) if (i + 1) * apart < steps}
 
 
+_TOO_MUCH = {"blocks": {"BLOCK_SIZE": 256, "ROWS": 32}, "num_warps": 8, "num_stages": 8}
+"""460 KB of shared memory in rms_norm's backward of 256 columns in float32, which our rules cannot know."""
+_HEAD = "fused_linear_cross_entropy.fwd"
 _CONFIGURATIONS = (
-    ("rms_norm.bwd", "shared memory", lambda c: replace(c, blocks={"BLOCK_SIZE": 256, "ROWS": 256}, num_stages=8)),
+    ("rms_norm.bwd", "too much shared memory", lambda c: replace(c, **_TOO_MUCH)),
     ("rms_norm.fwd", "cluster", lambda c: replace(c, vendor={"num_ctas": 16})),
-    ("swiglu.fwd", "threads", lambda c: replace(c, num_warps=64)),
+    ("swiglu.fwd", "too many threads", lambda c: replace(c, num_warps=64)),
     ("swiglu.bwd", "compile error", lambda c: replace(c, blocks={name: 3 for name in c.blocks})),
-    ("cross_entropy.stats", "tensor too large", lambda c: replace(c, blocks={name: 2**21 for name in c.blocks})),
-    ("rms_norm.fwd", "registers", lambda c: replace(c, vendor={"maxnreg": 1})),
+    (_HEAD, "tensor too large", lambda c: replace(c, blocks={name: 2**21 for name in c.blocks})),
 )
 
 
-def _failing(name: str, words: str, change: Callable[[LaunchConfig], LaunchConfig]) -> Callable[[Any], dict]:
-    def happen(step: Callable[[], Any]) -> dict:
+def _failing(name: str, words: str, change: Callable[[LaunchConfig], LaunchConfig]) -> Callable[[Any], Event]:
+    def happen(step: Callable[[], Any]) -> Event:
         """The configuration answers as an explicit one would, and our own rules are told to let it pass."""
         tunable = registry.get_tunable(name)
         known = tunable.illegal
-        configs = {plan.key: change(plan.config) for plan in registry.plans() if plan.tunable is tunable}
-        bad = next(iter(configs.values()), None)
-        if bad is None:
-            return {"kind": words, "kernel": name, "held": device_is_cpu(), "note": "never launched"}
-        refused = known(next(p.target for p in registry.plans() if p.tunable is tunable), next(iter(configs)), bad)
+        used = [plan for plan in registry.plans() if plan.tunable is tunable]
+        if not used:
+            return {"kind": words, "kernel": name, "held": False, "note": "never launched"}
+        bad = change(used[0].config)
+        refused = known(used[0].target, used[0].key, bad)
         tunable.illegal = lambda target, key, config: None if config == bad else known(target, key, config)
         before = set(registry.quarantined())
+        began = time.monotonic()
         try:
             with registry.override(name, bad):
                 step()
@@ -149,78 +207,193 @@ def _failing(name: str, words: str, change: Callable[[LaunchConfig], LaunchConfi
         finally:
             del tunable.illegal
         new = [why for mark, why in registry.quarantined().items() if mark not in before]
+        answer = {"quarantined": new[:1], "raised": error, "seconds": round(time.monotonic() - began, 2)}
+        said_before = bad.to_text() in {mark[3] for mark in before if mark[1] == name}
         return {
             "kind": words,
             "kernel": name,
             "refused_by_our_rules": refused or "",
-            "quarantined": new[:1],
-            "raised": error,
-            "held": not error,
+            **answer,
+            "held": not error and bool(new or said_before),
         }
 
-    return happen
+    def happen_on_a_cpu(step: Callable[[], Any]) -> Event:
+        found = happen(step)
+        return {**found, "held": not found.get("raised")}  # there the reference computes, and launches nothing
+
+    return happen if torch.cuda.is_available() else happen_on_a_cpu
 
 
-def device_is_cpu() -> bool:
-    return not torch.cuda.is_available()
-
-
-def _out_of_memory(step: Callable[[], Any]) -> dict:
-    """Memory runs out inside forward, loss or backward: torch's own error, no weight touched, and the loop goes on."""
+def _out_of_memory(step: Callable[[], Any]) -> Event:
+    """Memory runs out at one place after another of a step, until it suffices: torch's own error each time, and no
+    weight is touched."""
     model = step()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    held = []
-    error = ""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (2 << 20)) / total))
+    total = torch.cuda.get_device_properties(0).total_memory
+    places: list[str] = []
+    other: list[str] = []
+    more = 0
+    model.zero_grad(set_to_none=True)
     try:
-        step()
-    except torch.OutOfMemoryError as problem:
-        error = str(problem).splitlines()[0][:120]
-    except Exception as problem:
-        held.append(f"{type(problem).__name__}: {problem}"[:200])
+        for more in range(0, 1024, 8):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (more << 20)) / total))
+            try:
+                step()
+                break
+            except torch.OutOfMemoryError as problem:
+                places.append(_place(problem))
+            except Exception as problem:
+                other.append(f"{type(problem).__name__}: {problem}"[:200])
+            model.zero_grad(set_to_none=True)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    return {"kind": "out of memory", "raised": error, "other": held, "held": bool(error) and same and not held}
+    inside = [place for place in places if place.startswith("liger_hw")]
+    return {
+        "kind": "out of memory",
+        "times": len(places),
+        "places": sorted(set(places)),
+        "suffices_mib": more,
+        "other_errors": other,
+        "weights_equal": same,
+        "held": bool(inside) and same and not other,
+    }
+
+
+def _place(problem: BaseException) -> str:
+    """The innermost function of ours or of the model that an error left, as `file:function`."""
+    frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if "torch/" not in frame.filename]
+    last = frames[-1]
+    name = last.filename.split("site-packages/")[-1].removeprefix(f"{ROOT}/")
+    return f"{name}:{last.name}"
+
+
+# -- a tuner's worker that hangs -------------------------------------------------------------------------------------
+
+
+def tuner(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """In the middle of a training loop a tuner searches, and its worker hangs in one candidate's kernel and loses the
+    device in another's: the search ends with the others, and the loop is the same as one without it."""
+    device, steps = device_of(arguments), 8 if arguments.dry else STEPS
+    found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
+    plain, weights = train(device, steps, {}, [])
+    report.save(found)
+    at = {} if arguments.dry else {steps // 2: _search}
+    searched, same = train(device, steps, at, found["log"])
+    found["apart_with_search"] = _apart(plain, searched)
+    found["weights_equal"] = all(torch.equal(a, b) for a, b in zip(weights, same))
+    held = not found["apart_with_search"] and found["weights_equal"] and all(event["held"] for event in found["log"])
+    return found | {"held": held}
+
+
+def _search(step: Callable[[], Any]) -> Event:
+    of, target = registry.get_tunable("rms_norm.fwd"), target_of(torch.device("cuda", 0))
+    sizes = (TOKENS[0] * TOKENS[1], WIDE)
+    key = of.key(*sizes, 4)
+    baseline = of.heuristic(target, key)
+    hang, lose, *others = [warps for warps in (8, 16, 4, 2, 1) if warps != baseline.num_warps]
+    os.environ |= {"FUZZ_HANG": str(hang), "FUZZ_LOSE": str(lose)}
+    workers.Worker.module = "tests.fuzz.misbehaving"
+    of.space = lambda target, key: [replace(baseline, num_warps=warps) for warps in (hang, lose, *others)]
+    measurer, saved, began = workers.RemoteMeasurer("cuda:0", {"prepare": 10.0}), {}, time.monotonic()
+    try:
+        search = Tuner(
+            target, measurer, facts=measurer.facts(), save=lambda name, entry: saved.update({name: entry}) or True
+        )
+        (result,) = search.run([Job("rms_norm", "fwd", key, sizes, "float32")])
+    finally:
+        measurer.close()
+        del of.space
+        workers.Worker.module = workers.__name__
+    step()
+    return {
+        "kind": "worker hangs, worker loses the device",
+        "warps": {"hang": hang, "lose": lose, "sound": [baseline.num_warps, *others]},
+        "tried": result.tried,
+        "failed": result.failed,
+        "error": result.error,
+        "winner": result.config,
+        "seconds": round(time.monotonic() - began, 1),
+        "held": not result.error and result.failed == 2 and result.tried >= 4,
+    }
 
 
 # -- soak ------------------------------------------------------------------------------------------------------------
 
 
-def soak(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Ops at ever new shapes until the time is up: the memory of host and device after a warm-up and at the end."""
-    import random
+_SOAKED = {
+    "rms_norm": (0, 1024),
+    "swiglu": (0, 2816),
+    "cross_entropy": (0, 4000),
+    "fused_linear_cross_entropy": (0, 256, 4000),
+    "rope": (1, 0, 8, 2, 64),
+}
+"""Op -> sizes, with 0 in place of the rows, which change."""
+_WARM = (*range(513, 560, 15), *range(1000, 1100, 25), *range(2040, 2060, 4), 2999, 3000)
+"""Rows of every key and every class of number that Triton compiles apart."""
 
-    chance, names = random.Random(0), ("rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy", "rope")
-    shapes = {"rms_norm": (0, 1024), "swiglu": (0, 2816), "cross_entropy": (0, 4000)}
-    shapes |= {"fused_linear_cross_entropy": (0, 256, 4000), "rope": (1, 0, 8, 2, 64)}
-    started, calls, rows_seen, points = time.monotonic(), 0, set(), []
-    seconds = 5.0 if arguments.dry else arguments.seconds
-    next_point = 0.3 * seconds
-    while (elapsed := time.monotonic() - started) < seconds:
-        name = chance.choice(names)
-        op, rows = registry.get_op(name), chance.randint(1, 64 if arguments.dry else 3000)
-        sizes = tuple(rows if size == 0 else size for size in shapes[name])
-        dtype = torch.float32 if arguments.dry else torch.bfloat16
-        run(op.function, make(op, sizes, dtype, device, calls))
+
+def soak(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """Ops at ever new numbers of rows until the time is up: the memory of host and device when the kernels are compiled
+    (at the latest after 60% of the time), and at the end."""
+    device, chance = device_of(arguments), random.Random(0)
+    least, most, seconds = (1, 64, 5.0) if arguments.dry else (513, 3000, arguments.seconds)
+    dtype = torch.float32 if arguments.dry else torch.bfloat16
+    calls, seen, points = 0, set(), []
+    found: dict[str, Any] = {"held": False, "points": points}
+
+    def call(name: str, rows: int) -> None:
+        op = registry.get_op(name)
+        run(op.function, make(op, tuple(rows if size == 0 else size for size in _SOAKED[name]), dtype, device, calls))
+        seen.add((name, rows))
+
+    def elapsed() -> float:
+        return time.monotonic() - began
+
+    def point() -> None:
+        now = {"second": round(elapsed(), 1), "calls": calls, "shapes": len(seen), "kernels": _compiled()}
+        points.append({**now, **_memory(device)})
+        report.save(found)
+
+    for name in _SOAKED:
+        call(name, most)  # the imports
+    began = time.monotonic()
+    for rows in _WARM:
+        for name in _SOAKED:
+            if elapsed() < 0.6 * seconds:
+                call(name, min(rows, most))
+                calls += 1
+    found["warm_up"] = {"seconds": round(elapsed(), 1), "calls": calls}
+    point()
+    warm, next_point = elapsed(), elapsed()
+    while elapsed() < seconds:
+        call(chance.choice(list(_SOAKED)), chance.randint(least, most))
         calls += 1
-        rows_seen.add((name, rows))
-        if elapsed > next_point:
-            points.append({"second": round(elapsed), "calls": calls, "shapes": len(rows_seen), **_memory(device)})
-            next_point += 0.1 * seconds
-    points.append({"second": round(time.monotonic() - started), "calls": calls, "shapes": len(rows_seen)})
-    points[-1] |= _memory(device)
+        if elapsed() > next_point:
+            point()
+            next_point += 0.1 * (seconds - warm)
+    point()
     host = points[-1]["host_mib"] - points[0]["host_mib"]
+    late = points[-1]["host_mib"] - points[len(points) // 2]["host_mib"]
     allocated = points[-1].get("allocated_mib", 0) - points[0].get("allocated_mib", 0)
-    held = host < 64 and allocated < 1
-    return {"held": held, "seconds": round(seconds), "calls": calls, "shapes": len(rows_seen)} | {
+    return found | {
+        "held": host < 64 and late < 16 and allocated < 1,
+        "seconds": round(elapsed() - warm),
+        "calls": calls - found["warm_up"]["calls"],
+        "shapes": len(seen),
         "host_growth_mib": round(host, 1),
+        "host_growth_of_second_half_mib": round(late, 1),
         "device_growth_mib": round(allocated, 2),
         "replays": len(registry.replay_cache),
-        "points": points,
     }
+
+
+def _compiled() -> int:
+    """Kernels that were compiled for the plans in force."""
+    kept = [plan.compiled for plan in registry.plans() if plan.compiled]
+    return sum(key[0] == "alike" for compiled in kept for key in list(compiled))
 
 
 def _memory(device: str) -> dict[str, float]:
@@ -228,34 +401,88 @@ def _memory(device: str) -> dict[str, float]:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20
     if device == "cpu":
-        return {"host_mib": resident}
+        return {"host_mib": round(resident, 1)}
     torch.cuda.synchronize()
     return {
-        "host_mib": resident,
-        "allocated_mib": torch.cuda.memory_allocated() / 2**20,
-        "reserved_mib": torch.cuda.memory_reserved() / 2**20,
+        "host_mib": round(resident, 1),
+        "allocated_mib": round(torch.cuda.memory_allocated() / 2**20, 3),
+        "reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1),
     }
 
 
 # -- sweep -----------------------------------------------------------------------------------------------------------
 
 
-def sweep(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Every op at odd sizes, forward and backward: for compute-sanitizer, which says by its exit status what it saw."""
+def sweep(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """Every op at odd sizes, forward and backward, while the time lasts: for compute-sanitizer, which says by its exit
+    status what it saw. All ops at one size come before any at the next, so that a run that is cut has seen each."""
     part, parts = map(int, arguments.part.split("/"))
-    done, failed = [], []
-    for op in list(registry.ops().values())[part::parts][: 2 if arguments.dry else None]:
-        for dtype in (torch.float32,) if arguments.dry else (torch.bfloat16, torch.float32):
-            for sizes in (few_sizes(op), wide_sizes(op)):
-                try:
-                    run(op.function, make(op, sizes, dtype, device, 0))
-                except Exception as error:
-                    failed.append(f"{op.name} {sizes} {dtype}: {type(error).__name__}: {error}"[:200])
-                done.append(f"{op.name} {sizes} {dtype}")
-                print(done[-1], file=sys.stderr, flush=True)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return {"held": not failed, "cases": len(done), "failed": failed, "done": done}
+    device, end = device_of(arguments), time.monotonic() + arguments.seconds
+    mine = list(registry.ops().values())[part::parts][: 2 if arguments.dry else None]
+    todo = list(_cases(mine, arguments.dry))
+    done: list[str] = []
+    failed: list[str] = []
+    launched: set[str] = set()
+    found = {"held": False, "planned": len(todo), "done": done, "failed": failed}
+    for op, sizes, dtype, options in todo:
+        if time.monotonic() > end:
+            break
+        said = f"{op.name} {'x'.join(map(str, sizes))} {str(dtype).removeprefix('torch.')} {options or ''}".strip()
+        print(said, file=sys.stderr, flush=True)
+        try:
+            run(op.function, make(op, sizes, dtype, device, 0, options))
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            failed.append(f"{said}: {type(error).__name__}: {error}"[:300])
+        launched |= {plan.tunable.name for plan in registry.plans()}
+        done.append(said)
+        report.save(found)
+    own = {tunable.name for op in mine for tunable in op.tunables}
+    quarantined = {f"{mark[1]} {mark[3]}": why for mark, why in registry.quarantined().items()}
+    return found | {
+        "held": not failed,
+        "cases": len(done),
+        "kernels": sorted(launched),
+        "not_launched": sorted(own - launched),
+        "quarantined": quarantined,
+    }
+
+
+def _cases(ops: list[registry.Op], dry: bool) -> Iterator[tuple]:
+    for sizes_of, dtype, every_option in (
+        (few_sizes, torch.float32, False),
+        (wide_sizes, torch.bfloat16, False),
+        (_narrow_real_sizes, torch.bfloat16, False),
+        (few_sizes, torch.bfloat16, True),
+        (wide_sizes, torch.float32, False),
+        (few_sizes, torch.float16, False),
+    ):
+        for op in ops:
+            for options in op.options if every_option else op.options[:1]:
+                yield op, sizes_of(op), torch.float32 if dry else dtype, options
+        if dry:
+            return
+
+
+def _narrow_real_sizes(op: registry.Op) -> tuple[int, ...]:
+    """A real width and less of everything else: few enough elements for a checker that slows all of them."""
+    sizes = [min(size, 257) for size in real_sizes(op)[:-1]] + [real_sizes(op)[-1]]
+    while len(sizes) > 2 and math.prod(sizes) > 1 << 21:
+        largest = max(range(len(sizes) - 1), key=sizes.__getitem__)
+        sizes[largest] = sizes[largest] // 2 | 1
+    return tuple(sizes)
+
+
+def planted(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """One kernel that writes behind its tensor: where the checker says nothing of it, it checks nothing."""
+    from tests.fuzz.misbehaving import write_behind
+
+    try:
+        write_behind()
+    except RuntimeError as error:  # the checker ends what it catches
+        return {"held": True, "raised": str(error).splitlines()[0][:200]}
+    return {"held": True, "raised": ""}
 
 
 if __name__ == "__main__":
