@@ -125,6 +125,7 @@ for kind in ("sweep", "memcheck") if sanitizer else ("sweep",):
         "kernels": len({name for part in found for name in part.get("kernels", ())}),
         "not_launched": [name for part in found for name in part.get("not_launched", ())],
         "quarantined": {name: why for part in found for name, why in part.get("quarantined", {}).items()},
+        "ops": len({case.split()[0] for part in found for case in part["done"]}),
         "cut": [p for p, part in enumerate(found) if not part["finished"]],
     }
     if kind == "memcheck":
@@ -133,7 +134,8 @@ for kind in ("sweep", "memcheck") if sanitizer else ("sweep",):
         joining["status"] = [path.read_text().strip() for path in sorted(out.glob("memcheck-*.status"))]
         planted = (out / "planted.log").read_text(errors="replace")
         joining["finds_a_planted_error"] = "Invalid __global__ write" in planted
-        clean = len(joining["summaries"]) == parts and all(" 0 errors" in line for line in joining["summaries"])
+        seen = joining["ops"] == joined["sweep"]["ops"]
+        clean = seen and len(joining["summaries"]) == parts and all(" 0 errors" in line for line in joining["summaries"])
         bad += [] if clean and set(joining["status"]) == {"0"} and joining["finds_a_planted_error"] else [kind]
     print(kind, {**joining, "failed": joining["failed"][:3]})
     bad += [kind] * bool(joining["failed"])
