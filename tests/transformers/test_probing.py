@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 
@@ -68,6 +69,24 @@ def _settled(self, x):
     return _llama(self, x)
 
 
+def _without_autocast(kind):
+    if kind == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _autocast_when_long(x):
+    return torch.autocast(x.device.type, enabled=x.shape[-2] < 9999) if len(x) else contextlib.nullcontext()
+
+
+def _in_context(enter):
+    def forward(self, x):
+        with enter(x):
+            return _llama(self, x)
+
+    return forward
+
+
 def _other_on_cuda(self, x):
     return x if x.device.type == "cuda" else _llama(self, x)
 
@@ -90,6 +109,11 @@ NORMS = {
     "layer norm by hand": (lambda: norm(_layer_norm, bias=True), "layer_norm", ""),
     "epsilon in the code": (lambda: norm(_layer_norm_1p, bias=True), "layer_norm", "offset 1"),
     "conditions that kernels never turn": (lambda: norm(_settled), "rms_norm", "llama"),
+    "a function of its own that turns autocast off": (
+        lambda: norm(_in_context(lambda x: _without_autocast(x.device.type))),
+        "rms_norm",
+        "llama",
+    ),
 }
 
 
@@ -147,6 +171,7 @@ NOT_NORMS = {
     "twice the result": (lambda self, x: 2 * _llama(self, x), "neither"),
     "another device": (_other_on_cuda, "may take another branch"),
     "another length": (_other_when_long, "may take another branch"),
+    "autocast by length": (_in_context(_autocast_when_long), "may take another branch"),
     "a second condition": (_other_by_the_second_of_two, "may take another branch"),
     "raises": (lambda self, x: x.no_such_thing + self.eps, "cannot be run alone"),
 }

@@ -7,6 +7,8 @@ is reported, unless it asks for what a guard holds (guards.py): attributes of th
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dis
 import os
 import sys
@@ -18,8 +20,9 @@ import torch
 
 _OTHERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 """Folders of code that is known: torch and liger_hw."""
-_AUTOCAST = "maybe_autocast", os.path.join("transformers", "utils", "generic.py")
-"""Known too: transformers' torch.autocast, which does nothing where autocast is off and stays off."""
+_AUTOCAST = frozenset({"torch", "amp", "autocast", "is_autocast_enabled", "get_autocast_dtype", "nullcontext"})
+_CONTEXTS = (torch, torch.amp, torch.autocast, contextlib, contextlib.nullcontext)
+"""Names and objects of a function that does no more than choose how autocast is entered."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _LIBRARY = sysconfig.get_path("stdlib")
 _UNGUARDED = frozenset({"training"})
@@ -62,7 +65,7 @@ class Coverage:
             frame.f_locals.get("self"), dict
         ):  # a table's: by the key alone
             return None
-        if code.co_name == _AUTOCAST[0] and file.endswith(_AUTOCAST[1]):
+        if _enters_autocast_alone(frame):  # which does nothing where autocast is off and stays off
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         ways, last = self.ways.setdefault(code, set()), -1
@@ -104,6 +107,26 @@ class Coverage:
                 return False
         calls = any(step.opname.startswith("CALL") for step in condition)
         return read <= known and (bool(read) or not calls)
+
+
+def _enters_autocast_alone(frame: types.FrameType) -> bool:
+    """Whether a function can do no more than choose one of torch's autocast contexts, or none.
+
+    It is given no tensor, and all that it names is torch's autocast, `nullcontext`, flags and exceptions.
+    """
+    names = frame.f_code.co_names
+    if "autocast" not in names or any(isinstance(value, torch.Tensor) for value in frame.f_locals.values()):
+        return False
+    for name in names:
+        known = frame.f_globals.get(name, getattr(builtins, name, None))
+        if known is None:  # an attribute, or imported here
+            harmless = name in _AUTOCAST
+        else:
+            is_exception = isinstance(known, type) and issubclass(known, Exception)
+            harmless = is_exception or isinstance(known, bool) or any(known is one for one in _CONTEXTS)
+        if not harmless:
+            return False
+    return True
 
 
 def _asks_for_none(steps: list[dis.Instruction], jump: int) -> str | None:
