@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from liger_hw.bench import report
+from liger_hw.bench.peers import OURS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,6 +35,28 @@ def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str,
                     "mark": "" if name == last else "‡" if name == since else "†",
                 }
     return rows
+
+
+def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dict[str, Any]]:
+    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, commit, floor_ms, mib, ours,
+    best, peer, speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must
+    move.
+    """
+    places: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["mode"] == mode and row["ms"] and row["ms"]["median"] > 0:
+            places.setdefault((row["op"], tuple(row["sizes"]), row["dtype"]), {})[row["arm"]] = row
+    found = []
+    for (op, sizes, dtype), arms in places.items():
+        mine = arms.pop(OURS, None)
+        if mine is None or not arms:
+            continue
+        peer = min(arms, key=lambda name: arms[name]["ms"]["median"])
+        ours, best = mine["ms"]["median"], arms[peer]["ms"]["median"]
+        moved = (mine["floor_ms"] or 0) * mine.get("copy_gb_s", 0) * 1e6 / 2**20
+        one = {"op": op, "sizes": list(sizes), "dtype": dtype, "commit": mine.get("commit"), "floor_ms": mine["floor_ms"]}
+        found.append({**one, "mib": moved, "ours": ours, "best": best, "peer": peer, "speed": best / ours})
+    return found
 
 
 def size(row: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def shapes_table() -> str:
     """A row an op over the shapes of `sweep.py many`."""
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
-    best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
+    best = published.against_best(report.load(published.RESULTS / published.MANY)["rows"])
     lines = ["| op | shapes | speed: worst | p10 | median | behind by more than 1% | 5% | share of floor over 64 MiB |"]
     lines.append("|---" * 8 + "|")
     for op in dict.fromkeys(one["op"] for one in best):
@@ -114,7 +114,7 @@ def shapes_table() -> str:
 def behind_table() -> str:
     if not (published.RESULTS / published.MANY).exists():
         return published.not_yet("tables.sh")
-    best = report.against_best(report.load(published.RESULTS / published.MANY)["rows"])
+    best = published.against_best(report.load(published.RESULTS / published.MANY)["rows"])
     lines = ["| op | sizes | liger_hw, us | best peer, us | | speed | timed at |", "|---" * 7 + "|"]
     for one in sorted((one for one in best if one["speed"] < 0.99), key=lambda one: one["speed"]):
         times = f"{1e3 * one['ours']:.1f} | {1e3 * one['best']:.1f} | {one['peer']} | {one['speed']:.2f}"

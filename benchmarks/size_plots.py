@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Callable, Sequence
 
+from published import against_best
+
 from liger_hw.bench import plots
 from liger_hw.bench.peers import OURS
-from liger_hw.bench.report import against_best
 
 
 def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 import torch
 sys.path.insert(0, "benchmarks")
+import published
 import share
 from liger_hw.bench import report
 folder = Path(sys.argv[2])
@@ -30,7 +31,7 @@ if rows:
     facts = report.machine(torch.device(torch.accelerator.current_accelerator() or "cpu"), rows[0]["commit"])
     report.save(sys.argv[1], {"machine": facts | {"date": rows[0]["date"]}, "cases": {"taken": taken, "measured": n}, "rows": slim})
 print("joined", n, "of", taken, "cases taken,", len(rows), "rows")
-best = report.against_best(rows)
+best = published.against_best(rows)
 lost = sorted((b for b in best if b["speed"] < 0.99), key=lambda b: b["speed"])
 print(len(lost), "of", len(best), "shapes slower than a peer by more than 1%")
 for b in lost[:25]: print(f'  {b["op"]} {"x".join(map(str, b["sizes"]))} {b["speed"]:.2f} of {b["peer"]} ({1e3*b["ours"]:.1f} us, {1e3*b["best"]:.1f})')

@@ -112,38 +112,6 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-# -- comparison ------------------------------------------------------------------------------------------------------
-
-
-def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dict[str, Any]]:
-    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, commit, floor_ms, mib, ours,
-    best, peer,
-    speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must
-    move.
-    """
-    places: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row["mode"] == mode and row["ms"] and row["ms"]["median"] > 0:
-            places.setdefault((row["op"], tuple(row["sizes"]), row["dtype"]), {})[row["arm"]] = row
-    found = []
-    for (op, sizes, dtype), arms in places.items():
-        mine = arms.pop(OURS, None)
-        if mine is None or not arms:
-            continue
-        peer = min(arms, key=lambda name: arms[name]["ms"]["median"])
-        ours, best = mine["ms"]["median"], arms[peer]["ms"]["median"]
-        moved = (mine["floor_ms"] or 0) * mine.get("copy_gb_s", 0) * 1e6 / 2**20
-        one = {
-            "op": op,
-            "sizes": list(sizes),
-            "dtype": dtype,
-            "commit": mine.get("commit"),
-            "floor_ms": mine["floor_ms"],
-        }
-        found.append({**one, "mib": moved, "ours": ours, "best": best, "peer": peer, "speed": best / ours})
-    return found
-
-
 # -- text ------------------------------------------------------------------------------------------------------------
 
 

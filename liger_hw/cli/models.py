@@ -8,12 +8,8 @@ import os
 import selectors
 import subprocess
 import sys
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Iterator
 
-from .. import files
 from ..text import StatusLine, fold, json_text
 from . import UsageError, needs
 from .arguments import part, seconds, usable_device
@@ -34,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="each N-th family from the I-th on, counted from 0, for N processes (default 0/1: all)",
     )
-    parser.add_argument(
-        "--rows", type=Path, nargs="+", metavar="FILE", help="check nothing: tables of earlier --json runs"
-    )
     parser.add_argument("--json", action="store_true", help="one JSON object a family, for machines")
-    parser.add_argument("--output", type=Path, help="write the tables into this file (docs/models.md is made so)")
     parser.add_argument("--timeout", type=seconds, default=120.0, help="seconds a family may take (default 120)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.description = (
@@ -53,12 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _work()
     if arguments.dtype != "float32" and not arguments.converge:
         raise UsageError("models: one step is compared in float32 only; --dtype goes with --converge")
-    if arguments.rows:
-        rows = [row for path in arguments.rows for row in _read(path)]
-        if arguments.output:
-            files.write_text(arguments.output, _page(rows))
-        print(_sum(rows))
-        return 1 if any(row["outcome"] == "differs" for row in rows) else 0
     needs("models", "transformers")
     usable_device("models", arguments.device)
     rows = []
@@ -72,18 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(row)
             screen.end()
             print(json_text(row) if arguments.json else fold(_line(row), " " * 36), flush=True)
-    if arguments.output:
-        files.write_text(arguments.output, _page(rows))
     if not arguments.json:
-        print(fold(_sum(rows)))
+        print(fold(summary(rows)))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"models: --rows {path}: {error}; `liger-hw models --json > FILE` writes one") from None
 
 
 def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
@@ -189,7 +166,8 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['family']:<26} {kind:<8} verified: {done}{left}"
 
 
-def _sum(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many rows of `--json` are verified."""
     verified = [row for row in rows if row["outcome"] == "verified"]
     text = f"{len(verified)} of {len(rows)} verified"
     if rows and not rows[0]["converge"]:
@@ -199,86 +177,3 @@ def _sum(rows: list[dict[str, Any]]) -> str:
         text += f"; {both} of {len(others)} causal LM families with norms and loss on kernels"
         text += f"; {sum(row['outcome'] == 'verified' for row in own)} of {len(own)} functions"
     return text
-
-
-def _page(rows: list[dict[str, Any]]) -> str:
-    import platform
-
-    from .. import __version__
-
-    made = f"liger_hw {__version__}, transformers {version('transformers')}, torch {version('torch')}"
-    if rows and rows[0]["converge"]:
-        return _converge_page(rows, made)
-    lines = [
-        "# Models",
-        "",
-        "What every causal LM family of transformers runs on liger_hw's kernels. Made by `liger-hw models --output "
-        f"docs/models.md` on {date.today()} with {made}, Python {platform.python_version()}, on the CPU; do not edit.",
-        "",
-        "For each family a tiny model is built from its configuration class, one training step is taken unpatched, "
-        "patched and reverted, and loss and every gradient are compared in fp32 (loss to 1e-5, gradients to 2e-3 of "
-        "their"
-        " largest entry). *verified* means all agree and revert gave every forward back. What no kernel computes is "
-        "left "
-        "alone; the reason stands in the last column.",
-        "",
-        f"{_sum(rows)}.",
-        "",
-    ]
-    for title, named in (
-        ("Functions of their own (class patch, their defaults)", True),
-        ("`liger_hw.patch(model)`", False),
-    ):
-        chosen = [row for row in rows if row["named"] is named]
-        if chosen:
-            lines += [f"## {title}", "", "| family | class | outcome | patched | left alone |", "|---|---|---|---|---|"]
-            lines += [_cells(row) for row in chosen] + [""]
-    return "\n".join(lines)
-
-
-def _cells(row: dict[str, Any]) -> str:
-    done = "; ".join(f"{kernel} x{n}" for kernel, n in (row.get("patched") or {}).items()) or "-"
-    left = "; ".join(row.get("left") or {}) or "-"
-    outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
-    cells = (row["family"], row["model_class"], outcome, done, left)
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
-    lines = [
-        "# Convergence",
-        "",
-        f"Made by `liger-hw models --converge --output ...` on {date.today()} with {made}; do not edit. With "
-        f"`--json` into "
-        "files in several places (`--device cuda --dtype bfloat16`), and `--rows FILE ...` for one page of them.",
-        "",
-        "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same "
-        "weights. Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A "
-        "control is an unpatched run whose weights differ from the start in their last bit; it is made where 32 steps "
-        "carry rounding further than the tolerances, and the patched run may then be at most twice as far away as "
-        "it. In "
-        "bf16 that is every family, the differences are means, and the furthest of three controls counts. A vision "
-        "encoder on its own sees the bytes' bits as pixels and names them.",
-        "",
-    ]
-    places = dict.fromkeys((row.get("device", "cpu"), row.get("dtype", "float32")) for row in rows)
-    for device, dtype in places:
-        chosen = [row for row in rows if (row.get("device", "cpu"), row.get("dtype", "float32")) == (device, dtype)]
-        first = next((row for row in chosen if "device_name" in row), {"device_name": device})
-        versions = ", ".join(f"{name} {first[name]}" for name in ("transformers", "torch") if name in first)
-        lines += [
-            f"## {dtype} on {first['device_name']}",
-            "",
-            f"{_sum(chosen)}. {versions}".strip(),
-            "",
-            "| family | class | outcome | first loss | last loss | losses | parameters | log-probabilities | control |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for row in chosen:
-            numbers = [row.get(name) for name in ("first", "last", "loss_error", "parameter_error", "logprob_error")]
-            shown = [f"{n:.3g}" if isinstance(n, float) else "-" for n in numbers]
-            outcome = row["outcome"] if row["outcome"] == "verified" else f"{row['outcome']}: {row['reason']}"
-            control = ", ".join(f"{n:.3g}" for n in row.get("control") or ()) or "-"
-            lines.append("| " + " | ".join((row["family"], row["model_class"], outcome, *shown, control)) + " |")
-        lines.append("")
-    return "\n".join(lines)

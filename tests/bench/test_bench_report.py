@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import published
 import size_plots
 import torch
 
@@ -96,7 +97,7 @@ def test_the_best_peer_at_each_shape():
         row("liger_hw", 0.9, **more),
         row("torch", 0.6, **more),
     ]
-    first, second = report.against_best([*rows, row("quack", None), row("liger_hw", 1.0, op="dyt")])
+    first, second = published.against_best([*rows, row("quack", None), row("liger_hw", 1.0, op="dyt")])
     assert (first["peer"], first["speed"], first["ours"]) == ("liger", 1.25, 0.8)
     assert second["peer"] == "torch" and second["speed"] == pytest.approx(2 / 3)
     assert second["mib"] == pytest.approx(0.5 * 1024e6 / 2**20)

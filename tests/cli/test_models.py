@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +15,17 @@ from liger_hw.cli.arguments import part
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
 
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "models_page.py"
+SPEC = importlib.util.spec_from_file_location("models_page", SCRIPT)
+models_page = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(models_page)
+
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="this transformers has no Gemma 4")
 def test_rows_and_page(tmp_path, capsys):
-    page = tmp_path / "models.md"
-    assert main(["models", "llama", "gemma4_assistant", "--json", "--output", str(page)]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(["models", "llama", "gemma4_assistant", "--json"]) == 0
+    printed = capsys.readouterr().out
+    rows = [json.loads(line) for line in printed.splitlines()]
     assert [(row["family"], row["named"]) for row in rows] == [
         ("llama", True),
         ("gemma4_assistant", False),
@@ -26,6 +33,9 @@ def test_rows_and_page(tmp_path, capsys):
     ]
     assert [row["outcome"] for row in rows] == ["verified", "cannot be built", "verified"]
     assert rows[2]["patched"]["rms_norm (llama)"] == 9 and rows[2]["calls"]["fused_linear_cross_entropy"] == 1
+    (tmp_path / "rows.jsonl").write_text(printed)
+    page = tmp_path / "models.md"
+    assert models_page.main([str(tmp_path / "rows.jsonl"), "--output", str(page)]) == 0
     text = page.read_text()
     assert "2 of 3 verified" in text and "| llama | LlamaForCausalLM | verified |" in text
     assert text.count("\n## ") == 2 and "liger_hw" in text
@@ -75,7 +85,7 @@ def test_parts_and_one_page_of_them(tmp_path, capsys):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
     page = tmp_path / "page.md"
     files = [str(tmp_path / f"{number}.jsonl") for number in range(3)]
-    assert main(["models", "--converge", "--rows", *files, "--output", str(page)]) == 0
+    assert models_page.main([*files, "--output", str(page)]) == 0
     text = page.read_text()
     assert (
         text.index("## float32 on CPU")
@@ -85,6 +95,8 @@ def test_parts_and_one_page_of_them(tmp_path, capsys):
     )
     assert "2 of 2 verified" in text and "3 of 3 verified" in capsys.readouterr().out
     assert main(["models", "--dtype", "bfloat16"]) == 2 and "--converge" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no.json: .*`liger-hw models --json > FILE` writes one"):
+        models_page.main(["no.json", "--output", str(page)])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,6 @@ def test_parts_and_one_page_of_them(tmp_path, capsys):
     [
         (("--device", "nope"), "cannot use --device nope"),
         (("--timeout", "-1"), "'-1' is not a positive number of seconds"),
-        (("--rows", "no.json"), "--rows no.json: .*`liger-hw models --json > FILE` writes one"),
     ],
 )
 def test_bad_requests_are_answered_before_anything_is_built(argv, message, capsys, monkeypatch, tmp_path):
