@@ -29,8 +29,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or asking for dev
 import torch
 import transformers  # noqa: F401  imported once, before the forks
 
+from liger_hw.backends import with_index
 from liger_hw.bench import e2e, report, training
-from liger_hw.bench.timing import with_index
 from liger_hw.recompute.levels import in_words
 from liger_hw.recompute.planner import Planner, of_module
 from liger_hw.text import table

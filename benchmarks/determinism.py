@@ -20,11 +20,10 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import space, store
-from liger_hw.backends import target_of
+from liger_hw.backends import target_of, with_index
 from liger_hw.bench import cases, report
 from liger_hw.bench.inputs import Work
 from liger_hw.bench.ops import make_inputs, with_few_rows
-from liger_hw.bench.timing import with_index
 from liger_hw.registry import Entry
 
 OPS = "rms_norm,cross_entropy,layer_norm,fused_add_rms_norm,rope,swiglu"

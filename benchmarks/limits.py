@@ -24,9 +24,8 @@ from share import rows_in, untaken
 
 from liger_hw import registry
 from liger_hw.autotune import measure
-from liger_hw.backends import target_of
+from liger_hw.backends import target_of, with_index
 from liger_hw.bench import report
-from liger_hw.bench.timing import with_index
 
 AIMS = {
     "rms_norm": {

@@ -30,8 +30,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 from activations import GIB, LEVELS, train_step
 
+from liger_hw.backends import with_index
 from liger_hw.bench import e2e, report, training
-from liger_hw.bench.timing import with_index
 from liger_hw.recompute.levels import in_words, level_of_each
 from liger_hw.recompute.planner import Planner, of_module
 from liger_hw.text import table

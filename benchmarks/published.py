@@ -38,9 +38,9 @@ def measured(last: str, since: str = "") -> dict[tuple[str, str, str], dict[str,
 
 
 def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dict[str, Any]]:
-    """For each op, size and dtype that we and a peer were timed at: {op, sizes, dtype, commit, floor_ms, mib, ours,
-    best, peer, speed}; `best` is the fastest peer's ms, `speed` best / ours (below 1 where a peer wins), `mib` what the op must
-    move.
+    """A row for each op, size and dtype that we and a peer were timed at.
+
+    best: the fastest peer's ms; speed: best / ours, below 1 where a peer wins; mib: what the op must move
     """
     places: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -54,7 +54,8 @@ def against_best(rows: Sequence[dict[str, Any]], mode: str = "full") -> list[dic
         peer = min(arms, key=lambda name: arms[name]["ms"]["median"])
         ours, best = mine["ms"]["median"], arms[peer]["ms"]["median"]
         moved = (mine["floor_ms"] or 0) * mine.get("copy_gb_s", 0) * 1e6 / 2**20
-        one = {"op": op, "sizes": list(sizes), "dtype": dtype, "commit": mine.get("commit"), "floor_ms": mine["floor_ms"]}
+        one = {"op": op, "sizes": list(sizes), "dtype": dtype}
+        one |= {"commit": mine.get("commit"), "floor_ms": mine["floor_ms"]}
         found.append({**one, "mib": moved, "ours": ours, "best": best, "peer": peer, "speed": best / ours})
     return found
 

@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from .. import registry
-from ..backends import LaunchConfig, Target, target_of
+from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
 from ..runtime.launch import launch
 from . import check, space, store
@@ -447,9 +447,7 @@ class LocalMeasurer:
     """Measures candidates of one op, shape and tunable at a time on one device."""
 
     def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        if self.device.type != "cpu" and self.device.index is None:
-            self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
+        self.device = with_index(device)
         self.target = target_of(self.device)
         registry.set_tables(self.target, [])  # the baseline is the heuristic, whatever is stored
         self.clock = Clock(self.device)

@@ -11,7 +11,17 @@ from .base import Backend, LaunchConfig, Target
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "LaunchConfig", "Target", "backend", "backends", "known_target", "target_of", "VENDORS"]
+__all__ = [
+    "Backend",
+    "LaunchConfig",
+    "Target",
+    "backend",
+    "backends",
+    "known_target",
+    "target_of",
+    "with_index",
+    "VENDORS",
+]
 
 VENDORS = ("cuda", "rocm", "xpu", "cpu")
 """A vendor is the folder of this name; the first one present serves a torch device type."""
@@ -33,6 +43,16 @@ def backends() -> tuple[Backend, ...]:
     return tuple(b for b in map(backend, VENDORS) if b.present())
 
 
+def with_index(device: "torch.device | str") -> "torch.device":
+    """`cuda` as `cuda:0` (or whichever is current), the CPU as it is."""
+    import torch
+
+    device = torch.device(device)
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 def target_of(device: "torch.device") -> Target:
     """The Target of a torch device, read on first use and kept.
 
@@ -44,12 +64,7 @@ def target_of(device: "torch.device") -> Target:
         pass
     for candidate in backends():
         if candidate.device_type == device.type:
-            index = device.index
-            if index is None and device.type != "cpu":
-                import torch
-
-                index = getattr(torch, device.type).current_device()
-            return _targets.setdefault(device, candidate.describe(index or 0))
+            return _targets.setdefault(device, candidate.describe(with_index(device).index or 0))
     served = ", ".join(sorted({b.device_type for b in backends()}))
     raise ValueError(f"liger_hw has no backend for device {str(device)!r}; this build of torch serves {served}")
 

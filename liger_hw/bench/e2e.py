@@ -13,10 +13,11 @@ from typing import Any, Callable
 import torch
 
 from .. import files
+from ..backends import with_index
 from ..text import table
 from . import plots as drawing
 from .peers import Absent
-from .timing import Budget, OutOfBudget, first_line, with_index
+from .timing import Budget, OutOfBudget, first_line
 from .training import ARMS, MODELS, Run, Shape, Training, patched, read_text, release, to_tokens, train
 
 FEWEST_STEPS = 3

@@ -175,7 +175,7 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
 
     def us(call: Callable[[], Any], calls: int = calls) -> float:
         with torch.no_grad():
-            return _us(meter, call, calls, blocks)
+            return meter.host_us(call, calls, blocks)
 
     seen = _watch(op, inputs)
     found: dict[str, Any] = dict.fromkeys(PARTS)
@@ -197,8 +197,8 @@ def breakdown(op: registry.Op, inputs: Inputs, meter: Meter, calls: int = 20, bl
     found["bwd_launcher"] = sum(us(partial(call, *args)) for call, args in seen.bwd_operators)
     if seen.launches:
         found["dispatch"] = found["operator"] - found["launcher"]
-    found["forward"] = meter.host_us(Work(op.function, [inputs], backward=False), calls, blocks)
-    found["full"] = meter.host_us(Work(op.function, [inputs], backward=True), calls, blocks)
+    found["forward"] = meter.host_us(Work(op.function, [inputs], backward=False).call, calls, blocks)
+    found["full"] = meter.host_us(Work(op.function, [inputs], backward=True).call, calls, blocks)
     found["autograd"] = found["forward"] - found["launcher"]
     found["engine"] = found["full"] - found["forward"] - found["bwd_launcher"]
     return found
@@ -263,20 +263,6 @@ def _watch(op: registry.Op, inputs: Inputs) -> _Seen:
         if outputs:
             work.gradients(inputs, outputs)
     return _Seen(forward.launches, forward.operators, backward.launches, backward.operators)
-
-
-def _us(meter: Meter, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
-    for _ in range(3):
-        call()
-    samples = []
-    for _ in range(blocks):
-        meter.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        samples.append((time.perf_counter() - start) * 1e6 / calls)
-    meter.synchronize()
-    return statistics.median(samples)
 
 
 def as_text(found: dict[str, Any]) -> str:

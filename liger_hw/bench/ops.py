@@ -228,9 +228,10 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
             try:
                 if arm.name == "compile":  # small inputs would compile again
                     slow = arm.eager[mode].median > 5
-                    arm.host[mode] = meter.host_us(work, calls=3 if slow else 5, blocks=3 if slow else 8)
+                    arm.host[mode] = meter.host_us(work.call, calls=3 if slow else 5, blocks=3 if slow else 8)
+                    work.restore()
                 else:
-                    arm.host[mode] = meter.host_us(Work(arm.function, small, work.backward))
+                    arm.host[mode] = meter.host_us(Work(arm.function, small, work.backward).call)
             except Exception as error:
                 arm.note = arm.note or f"host time: {first_line(error)}"
                 _alive(meter, error)

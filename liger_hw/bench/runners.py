@@ -109,12 +109,12 @@ class Chain:
             out = torch.empty(m, n, device=meter.device, dtype=dtype)
             self.products.append((operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t"), out))
 
-    def _run(self) -> None:
+    def run(self) -> None:
         for a, b, out in self.products:
             torch.mm(a, b, out=out)
 
     def burst(self, times: int) -> list[float]:
-        return each(self.meter, times, self._run)
+        return each(self.meter, times, self.run)
 
     def cost_ms(self) -> float:
         return self.burst(2)[-1]

@@ -18,9 +18,9 @@ from typing import Any, Callable, Iterable, Sequence
 
 import torch
 
-from ..backends import target_of
+from ..backends import target_of, with_index
 from .inputs import Work
-from .runners import Calls, Chain, Product, Replay
+from .runners import Calls, Chain, Product, Replay, each
 
 MIB = 1024 * 1024
 
@@ -91,14 +91,6 @@ class Stats:
 
 
 # -- the device ------------------------------------------------------------------------------------------------------
-
-
-def with_index(device: torch.device | str) -> torch.device:
-    """`cuda` as `cuda:0` (or whichever is current), the CPU as it is."""
-    device = torch.device(device)
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 class Meter:
@@ -273,22 +265,21 @@ class Meter:
 
         return measure
 
-    def host_us(self, work: Work, calls: int = 20, blocks: int = 12) -> float:
+    def host_us(self, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
         """Microseconds the host needs to enqueue one call: the median over blocks, waiting only between them.
 
-        `work` should be small, so that the device keeps up and the launch queue never fills.
+        The call should be small, so that the device keeps up and the launch queue never fills.
         """
         for _ in range(3):
-            work.call()
+            call()
         samples = []
         for _ in range(blocks):
             self.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
-                work.call()
+                call()
             samples.append((time.perf_counter() - start) * 1e6 / calls)
         self.synchronize()
-        work.restore()
         return statistics.median(samples)
 
     def peak_mib(self, work: Work) -> float | None:
@@ -333,17 +324,8 @@ class Meter:
         """Milliseconds of matrix products, one after the other: the floor of a GEMM-bound op. Random data, torch.mm."""
         for product in (products := list(products)):
             if (product, dtype) not in self._products:
-                self._products[product, dtype] = self._product_ms(product, dtype)
+                self._products[product, dtype] = self._time(self.chain([product], dtype).run, 10).median
         return sum(self._products[product, dtype] for product in products)
-
-    def _product_ms(self, product: Product, dtype: torch.dtype) -> float:
-        m, n, k, layout = product
-        a = torch.randn((k, m) if layout[0] == "t" else (m, k), device=self.device).to(dtype)
-        b = torch.randn((n, k) if layout[1] == "t" else (k, n), device=self.device).to(dtype)
-        a = a.t() if layout[0] == "t" else a
-        b = b.t() if layout[1] == "t" else b
-        out = torch.empty(m, n, device=self.device, dtype=dtype)
-        return self._time(lambda: torch.mm(a, b, out=out), 10).median
 
     def chain(self, products: Sequence[Product], dtype: torch.dtype) -> Chain:
         """The products to be timed in turn with what consists of them."""
@@ -353,24 +335,7 @@ class Meter:
         for _ in range(2):
             call()
         self.synchronize()
-        repeats = []
-        for _ in range(3):
-            if self.module is None:
-                marks = [time.perf_counter()]
-                for _ in range(times):
-                    call()
-                    marks.append(time.perf_counter())
-                repeats.append([(b - a) * 1e3 for a, b in zip(marks, marks[1:])])
-                continue
-            self.busy()
-            events = [self.event() for _ in range(times + 1)]
-            events[0].record()
-            for event in events[1:]:
-                call()
-                event.record()
-            self.synchronize()
-            repeats.append([a.elapsed_time(b) for a, b in zip(events, events[1:])])
-        return Stats.of(repeats)
+        return Stats.of([each(self, times, call) for _ in range(3)])
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------

@@ -115,16 +115,14 @@ def usable_device(command: str, name: str | None) -> "torch.device":
     """
     import torch
 
-    from ..backends import backends, target_of
+    from ..backends import backends, target_of, with_index
     from . import UsageError
 
     try:
         if name is None:
             found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
             name = found if found in {backend.device_type for backend in backends()} else "cpu"
-        device = torch.device(name)
-        if device.type not in ("cpu", "meta") and device.index is None:
-            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        device = with_index(name)
         target_of(device)
     except (RuntimeError, ValueError, AssertionError) as error:
         hint = "; torch calls an AMD GPU cuda" if str(name).startswith(("rocm", "hip")) else ""

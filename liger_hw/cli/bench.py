@@ -248,9 +248,8 @@ def _where(facts: dict[str, Any]) -> str:
 
 
 def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import registry_cost, report, timing
+    from ..bench import registry_cost, report
 
-    device = timing.with_index(device)
     found = registry_cost.measure(device)
     document = {"machine": report.machine(device, arguments.commit), **found}
     if arguments.json:
@@ -282,7 +281,6 @@ def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import e2e, report, timing
 
-    device = timing.with_index(device)
     try:
         plan = e2e.Plan(
             model=arguments.model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import published
+import pytest
 import size_plots
 import torch
 
