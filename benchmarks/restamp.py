@@ -1,8 +1,8 @@
 """Keeps shipped entries valid where a rewritten kernel launches what it launched before.
 
-    python benchmarks/restamp.py OLDER                 every shipped table; OLDER is a checkout in which they are
-    current python benchmarks/restamp.py OLDER sm90.json ...   only these files python benchmarks/restamp.py OLDER
-    --dry-run       say what would be written
+    python benchmarks/restamp.py OLDER                 every shipped table; OLDER: a checkout in which they are current
+    python benchmarks/restamp.py OLDER sm90.json ...   only these files
+    python benchmarks/restamp.py OLDER --dry-run       say what would be written
 
 An entry is valid for one hash of its kernels' source. For every entry with another hash, the op is traced in both
 checkouts at the entry's sizes and dtype with the entry's configuration forced. Where the tunable's launches have the

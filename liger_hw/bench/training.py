@@ -225,10 +225,9 @@ class Original:
                 # PREFIX: what patches of single models leave in the module; nothing of Hugging Face's own uses it
                 if not name.startswith(PREFIX) and (origin := _kernel_package(value)):
                     raise ValueError(
-                        f"{family} is already patched in this process ({place.__name__}.{name} comes from "
-                        f"{origin}); the "
-                        "unpatched arm needs it as Hugging Face ships it. Revert the patch, or use a process of its "
-                        "own."
+                        f"{family} is already patched in this process ({place.__name__}.{name} comes from {origin}); "
+                        "the unpatched arm needs it as Hugging Face ships it. Revert the patch, or use a process of "
+                        "its own."
                     )
 
     def changes(self) -> list[str]:

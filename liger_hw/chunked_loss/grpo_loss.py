@@ -121,9 +121,8 @@ class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
     loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see
-    policy.py;
-    max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence; temperature: divides the
-    logits.
+    policy.py; max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence; temperature:
+    divides the logits.
 
     forward(_input [batch, length, hidden], lin_weight [vocab, hidden], selected_token_ids [batch, length],
     attention_mask [batch, length], advantages [batch] or [batch, length], bias [vocab] or None, ref_per_token_logps and

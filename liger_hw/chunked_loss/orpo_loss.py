@@ -71,10 +71,9 @@ class LigerFusedLinearORPOLoss(LossModule):
     beta: weight of the odds ratio.
 
     forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None,
-    nll_target: the nll's own targets, where it covers the prompt too) -> (loss, (chosen_logps [pairs], rejected_logps
-    [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs],
-    log_odds_ratio, log_odds_chosen)), all fp32
+    None, nll_target: the nll's own targets, where it covers the prompt too) -> (loss, (chosen_logps [pairs],
+    rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs],
+    rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32
     """
 
     function = LigerFusedLinearORPOFunction

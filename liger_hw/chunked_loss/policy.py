@@ -3,17 +3,20 @@
 With A the advantage, w = exp(log pi - log pi_old) of a token (or, with sequence-level importance sampling, exp of its
 mean over the sequence), and a token's loss
 
-    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A) cispo
-    -stop(min(w, eps_high)) A log pi sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or
-    negative advantages vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W -
-    lambda W),  W of the sequence
+    grpo, bnpo, dr_grpo, dapo, luspo   -min(min(w, delta) A, clip(w, 1 - eps_low, 1 + eps_high) A)
+    cispo                              -stop(min(w, eps_high)) A log pi
+    sapo                               -4 / t sigmoid(t (w - 1)) A,  t for positive or negative advantages
+    vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),
+                                       W of the sequence
 
 times vllm_is_ratio (vespo has it in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi (times w
 with use_bias_correction_kl). Summed over tokens that count, divided by
 
-    grpo, sapo   tokens of the sequence, times sequences    bnpo                 tokens
-    luspo        sequences                                  dapo, cispo, vespo   num_items_in_batch, or tokens
-    dr_grpo      sequences times max_completion_length
+    grpo, sapo           tokens of the sequence, times sequences
+    bnpo                 tokens
+    luspo                sequences
+    dapo, cispo, vespo   num_items_in_batch, or tokens
+    dr_grpo              sequences times max_completion_length
 
 Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, GSPO (sequence level) 2507.18071, SAPO
 2511.20347, two-sided clipping (delta) 2505.07291 (arXiv); LUSPO and VESPO as TRL 1.16 computes them.

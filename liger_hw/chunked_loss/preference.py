@@ -4,8 +4,8 @@ A batch holds the P chosen sequences, then the P rejected ones in the same order
 sequence (the sum of its tokens', or their mean), l_ref that of the reference model, c = l_chosen - l_ref_chosen and r
 likewise,
 
-    loss = mean over pairs of pair_loss(c, r) + alpha * nll,   nll = mean over the chosen sequences' tokens of -log
-    p(token)
+    loss = mean over pairs of pair_loss(c, r) + alpha * nll
+    nll = mean over the chosen sequences' tokens of -log p(token)
 
 Only pair_loss differs. A token's slope is known once its pair's log-probabilities are: groups are pairs (see
 log_prob_loss.py).

@@ -253,8 +253,8 @@ def _tune(
     past = Past(journal, facts["triton"]) if arguments.resume else None
     screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout, arguments.budget)
     screen.line(
-        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, copy {facts['copy_gbs']:.0f} "
-        f"GB/s"
+        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
+        f"copy {facts['copy_gbs']:.0f} GB/s"
     )
     screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
     for problem in problems:
