@@ -40,7 +40,7 @@ from ...runtime.operator import (
 )
 from ...runtime.replay import repeated
 from ..rows.reduce import column_sum, column_sum_tunable
-from ..rows.tuning import blocks_misfit, rows_per_program, safe
+from ..rows.tuning import rows_per_program, safe
 from .multi_token_attention_kernels import (
     _causal_fill_kernel,
     _causal_softmax_bwd_kernel,
@@ -107,7 +107,7 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _tunable(variant: str, kernel, **rules) -> Tunable:
-    rules = {"heuristic": _heuristic, "safe": safe, "space": _space, "valid": blocks_misfit} | rules
+    rules = {"heuristic": _heuristic, "safe": safe, "space": _space} | rules
     return Tunable("multi_token_attention", variant, kernels=(kernel,), key=_key, dims=_DIMS, **rules)
 
 
@@ -146,9 +146,6 @@ def _channels_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _channels_valid(config: LaunchConfig, key: Key) -> str | None:
-    names = {"BLOCK_SIZE", "CHANNELS"}
-    if set(config.blocks) != names:
-        return f"blocks must be {sorted(names)}, got {dict(config.blocks)}"
     whole = config.blocks["BLOCK_SIZE"] >= min(key[0], _WIDEST)
     return None if whole else f"BLOCK_SIZE must hold all {key[0]} keys"
 

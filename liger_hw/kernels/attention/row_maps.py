@@ -22,13 +22,13 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.aligned import align_down, load_row, row_pad, row_vector, store_row
 from ..rows.blocks import keep_narrow
 from ..rows.edges import body_start, body_width, edge_columns, row_head
-from ..rows.tuning import DIMS, blocks_misfit, row_warps, rows_per_program, safe
+from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -201,27 +201,21 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
 
 
 def _misfit(config: LaunchConfig, key: Key) -> str | None:
-    reason = blocks_misfit(config, key)
-    if reason is None and config.blocks["ROWS"] > 1 and config.blocks["BLOCK_SIZE"] < key[0]:
-        reason = "ROWS must be 1 where a row is wider than BLOCK_SIZE"
-    return reason
+    wider = config.blocks["BLOCK_SIZE"] < key[0]
+    return "ROWS must be 1 where a row is wider than BLOCK_SIZE" if wider and config.blocks["ROWS"] > 1 else None
 
 
 def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tuple[Tunable, Tunable]:
     """`<op>.fwd` of these kernels, and `<op>.bwd`."""
 
     def tunable(variant: str, kernels: tuple[Any, Any], tensors: int) -> Tunable:
-        return Tunable(
+        return row_tunable(
             op,
             variant,
-            kernels=kernels,
-            key=row_key,
-            dims=DIMS,
+            *kernels,
             heuristic=lambda target, key: _heuristic(target, key, tensors),
-            safe=safe,
             space=lambda target, key: _space(target, key, tensors),
             valid=_misfit,
-            dependent_launch=is_small_launch,
         )
 
     forward = tunable("fwd", (whole_rows_kernel, looped_kernel), tensors=1)

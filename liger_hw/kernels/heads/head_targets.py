@@ -66,10 +66,6 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     return [LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 1, 8)) for block in (32, 64, 128, 256)]
 
 
-def _valid(config: LaunchConfig, key: Key) -> str | None:
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
-
-
 TAKE = Tunable(
     "fused_linear_cross_entropy",
     "take",
@@ -79,7 +75,6 @@ TAKE = Tunable(
     heuristic=_heuristic,
     safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 128}, 1),
     space=_space,
-    valid=_valid,
 )
 
 

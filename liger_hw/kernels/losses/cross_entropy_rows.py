@@ -18,7 +18,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, Options, absent, check_targets
 from .softmax_rows import (
-    has_block_size,
     rows_heuristic,
     rows_safe,
     rows_space,
@@ -187,7 +186,6 @@ def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heur
         heuristic=heuristic,
         safe=rows_safe,
         space=rows_space,
-        valid=has_block_size,
     )
 
 
@@ -357,7 +355,6 @@ STATS = Tunable(
     heuristic=_stats_heuristic,
     safe=_stats_safe,
     space=_stats_space,
-    valid=has_block_size,
 )
 
 

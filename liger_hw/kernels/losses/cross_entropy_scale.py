@@ -14,8 +14,8 @@ from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
+from ..rows.tuning import persistent_misfit
 from .cross_entropy_rows import DIMS
-from .softmax_rows import has_block_size
 
 
 @triton.jit
@@ -92,10 +92,6 @@ def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     ]
 
 
-def _is_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
-    return has_block_size(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
-
-
 BWD = Tunable(
     "cross_entropy",
     "bwd",
@@ -105,7 +101,7 @@ BWD = Tunable(
     heuristic=_bwd_heuristic,
     safe=_bwd_safe,
     space=_bwd_space,
-    valid=_is_persistent,
+    valid=persistent_misfit,
 )
 
 

@@ -34,7 +34,6 @@ from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import vocab_key
-from .softmax_rows import has_block_size
 
 _NO_HARD, _HARD_SHARED, _HARD_OWN = range(3)
 SAVED = 6
@@ -550,7 +549,6 @@ def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
         heuristic=_heuristic,
         safe=_safe,
         space=_space,
-        valid=has_block_size,
     )
 
 

@@ -40,7 +40,6 @@ from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradients
-from .softmax_rows import has_block_size
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = 3
@@ -343,7 +342,6 @@ def divergence_tunable(op: str) -> Tunable:
         heuristic=_heuristic,
         safe=_safe,
         space=_space,
-        valid=has_block_size,
     )
 
 

@@ -34,7 +34,6 @@ from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .softmax_rows import (
-    has_block_size,
     load_edges,
     load_logits,
     rows_heuristic,
@@ -365,7 +364,6 @@ def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registr
             heuristic=heuristic,
             safe=rows_safe,
             space=rows_space,
-            valid=has_block_size,
         )
 
     fwd = tunable("fwd", _log_prob_rows_kernel, _rows_heuristic)

@@ -361,7 +361,3 @@ def rows_space(target: Target, key: Key) -> list[LaunchConfig]:
         for hint in (("none",) if block == key[0] else ("none", "keep"))
         if 4 <= block // (warps * target.warp_size) <= 64
     ]
-
-
-def has_block_size(config: LaunchConfig, key: Key) -> str | None:
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"

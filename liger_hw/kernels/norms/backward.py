@@ -54,7 +54,7 @@ from ..rows.blocks import (
     vector_width,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, safe
+from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, persistent_misfit, row_tunable
 
 
 @triton.jit
@@ -575,17 +575,15 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
         alone = two_gradients_space if grads == 2 else bwd_space
         return [*alone(target, key, streams), *_cooperative_space(target, key)]
 
-    bwd = Tunable(
+    bwd = row_tunable(
         op,
         "bwd",
-        kernels=(_norm_bwd_kernel, _norm_cooperative_bwd_kernel),
+        _norm_bwd_kernel,
+        _norm_cooperative_bwd_kernel,
         key=aligned_key,
-        dims=DIMS,
         heuristic=heuristic,
-        safe=safe,
         space=space,
         valid=lambda config, key: persistent_misfit(config, key) or _splits_misfit(config, key),
-        dependent_launch=is_small_launch,
     )
     sums = column_sum_tunable(op, columns=lambda n_rows, n_cols: grads * n_cols)
     return BackwardTunables(bwd, means_tunable(op, means), sums)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, row_key
-from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, row_key
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
     check,
@@ -40,7 +40,7 @@ from ..rows.blocks import (
     vector_width,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, param_parts, params_dtype, partial_sums
-from ..rows.tuning import DIMS, blocks_misfit, persistent_misfit, rows_per_program, safe
+from ..rows.tuning import persistent_misfit, row_tunable, rows_per_program
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -264,30 +264,23 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-FWD = Tunable(
+FWD = row_tunable(
     "dyt",
     "fwd",
-    kernels=(_dyt_fwd_kernel,),
+    _dyt_fwd_kernel,
     key=_key,
-    dims=DIMS,
     heuristic=_fwd_heuristic,
-    safe=safe,
     space=_fwd_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
-    valid=blocks_misfit,
-    dependent_launch=is_small_launch,
 )
-BWD = Tunable(
+BWD = row_tunable(
     "dyt",
     "bwd",
-    kernels=(_dyt_bwd_kernel,),
+    _dyt_bwd_kernel,
     key=_key,
-    dims=DIMS,
     heuristic=_bwd_heuristic,
-    safe=safe,
     space=_bwd_space,
     valid=persistent_misfit,
-    dependent_launch=is_small_launch,
 )
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 

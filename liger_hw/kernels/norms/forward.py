@@ -39,7 +39,7 @@ from ..rows.blocks import (
     tile_skew,
     vector_width,
 )
-from ..rows.tuning import forward_tunable, fwd_heuristic, fwd_space
+from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
 _WIDEST = 65536
 """Columns the forward of an RMS norm holds in half precision, where it keeps the row narrow."""
@@ -251,7 +251,7 @@ def norm_forward_tunable(
     space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
 ) -> Tunable:
     """The `fwd` tunable of an op whose forward is `norm_forward`."""
-    return forward_tunable(op, _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
+    return row_tunable(op, "fwd", _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
 
 
 def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, row_key
-from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -43,7 +43,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
-from ..rows.tuning import DIMS, persistent_misfit, row_warps, rows_per_program
+from ..rows.tuning import persistent_misfit, row_tunable, row_warps, rows_per_program
 
 _NAME = "liger_gated_rms_norm"
 ACTIVATIONS = ("silu", "sigmoid")
@@ -255,31 +255,27 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _holds_a_row(config: LaunchConfig, key: Key) -> str | None:
-    narrow = config.blocks.get("BLOCK_SIZE", 0) < key[0]
-    return persistent_misfit(config, key) or ("BLOCK_SIZE must hold a whole group" if narrow else None)
+    return "BLOCK_SIZE must hold a whole group" if config.blocks["BLOCK_SIZE"] < key[0] else None
 
 
-def _forward_misfit(config: LaunchConfig, key: Key) -> str | None:
-    return _holds_a_row(LaunchConfig(config.blocks, config.num_warps, ctas_per_mp=1), key)
-
-
-def _tunable(variant: str, kernel: Any, heuristic: Any, valid: Any) -> Tunable:
-    return Tunable(
-        "gated_rms_norm",
-        variant,
-        kernels=(kernel,),
-        key=row_key,
-        dims=DIMS,
-        heuristic=heuristic,
-        safe=_safe,
-        space=_space,
-        valid=valid,
-        dependent_launch=is_small_launch,
-    )
-
-
-FWD = _tunable("fwd", _gated_rms_norm_fwd_kernel, _fwd_heuristic, _forward_misfit)
-BWD = _tunable("bwd", _gated_rms_norm_bwd_kernel, _bwd_heuristic, _holds_a_row)
+FWD = row_tunable(
+    "gated_rms_norm",
+    "fwd",
+    _gated_rms_norm_fwd_kernel,
+    heuristic=_fwd_heuristic,
+    safe=_safe,
+    space=_space,
+    valid=_holds_a_row,
+)
+BWD = row_tunable(
+    "gated_rms_norm",
+    "bwd",
+    _gated_rms_norm_bwd_kernel,
+    heuristic=_bwd_heuristic,
+    safe=_safe,
+    space=_space,
+    valid=lambda config, key: persistent_misfit(config, key) or _holds_a_row(config, key),
+)
 DW = column_sum_tunable("gated_rms_norm")
 
 # -- launchers -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from ...runtime.operator import (
     launch,
 )
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
+from ..rows.tuning import persistent_misfit
 from .group_norm_kernels import (
     _group_norm_bwd_kernel,
     _group_norm_cooperative_bwd_kernel,
@@ -161,12 +162,8 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
 
 
 def _valid(config: LaunchConfig, key: Key) -> str | None:
-    if set(config.blocks) != {"BLOCK_SIZE", "CHANNELS"}:
-        return f"blocks must be BLOCK_SIZE and CHANNELS, got {dict(config.blocks)}"
     team = cdiv(key[0], config.blocks["BLOCK_SIZE"]) * cdiv(key[1], config.blocks["CHANNELS"])
-    if reason := cooperative_misfit(config, team):
-        return reason
-    return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
+    return cooperative_misfit(config, team) or persistent_misfit(config, key)
 
 
 def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:

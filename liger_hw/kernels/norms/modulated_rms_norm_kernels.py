@@ -30,7 +30,7 @@ from ..rows.blocks import (
     to_fp32,
 )
 from ..rows.reduce import column_sum_tunable
-from ..rows.tuning import WIDEST_BLOCK, blocks_misfit, persistent_misfit, rows_per_program, safe
+from ..rows.tuning import WIDEST_BLOCK, persistent_misfit, rows_per_program, safe
 from .backward import (
     load_scale,
     means_tunable,
@@ -564,7 +564,7 @@ def _tunable(variant: str, kernel: Any, heuristic, safe, space, **more: Any) -> 
     )
 
 
-FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, _fwd_heuristic, safe, _fwd_space, key=_key, valid=blocks_misfit)
+FWD = _tunable("fwd", _modulated_rms_norm_fwd_kernel, _fwd_heuristic, safe, _fwd_space, key=_key)
 BWD = _tunable(
     "bwd",
     _modulated_rms_norm_bwd_kernel,

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, Tunable, row_key
-from ...runtime.dependent_launch import is_small_launch, wait_for_previous
+from ...registry import Op, Sample, row_key
+from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -35,7 +35,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, params_dtype, partial_sums
-from ..rows.tuning import DIMS, bwd_heuristic, bwd_space, forward_tunable, persistent_misfit, safe
+from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_tunable
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -230,18 +230,9 @@ def _poly_norm_bwd_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 # The row tiles are those of rms_norm; more arithmetic a value, but no weight gradient in registers.
 
-FWD = forward_tunable("poly_norm", _poly_norm_fwd_kernel)
-BWD = Tunable(
-    "poly_norm",
-    "bwd",
-    kernels=(_poly_norm_bwd_kernel,),
-    key=row_key,
-    dims=DIMS,
-    heuristic=bwd_heuristic,
-    safe=safe,
-    space=bwd_space,
-    valid=persistent_misfit,
-    dependent_launch=is_small_launch,
+FWD = row_tunable("poly_norm", "fwd", _poly_norm_fwd_kernel)
+BWD = row_tunable(
+    "poly_norm", "bwd", _poly_norm_bwd_kernel, heuristic=bwd_heuristic, space=bwd_space, valid=persistent_misfit
 )
 DW = column_sum_tunable("poly_norm", columns=lambda n_rows, n_cols: 4)  # dw and db
 

@@ -295,11 +295,6 @@ def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def flat_valid(config: LaunchConfig, key: Key) -> str | None:
-    """`Tunable.valid` of a kernel with one block, BLOCK_SIZE."""
-    return None if set(config.blocks) == {"BLOCK_SIZE"} else f"blocks must be BLOCK_SIZE, got {dict(config.blocks)}"
-
-
 def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:
     """The tunables `<op>.fwd` and `<op>.bwd`, each from arguments of `_heuristic`. No knob of theirs changes a
     result."""
@@ -314,7 +309,6 @@ def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tu
             safe=flat_safe,
             space=flat_space,
             neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
-            valid=flat_valid,
             dependent_launch=is_small_launch,
         )
         for variant, kernel, rules in (("fwd", _activation_fwd_kernel, fwd), ("bwd", _activation_bwd_kernel, bwd))

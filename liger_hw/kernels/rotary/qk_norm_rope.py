@@ -43,6 +43,7 @@ from ...runtime.operator import (
 )
 from ..norms.rms_norm import CASTING_MODES
 from ..rows.reduce import column_sum, column_sum_tunable, halves
+from ..rows.tuning import persistent_misfit
 from . import rotary
 from .qk_norm_rope_kernels import _qk_norm_rope_bwd_kernel, _qk_norm_rope_fwd_kernel
 from .rope import rope_angles, rope_misfit, rope_sample
@@ -145,14 +146,8 @@ def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     ]
 
 
-def _valid_walk(config: LaunchConfig, key: registry.Key) -> str | None:
-    if set(config.blocks) == {"BLOCK_T", "BLOCK_H", "HEADS"} and not config.ctas_per_mp:
-        return None
-    return f"blocks must be BLOCK_H, BLOCK_T and HEADS, and ctas_per_mp 0, got {config.to_text()}"
-
-
-def _valid_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
-    return rotary.valid_tile(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+def _not_persistent(config: LaunchConfig, key: registry.Key) -> str | None:
+    return f"ctas_per_mp must be 0, got {config.ctas_per_mp}" if config.ctas_per_mp else None
 
 
 FWD = Tunable(
@@ -164,7 +159,7 @@ FWD = Tunable(
     heuristic=_fwd_heuristic,
     safe=_fwd_safe,
     space=_fwd_space,
-    valid=_valid_walk,
+    valid=_not_persistent,
 )
 BWD = Tunable(
     "qk_norm_rope",
@@ -175,7 +170,7 @@ BWD = Tunable(
     heuristic=_bwd_heuristic,
     safe=_bwd_safe,
     space=_bwd_space,
-    valid=_valid_persistent,
+    valid=persistent_misfit,
 )
 DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1])
 

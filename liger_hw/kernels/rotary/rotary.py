@@ -29,7 +29,7 @@ import torch
 from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2
 from ...runtime.dependent_launch import is_small
 from ...runtime.operator import cdiv, check, define, launch
-from ..pointwise.elementwise import flat_safe, flat_space, flat_valid
+from ..pointwise.elementwise import flat_safe, flat_space
 from .rotary_kernels import _flat_rotary_kernel, _rotary_kernel
 
 SHARED, HALVES, PAIRS, COMPLEX = range(4)
@@ -132,12 +132,6 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def valid_tile(config: LaunchConfig, key: Key) -> str | None:
-    """`Tunable.valid` of a kernel with tiles of tokens x heads."""
-    expected = {"BLOCK_T", "BLOCK_H"}
-    return None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
-
-
 def _small_launch(key: Key) -> bool:
     q_heads, k_heads, head_dim, tokens_bucket, _ = key
     return is_small((q_heads + k_heads) * head_dim << tokens_bucket)
@@ -179,7 +173,6 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
         safe=by_kernel(_safe, flat_safe),
         space=by_kernel(_space, flat_space),
         neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_T", "BLOCK_H", "BLOCK_SIZE"}),
-        valid=by_kernel(valid_tile, flat_valid),
         dependent_launch=_small_launch,
     )
 

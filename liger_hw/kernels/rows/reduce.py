@@ -71,12 +71,6 @@ def column_sum_tunable(
             if 4 <= rows * columns // (warps * target.warp_size) <= 64
         ]
 
-    def valid(config: LaunchConfig, key: Key) -> str | None:
-        expected = {"BLOCK_M", "BLOCK_N"}
-        return (
-            None if set(config.blocks) == expected else f"blocks must be {sorted(expected)}, got {dict(config.blocks)}"
-        )
-
     return Tunable(
         op,
         "dw",
@@ -86,7 +80,6 @@ def column_sum_tunable(
         heuristic=heuristic,
         safe=safe,
         space=space,
-        valid=valid,
     )
 
 

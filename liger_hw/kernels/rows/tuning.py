@@ -6,7 +6,7 @@ for, whatever the op. All are powers of two.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import is_small_launch
@@ -129,36 +129,14 @@ def safe(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
 
 
-def blocks_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """Why a configuration has not the blocks of a kernel over row tiles, or None."""
-    if set(config.blocks) != {"BLOCK_SIZE", "ROWS"}:
-        return f"blocks must be BLOCK_SIZE and ROWS, got {dict(config.blocks)}"
-    return None
-
-
 def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """`blocks_misfit`, for kernels whose grid is a number of programs a multiprocessor."""
-    return blocks_misfit(config, key) or (None if config.ctas_per_mp else "ctas_per_mp must be at least 1")
+    """Why a configuration cannot serve a kernel whose grid is a number of programs a multiprocessor, or None."""
+    return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
 
-def forward_tunable(
-    op: str,
-    kernel: Any,
-    *,
-    key: Callable[..., Key] = row_key,
-    heuristic: Callable[[Target, Key], LaunchConfig] = fwd_heuristic,
-    space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
-) -> Tunable:
-    """The `fwd` tunable of an op whose forward works on row tiles."""
-    return Tunable(
-        op,
-        "fwd",
-        kernels=(kernel,),
-        key=key,
-        dims=DIMS,
-        heuristic=heuristic,
-        safe=safe,
-        space=space,
-        valid=blocks_misfit,
-        dependent_launch=is_small_launch,
-    )
+def row_tunable(op: str, variant: str, *kernels: Any, **differs: Any) -> Tunable:
+    """A tunable whose kernels work on row tiles. It is as `rms_norm`'s forward but for the arguments of `Tunable` in
+    `differs`."""
+    rules = {"key": row_key, "dims": DIMS, "dependent_launch": is_small_launch}
+    rules |= {"heuristic": fwd_heuristic, "safe": safe, "space": fwd_space}
+    return Tunable(op, variant, kernels=kernels, **(rules | differs))
