@@ -106,9 +106,9 @@ def _cross_entropy_fwd_kernel(
     if SOFTCAP:
         s_y = softcap * tanh(s_y * (1.0 / softcap))
 
-    m, d, _, weighted, argmax, x_tail, x_edge = scan_row(
-        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap, 1.0,
-        SOFTCAP, SMOOTHING, False, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
+    m, d, weighted, argmax, x_tail, x_edge = scan_row(
+        X_ptr, BIAS_ptr, W_ptr, block_cols, head, n_body, n_full, n_cols, n_stored, softcap,
+        SOFTCAP, SMOOTHING, ARGMAX, BLOCK_SIZE, STAGES, LOAD_CACHE, LOAD_EVICT, VECTOR,
     )  # fmt: skip
     lse = m + tl.log(d)
 

@@ -1,7 +1,7 @@
 """The core of every loss on rows of logits: a sweep for the softmax's statistics, and a sweep that writes a gradient.
 
-For a row x with an optional bias, softcap and temperature T, s = softcap(x + bias) / T, computed in fp32:
-    first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), sum(exp(s - m) * (s - m)), argmax(x)
+For a row x with an optional bias, softcap and temperature T (1 in the first), s = softcap(x + bias) / T, in fp32:
+    first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), argmax(x)
     second sweep    dx[c] = pull * p[c] - push * [c = y] - smooth * w[c] - b * p[c] * (log p[c] + entropy),
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
 The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was
@@ -80,16 +80,13 @@ def _scan_tile(
     n_cols,
     W_ptr,
     softcap,
-    inv_temperature,
     m,
     d,
-    moment,
     total,
     top,
     argmax,
     SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
-    ENTROPY: tl.constexpr,
     ARGMAX: tl.constexpr,
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
@@ -108,19 +105,11 @@ def _scan_tile(
         if MASKED:
             ws = tl.where(cols < n_cols, ws, 0.0)
         total += tl.sum(ws)
-    s = s * inv_temperature
     if MASKED and SOFTCAP:
         s = tl.where(cols < n_cols, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of -inf only (masked classes) adds nothing
-    if ENTROPY:
-        e = tl.exp(s - shift)
-        rescale = tl.exp(m - shift)
-        moved = tl.where(d == 0.0, 0.0, (m - shift) * d)  # the moment so far, about the new maximum
-        moment = (moment + moved) * rescale + tl.sum(tl.where(e == 0.0, 0.0, e * (s - shift)))
-        d = d * rescale + tl.sum(e)
-    else:
-        d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
+    d = d * tl.exp(m - shift) + tl.sum(tl.exp(s - shift))
     if ARGMAX:
         tile_top = tl.max(x)
         first = tl.min(tl.where(x == tile_top, cols, n_cols))
@@ -129,7 +118,7 @@ def _scan_tile(
             better = better | ((tile_top == top) & (first < argmax))
         argmax = tl.where(better, first, argmax)
         top = tl.maximum(top, tile_top)
-    return m_new, d, moment, total, top, argmax
+    return m_new, d, total, top, argmax
 
 
 @triton.jit
@@ -187,10 +176,8 @@ def scan_row(
     n_cols,
     n_stored,
     softcap,
-    inv_temperature,
     SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
-    ENTROPY: tl.constexpr,
     ARGMAX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -198,13 +185,12 @@ def scan_row(
     LOAD_EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The first sweep: (m, d, moment, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
+    """The first sweep: (m, d, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
 
     X_ptr: the body of the row, n_body columns wide, n_full whole tiles and a last one. BIAS and W begin at column 0.
     """
     m = float("-inf")
     d = 0.0
-    moment = 0.0
     total = 0.0
     top = float("-inf")
     argmax = 0
@@ -220,22 +206,22 @@ def scan_row(
     for i in tl.range(0, n_full, num_stages=STAGES):
         cols = i * BLOCK_SIZE + block_cols
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
-        m, d, moment, total, top, argmax = _scan_tile(
-            x, cols, n_body, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
-            SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=False, IN_ORDER=True,
+        m, d, total, top, argmax = _scan_tile(
+            x, cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
+            SOFTCAP, TOTAL, ARGMAX, MASKED=False, IN_ORDER=True,
         )  # fmt: skip
     tail_cols = n_full * BLOCK_SIZE + block_cols
     x = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
-    m, d, moment, total, top, argmax = _scan_tile(
-        x, tail_cols, n_body, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
-        SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=True, IN_ORDER=True,
+    m, d, total, top, argmax = _scan_tile(
+        x, tail_cols, n_body, W_ptr, softcap, m, d, total, top, argmax,
+        SOFTCAP, TOTAL, ARGMAX, MASKED=True, IN_ORDER=True,
     )  # fmt: skip
     if VECTOR > 1:
-        m, d, moment, total, top, argmax = _scan_tile(
-            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, m, d, moment, total, top, argmax,
-            SOFTCAP, TOTAL, ENTROPY, ARGMAX, MASKED=True, IN_ORDER=False,
+        m, d, total, top, argmax = _scan_tile(
+            x_edge, edge, n_right, W_ptr, softcap, m, d, total, top, argmax,
+            SOFTCAP, TOTAL, ARGMAX, MASKED=True, IN_ORDER=False,
         )  # fmt: skip
-    return m, d, moment, total, argmax + head, x, x_edge
+    return m, d, total, argmax + head, x, x_edge
 
 
 @triton.jit
