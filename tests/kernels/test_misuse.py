@@ -10,7 +10,12 @@ import torch
 from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
 from liger_hw.runtime import checks
 from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
-from liger_hw.transformers.functional import liger_cross_entropy, liger_fused_linear_cross_entropy, liger_kl_div
+from liger_hw.transformers.functional import (
+    liger_cross_entropy,
+    liger_fused_linear_cross_entropy,
+    liger_kl_div,
+    liger_multi_token_attention,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -53,3 +58,10 @@ def test_an_argument_that_changes_nothing_is_said_once(monkeypatch):
         LigerFusedLinearDPOLoss(chunk_size=4)
         LigerFusedLinearDPOLoss()
         LigerRMSNorm(4, row_mode=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"padding": 1, "dilation": 3}, {"padding": (1, 0)}])
+def test_a_kernel_larger_than_the_scores_is_refused_by_name(how):
+    with pytest.raises(ValueError, match=r"liger_multi_token_attention: a kernel of \(3, 3\) spans"):
+        liger_multi_token_attention(torch.randn(1, 2, 2, 2), torch.randn(2, 2, 3, 3), **how)
+    assert liger_multi_token_attention(torch.randn(1, 2, 2, 2), torch.randn(2, 2, 3, 3), padding=1).shape[2:] == (2, 2)

@@ -433,8 +433,8 @@ def liger_multi_token_attention(
     check_tensors("liger_multi_token_attention", optional=("bias",), scores=scores, weight=weight, bias=bias)
     check_flags("liger_multi_token_attention", sparse=sparse)
     reason = _numbers_misfit(groups=groups, stride=stride, dilation=dilation, padding=padding)
-    if reason := reason or _misfit(scores, weight, bias, groups):
-        check(False, "liger_multi_token_attention", reason)
+    reason = reason or _misfit(scores, weight, bias, groups) or _too_small(scores, weight, padding, dilation)
+    check(not reason, "liger_multi_token_attention", reason)
     return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)
 
 
@@ -463,6 +463,17 @@ def _misfit(scores, weight, bias, groups) -> str:
     dtypes = {t.dtype for t in (scores, weight, bias) if t is not None}
     if len(dtypes) > 1:
         return f"scores, weight and bias must have one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+    return ""
+
+
+def _too_small(scores, weight, padding, dilation) -> str:
+    length, kernel = scores.shape[2], weight.shape[2:]
+    for place in (0, 1):
+        padded, span = length + 2 * _pair(padding)[-place], _pair(dilation)[-place] * (kernel[place] - 1) + 1
+        if span > padded:
+            return (
+                f"a kernel of {tuple(kernel)} spans {span} of {padded} padded scores; padding={padding!r} is too small"
+            )
     return ""
 
 

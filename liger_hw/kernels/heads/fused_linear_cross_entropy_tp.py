@@ -187,9 +187,7 @@ class _Rows:
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
         rows = slice(start, start + logits.shape[0])
-        with_fallback(
-            partial(part_statistics, logits, self.own.mine, self._found, row_start=start, **self._options)
-        )()
+        with_fallback(partial(part_statistics, logits, self.own.mine, self._found, row_start=start, **self._options))()
         if self._top:
             for numbers, found in zip(self._top, _largest(logits, self._options["bias"])):
                 numbers[rows] = found
@@ -307,7 +305,11 @@ def _forward(x, weight, target, bias, order, *arguments, plain=False):
     def in_order(t: torch.Tensor, left_out: int) -> torch.Tensor:
         return t if order is None else t.new_full((n_rows,), left_out).index_copy_(0, order, t)
 
-    hits = (counted & (top == (target if order is None else target[order]))).float() if call.token_accuracy else absent(loss)
+    hits = (
+        (counted & (top == (target if order is None else target[order]))).float()
+        if call.token_accuracy
+        else absent(loss)
+    )
     if call.reduction == NONE:
         loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
         hits = in_order(hits, 0) if call.token_accuracy else hits

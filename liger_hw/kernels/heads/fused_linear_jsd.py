@@ -140,7 +140,7 @@ def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **
 
     labels = None
     if labelled:
-        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
+        labels = torch.randint(-1, min(3, vocab), (n_rows,), generator=generator, device=device)
         labels = labels.masked_fill(labels == -1, -100)
     x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
     teacher = random_head(n_rows, hidden, vocab, dtype, device, generator)
