@@ -35,6 +35,8 @@ KERNELS = {
     "rope": "rope",
     "head": "fused_linear_cross_entropy_fwd",
     "head, split": "fused_linear_cross_entropy_tp_fwd",
+    "head, DPO or GRPO": "chunked_loss",
+    "log-probabilities, split": "fused_linear_log_probs_fwd",
     "experts": "fused_moe_fwd",
 }
 """Name in the table -> operator whose calls are counted."""
@@ -68,7 +70,7 @@ def collect(folder: Path, commit: str) -> dict[str, dict[str, Any]]:
 def table(runs: dict[str, dict[str, Any] | None], matrix: Any) -> str:
     """The section between the marks. runs: what carried the collectives -> what is kept of that run, or None."""
     found = {
-        (kind, record["engine"], record["adapter"]): record
+        (kind, record["compute"], record["engine"], record["adapter"]): record
         for kind, run in runs.items()
         for record in (run or {"records": ()})["records"]
     }
@@ -81,34 +83,38 @@ def table(runs: dict[str, dict[str, Any] | None], matrix: Any) -> str:
             lines.append(f"- {kind}: run on {run['date']} at commit {run['commit'][:12]}, with {versions}.")
     lines += [
         "",
-        "| engine | trained | ranks | on | losses | gradients | calls of our kernels, all ranks |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | trained | ranks | on | losses | gradients | peak MiB, unpatched | calls of our kernels, all ranks |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for engine, said in matrix.ENGINES.items():
-        adapters = said.get("adapters", "full,lora").split(",") + ["experts"] * (engine in matrix.WITH_EXPERTS)
-        for adapter in adapters:
+    for engine in matrix.ENGINES:
+        for cell in matrix.cells_of(engine) + matrix.more_cells_of(engine):
+            adapter = cell.partition(":")[2]
             for kind in [kind for kind, run in runs.items() if run is not None] or ["-"]:
-                cells = _cells(found.get((kind, engine, adapter)), matrix)
+                cells = _cells(found.get((kind, "float32", engine, adapter)), matrix)
                 lines.append(f"| {engine} | {adapter} | {cells[0]} | {kind} | {' | '.join(cells[1:])} |")
+                if half := found.get((kind, "bfloat16", engine, adapter)):
+                    cells = _cells(half, matrix)
+                    lines.append(f"| {engine} | {adapter} | {cells[0]} | {kind}, bf16 | {' | '.join(cells[1:])} |")
     return "\n".join([*lines, ""])
 
 
 def _cells(record: dict[str, Any] | None, matrix: Any) -> list[str]:
-    """Ranks, losses, gradients and kernels of one record."""
+    """Ranks, losses, gradients, memory and kernels of one record. Of bf16 the unpatched engine's errors are told too."""
     if record is None:
-        return ["-", "not run", "not run", "not run"]
+        return ["-", "not run", "not run", "-", "not run"]
     if "failed" in record:
-        return [str(record.get("ranks", "-")), f"**failed**: {record['failed'].splitlines()[0][:120]}", "-", "-"]
+        return [str(record.get("ranks", "-")), f"**failed**: {record['failed'].splitlines()[0][:120]}", "-", "-", "-"]
     wrong = matrix.wrong(record)
-    errors = [
-        f"{'**wrong**' if name in wrong else 'same'} ({record[f'{name}_error']:.0e})" for name in ("loss", "gradient")
-    ]
+    unpatched = record.get("unpatched", {})
+    errors, halves = [], record["compute"] != "float32"
+    for name in ("loss", "gradient"):
+        word = "**wrong**" if name in wrong else "as near" if halves else "same"
+        own = f", unpatched {unpatched[f'{name}_error']:.0e}" if halves else ""
+        errors.append(f"{word} ({record[f'{name}_error']:.0e}{own})")
+    memory = f"{record['peak_mib']:.0f}, {unpatched['peak_mib']:.0f}" if "peak_mib" in record else "-"
     calls = ", ".join(f"{name} {record['kernels'][op]}" for name, op in KERNELS.items() if record["kernels"].get(op))
-    return [
-        str(record["ranks"]),
-        *errors,
-        (f"**{wrong['kernels']}**; " if "kernels" in wrong else "") + (calls or "none"),
-    ]
+    kernels = (f"**{wrong['kernels']}**; " if "kernels" in wrong else "") + (calls or "none")
+    return [str(record["ranks"]), *errors, memory, kernels]
 
 
 def page() -> str:

@@ -84,6 +84,28 @@ class Access:
         return found[0] if returned.dtype != found[0].dtype else returned
 
 
+def head_loss(
+    head: nn.Module,
+    hidden: torch.Tensor,
+    loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+) -> torch.Tensor:
+    """`loss(hidden, weight, bias)` of an output head, computed where its weight is whole.
+
+    For a loss of your own, as those of `liger_hw.chunked_loss`, under FSDP or ZeRO-3, which gather the weight around
+    the head's forward. Call it inside the forward of the model that the engine wraps. loss must return one tensor.
+    Raises `ValueError` for a head that is not read so: tensor parallel, quantised, with an adapter or foreign hooks.
+    """
+    access = find_access(head.module if type(head).__name__ == "OutputHead" else head)  # a patched forward's stand-in
+    if isinstance(access, str):
+        raise ValueError(f"liger_hw.distributed.head_loss: this output head cannot be read; {access}")
+    if access.mesh is not None:
+        raise ValueError(
+            "liger_hw.distributed.head_loss: the weight of this output head is split over ranks and never whole; give "
+            "liger_fused_linear_log_probs the hidden states and the weight as DTensors"
+        )
+    return access.run(loss, hidden)
+
+
 def _check_whole(weight: torch.Tensor) -> None:
     if is_dtensor(weight) or weight.dim() != 2:
         raise RuntimeError(

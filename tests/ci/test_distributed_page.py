@@ -22,8 +22,8 @@ def pages():
 
 
 def record(**changes):
-    one = {"device": "cpu", "engine": "ddp", "adapter": "full", "ranks": 2, "loss_error": 1e-7, "gradient_error": 2e-6}
-    return {**one, "kernels": GOOD, **changes}
+    one = {"device": "cpu", "engine": "ddp", "adapter": "full", "ranks": 2, "compute": "float32"}
+    return {**one, "loss_error": 1e-7, "gradient_error": 2e-6, "kernels": GOOD, **changes}
 
 
 def row(pages, tmp_path, *records):
@@ -48,7 +48,7 @@ def test_a_page_that_is_not_current_fails(pages, tmp_path, monkeypatch):
 
 def test_what_a_record_says(pages, tmp_path):
     line, lines = row(pages, tmp_path, record())
-    assert "same (1e-07) | same (2e-06) | rms_norm 20, swiglu 8, rope 16, head 4" in line
+    assert "same (1e-07) | same (2e-06) | - | rms_norm 20, swiglu 8, rope 16, head 4" in line
     assert "- NCCL: not run." in lines and any("commit 0123456789ab," in line for line in lines)
     assert all(
         "not run" in line
@@ -68,6 +68,16 @@ def test_what_a_record_says(pages, tmp_path):
 )
 def test_what_is_wrong_is_not_called_the_same(pages, tmp_path, changes, words):
     assert words in row(pages, tmp_path, record(**changes))[0]
+
+
+def test_bfloat16_is_held_against_the_unpatched_engine(pages, tmp_path):
+    seen = {"device": "cuda", "compute": "bfloat16", "loss_error": 1e-4, "peak_mib": 60.4}
+    seen["unpatched"] = {"loss_error": 2e-4, "gradient_error": 1e-2, "peak_mib": 210.0}
+    near = row(pages, tmp_path, record(**seen, gradient_error=1.4e-2))[1]
+    expected = "NCCL, bf16 | as near (1e-04, unpatched 2e-04) | as near (1e-02, unpatched 1e-02) | 60, 210 |"
+    assert any(expected in line for line in near), near
+    far = row(pages, tmp_path, record(**seen, gradient_error=1.6e-2))[1]
+    assert any("**wrong** (2e-02, unpatched 1e-02)" in line for line in far), far
 
 
 def test_no_records_are_an_error(pages, tmp_path):

@@ -47,10 +47,16 @@ def config(**changes: Any) -> Any:
 
 def make_model(adapter: str = "full", **changes: Any) -> Any:
     """The same weights on every rank, drawn large enough that a wrong kernel shows."""
+    from objectives import OBJECTIVES, LlamaWithObjective
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(11)
-    model = mixture_of_experts() if adapter == "experts" else LlamaForCausalLM(config(**changes)).train()
+    objective, _, adapter = adapter.rpartition("-")
+    if adapter in OBJECTIVES:
+        objective, adapter = adapter, "full"
+    kind = LlamaWithObjective if objective else LlamaForCausalLM
+    model = mixture_of_experts() if adapter == "experts" else kind(config(**changes)).train()
+    model.objective = objective
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -205,6 +211,9 @@ def patch(model: Any, patched: bool) -> Any:
     """The report of patching a live model, or None."""
     import liger_hw
 
+    for module in model.modules():
+        if hasattr(module, "objective"):
+            module.fused = patched
     return liger_hw.patch(model) if patched else None
 
 
@@ -377,12 +386,12 @@ def zero3_init(adapter: str, patched: bool) -> Run:
     return _zero(3, adapter, patched, init=True)
 
 
-def tensor_parallel(patched: bool) -> Any:
+def tensor_parallel(patched: bool, adapter: str = "full") -> Any:
     """A Llama by torch's plan: heads, MLPs and the vocabulary are split; norms and embeddings are on every rank."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = make_model().to(DEVICE)
+    model = make_model(adapter).to(DEVICE)
     patch(model, patched)
     mesh = dist.init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     for layer in model.model.layers:
@@ -396,7 +405,7 @@ def tensor_parallel(patched: bool) -> Any:
 @engine
 def tp_torch(adapter: str, patched: bool) -> Run:
     """Every rank has the whole batch."""
-    model = tensor_parallel(patched)
+    model = tensor_parallel(patched, adapter)
     return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
 
 
@@ -651,7 +660,8 @@ def main() -> None:
             found.append(cell(name, adapter))
         except Exception as problem:
             traceback.print_exc()
-            found.append({"engine": name, "adapter": adapter, "failed": f"{type(problem).__name__}: {problem}"})
+            failed = f"{type(problem).__name__}: {problem}"
+            found.append({"engine": name, "adapter": adapter, "compute": options.compute, "failed": failed})
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps(found, indent=1))
             print(json.dumps(found[-1]), flush=True)

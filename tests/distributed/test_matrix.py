@@ -50,6 +50,14 @@ ENGINES = {
     "trainer_zero3": {},
     "pipeline": {"adapters": "full", "share": 0.5},  # each rank has a half of the layers
 }
+OBJECTIVES = ("dpo", "grpo")
+WITH_OBJECTIVES = {
+    "ddp": "chunked_loss",
+    "fsdp2_group": "chunked_loss",
+    "zero3": "chunked_loss",
+    "tp_torch": "fused_linear_log_probs_fwd",
+}
+"""Engines that are tried with the losses of objectives.py as well, and the operator that the loss calls."""
 WITH_EXPERTS = ("fsdp1_flat_patched_after", "fsdp2_group", "zero3", "zero3_init")
 DAILY = ("fsdp2_group",)
 """What `make test` runs of it: the arrangement that Trainer, accelerate and transformers make."""
@@ -95,8 +103,20 @@ def launch(
 
 
 def cells_of(engine: str) -> list[str]:
-    """engine:adapter of what is trained by an engine, but for experts."""
+    """engine:adapter of the plain models that an engine trains."""
     return [f"{engine}:{adapter}" for adapter in ENGINES[engine].get("adapters", "full,lora").split(",")]
+
+
+def objectives_of(engine: str) -> list[str]:
+    """engine:objective and engine:objective-lora of an engine that is tried with other losses."""
+    cells = cells_of(engine) if engine in WITH_OBJECTIVES else []
+    named = [cell.replace(":", f":{objective}-") for objective in OBJECTIVES for cell in cells]
+    return [cell.removesuffix("-full") for cell in named]
+
+
+def more_cells_of(engine: str) -> list[str]:
+    """The engine's cells with other losses or other models."""
+    return objectives_of(engine) + [f"{engine}:experts"] * (engine in WITH_EXPERTS)
 
 
 def check(records: list[dict], cells: list[str], folder: Path) -> None:
@@ -137,9 +157,21 @@ def test_experts_whose_weights_are_sharded(engine, tmp_path):
     check(launch(cells, "cpu", 2, tmp_path), cells, tmp_path)
 
 
+@pytest.mark.cpu
+@pytest.mark.full
+@pytest.mark.parametrize("engine", WITH_OBJECTIVES)
+def test_preference_and_policy_losses(engine, tmp_path):
+    need(engine)
+    cells = objectives_of(engine)
+    check(launch(cells, "cpu", 2, tmp_path), cells, tmp_path)
+
+
 def on_gpus(engine: str, compute: str) -> list[str]:
-    """The engine's cells of the matrix on GPUs: in bfloat16 without LoRA."""
-    return [cell for cell in cells_of(engine) if compute == "float32" or cell.endswith(":full")]
+    """The engine's cells of the matrix on GPUs: objectives without LoRA, and in bfloat16 only the whole model."""
+    cells = cells_of(engine)
+    if compute == "bfloat16":
+        return [cell for cell in cells if cell.endswith(":full")]
+    return cells + [cell for cell in objectives_of(engine) if not cell.endswith("-lora")]
 
 
 @pytest.fixture(scope="module", params=("float32", "bfloat16"))
@@ -174,6 +206,8 @@ def wrong(record: dict) -> dict[str, str]:
         wanted = {name: 2 * STEPS * LAYERS for name in ("fused_moe_fwd", "fused_moe_bwd")}
     else:
         head = {} if engine == "pipeline" else said.get("head", FUSED)
+        if record["adapter"].startswith(OBJECTIVES):
+            head = {WITH_OBJECTIVES[engine]: STEPS}
         share = record["ranks"] * said.get("share", 1)
         wanted = {name: share * count for name, count in {**CALLS, **head}.items()}
     for name, count in wanted.items():
