@@ -25,7 +25,6 @@ import torch
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
-from ..runtime.launch import launch
 from . import check, space, store
 from .record import (
     Call,
@@ -225,23 +224,23 @@ class Stage:
     def __init__(self, bench: Bench, call: Call, tunable: Tunable, key: Key, context: tuple[Plan, ...] = ()) -> None:
         self.bench, self.call, self.tunable, self.key, self.context = bench, call, tunable, key, context
         self.clock, self.target, self.device = bench.clock, bench.target, bench.device
-        self.timed: set[int] | None = None  # ids of kernels; None: every one
+        self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
         self.baseline = self._first_that_runs()
         self.timed = self._affected()
         outputs, launches = self._run(self.baseline, keep=mark)
-        roles = {id(one.kernel): _roles(one) for one in launches}
+        roles = {one.name: _roles(one) for one in launches}
         if any("inout" in of_kernel.values() for of_kernel in roles.values()):
 
             def keep_overwritten(one: Launch) -> None:
-                of_kernel = roles.get(id(one.kernel), {})
+                of_kernel = roles.get(one.name, {})
                 one.before = {i: copy_of(one.args[i]) for i, role in of_kernel.items() if role == "inout"}
 
             outputs, launches = self._run(self.baseline, keep=keep_overwritten)
         self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
-        self.bytes = sum(_bytes(one.args, roles[id(one.kernel)]) for one in launches if _is(one, tunable, key))
+        self.bytes = sum(_bytes(one.args, roles[one.name]) for one in launches if _is(one, tunable, key))
         footprint = max(1, sum(_bytes(one.args) for one in launches))
         self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
-        by_kernel = {id(one.kernel): one for one in launches}
+        by_kernel = {one.name: one for one in launches}
         first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
         self._pristine = {(name, i): one.before[i] for name, one in by_kernel.items() for i in one.before}
@@ -261,7 +260,7 @@ class Stage:
                 failed.append(str(reason))
         raise Rejected(f"neither the heuristic nor the safe configuration launches: {'; '.join(failed)}")
 
-    def _affected(self) -> set[int]:
+    def _affected(self) -> set[tuple[str, int]]:
         """The kernels a candidate's time must include: the tunable's own, and any other whose launch depends on it.
 
         A persistent backward's grid decides how many partial sums another kernel adds up; a narrow block may need a
@@ -273,16 +272,16 @@ class Stage:
         constant = {name for name, looks in found[0].items() if all(other.get(name) == looks for other in found)}
         return own | {name for launches in found for name in launches if name not in constant}
 
-    def _would_launch(self, config: LaunchConfig) -> dict[int, tuple[bool, tuple]]:
+    def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
         """Kernel -> (whether it is the tunable's own, its grids and arguments) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
             self.call.again()
-        found: dict[int, tuple[bool, tuple]] = {}
+        found: dict[tuple[str, int], tuple[bool, tuple]] = {}
         for one in (one for call in seen.calls for one in call.launches):
             args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            own, looks = found.get(id(one.kernel), (False, ()))
-            found[id(one.kernel)] = (own or one.plan is plan, (*looks, (one.grid, args)))
+            own, looks = found.get(one.name, (False, ()))
+            found[one.name] = (own or one.plan is plan, (*looks, (one.grid, args)))
         return found
 
     @contextlib.contextmanager
@@ -307,7 +306,7 @@ class Stage:
         launches = [one for call in seen.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
-        return outputs, [one for one in launches if self.timed is None or id(one.kernel) in self.timed]
+        return outputs, [one for one in launches if self.timed is None or one.name in self.timed]
 
     def restore_all(self) -> None:
         """Give the arguments that kernels overwrite in place their first contents again."""
@@ -328,8 +327,8 @@ class Stage:
         steps = [step for number in range(self.copies) for step in self._steps(launches, number)]
 
         def run_once() -> None:
-            for plan, kernel, grid, args, flags in steps:
-                launch(plan, kernel, grid, args, flags)
+            for one, args in steps:
+                one.again(args)
 
         in_place = bool(self._pristine)
         run_once()
@@ -345,12 +344,12 @@ class Stage:
         replay = self.clock.graph(run)
         return Arm(config, self.restore_all if in_place else _nothing, replay, self.copies * repeats, resources)
 
-    def _steps(self, launches: list[Launch], number: int) -> list[tuple]:
+    def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
         """The launches on set `number` of the shared tensors; a tensor of a shape of its own is copied for each set."""
         steps = []
         own: dict[tuple, torch.Tensor] = {}
         for one in launches:
-            shared = self._sets[number].get(id(one.kernel), {})
+            shared = self._sets[number].get(one.name, {})
             args = list(one.args)
             for i in _tensor_indices(one.args):
                 mine, theirs = one.args[i], shared.get(i)
@@ -361,7 +360,7 @@ class Stage:
                     if name not in own:
                         own[name] = copy_of(mine)
                     args[i] = own[name]
-            steps.append((one.plan, one.kernel, one.grid, tuple(args), one.flags))
+            steps.append((one, tuple(args)))
         return steps
 
     def time(self, arms: list[Arm], rounds: int) -> list[list[float]]:
@@ -409,7 +408,7 @@ def _bytes(args: tuple, roles: Mapping[int, str] | None = None) -> int:
     return sum(found.values())
 
 
-def _copies(first: dict[int, dict[int, torch.Tensor]]) -> dict[int, dict[int, torch.Tensor]]:
+def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, torch.Tensor]]:
     """Copies that keep strides, and share memory where the originals did."""
     made: dict[tuple, torch.Tensor] = {}
 

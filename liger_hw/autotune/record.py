@@ -22,7 +22,9 @@ from ..runtime.observe import Observer, observing
 
 @dataclass
 class Launch:
-    """One kernel launch; of its tensor arguments, when asked for, copies and (still poisoned, checksum) before it."""
+    """One launch of a kernel, or call of a library's `Routine` in its place; of its tensor arguments, when asked for,
+    copies and (still poisoned, checksum) before it.
+    """
 
     plan: Plan
     kernel: Any
@@ -32,6 +34,18 @@ class Launch:
     before: dict[int, torch.Tensor] = field(default_factory=dict)
     marks: dict[int, tuple[bool, int]] = field(default_factory=dict)
     compiled: Any = None
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """What it is known by among an operator's launches: two products may be one kernel."""
+        return self.plan.tunable.name, id(self.kernel)
+
+    def again(self, args: tuple[Any, ...]) -> None:
+        """Launch or call it once more, on these arguments."""
+        if isinstance(self.kernel, _launch.Routine):
+            self.kernel.run(*args)
+        else:
+            _launch.launch(self.plan, self.kernel, self.grid, args, self.flags)
 
 
 @dataclass
@@ -66,7 +80,7 @@ class Recorder(Observer):
     """While active, notes operator calls and kernel launches of every thread.
 
     keep: called with each launch before it happens; notes what it needs of the arguments. Only the first launch of each
-    kernel in an operator call is kept: the rest of a chunked loop repeats it.
+    tunable's kernel in an operator call is kept: the rest of a chunked loop repeats it.
     repeatable: copy what operators overwrite, so that their calls can be run again.
     launching: False notes launches without running them: nothing is compiled and results are garbage.
     """
@@ -93,13 +107,20 @@ class Recorder(Observer):
         observers.
         """
         launch = Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags))
+        self._note(launch)
+        if self._launching:
+            launch.compiled = _launch.launch_ordinary(plan, kernel, grid, args, flags)
+
+    def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
+        self._note(Launch(plan, routine, (), tuple(args), ()))
+        return proceed(plan, routine, args) if self._launching else routine.shaped(*args)
+
+    def _note(self, launch: Launch) -> None:
         place = self.launches if self._call is None else self._call.launches
-        if not any(known.kernel is kernel and known.plan.key == plan.key for known in place):
+        if not any(known.name == launch.name and known.plan.key == launch.plan.key for known in place):
             if self._keep is not None:
                 self._keep(launch)
             place.append(launch)
-        if self._launching:
-            launch.compiled = _launch.launch_ordinary(plan, kernel, grid, args, flags)
 
     def operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
         overwritten = tuple(
@@ -237,6 +258,14 @@ class _Strict(Observer):
             return proceed(plan, kernel, grid, args, flags)
         except _launch.LaunchFailed as failure:
             raise LaunchRefused(plan, failure.cause) from failure
+
+    def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
+        try:
+            return proceed(plan, routine, args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            raise LaunchRefused(plan, failure) from failure
 
 
 def strictly() -> contextlib.AbstractContextManager:

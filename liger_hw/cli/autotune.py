@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--list", action="store_true", help="print the names of architectures and devices, and tune nothing"
     )
-    what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
+    what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops, or kernels such as rms_norm.fwd")
     what.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
     what.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes for --model (default 1)")
     what.add_argument(
@@ -171,8 +171,11 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         raise UsageError("autotune: --batch and --seq go with --model")
     if arguments.from_misses and (arguments.model or arguments.shapes or arguments.first):
         raise UsageError("autotune: --from-misses says what to tune: --model, --shapes and --first do not go with it")
+    names = arguments.ops or list(registry.ops())
     try:
-        ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
+        kernels = {name: registry.get_tunable(name) for name in names if "." in name}
+        ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
+        in_part = set(ops) - set(names)  # ops of which single kernels are named
         chosen = [models.find(name) for name in arguments.model]
     except ValueError as error:
         raise UsageError(f"autotune: {error}") from None
@@ -180,6 +183,7 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         known = {name for _, entries in registry.tables(target) for name in entries}
         misses = [name for name in notes.read_misses(target) if name not in known]
         found, problems = jobs.from_misses(misses, ops)
+        found = [job for job in found if job.op not in in_part or job.name in kernels]
         if not found and not problems:
             raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
         return found, problems
@@ -191,7 +195,8 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
         raise UsageError(
             f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
         )
-    return jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target, measurer))
+    found, problems = jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target, measurer))
+    return [job for job in found if job.op not in in_part or job.name in kernels], problems
 
 
 def _dry_run(arguments: argparse.Namespace, absent: list["Target"]) -> int:

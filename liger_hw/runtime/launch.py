@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NamedTuple, NoReturn
 
 import torch
 
@@ -51,6 +51,26 @@ class LaunchFailed(RuntimeError):
     def __init__(self, plan: Plan, cause: BaseException) -> None:
         super().__init__(f"{plan.tunable.name} with {plan.config.to_text()}: {cause}")
         self.plan, self.cause = plan, cause
+
+
+class Routine(NamedTuple):
+    """A library's function that a plan may choose in a kernel's place.
+
+    run: its result from tensors, numbers and tuples of them; it must not wait for the device
+    shaped: a tensor like that result, from the same arguments, for who wants to know only what would be called
+    """
+
+    run: Callable[..., torch.Tensor]
+    shaped: Callable[..., torch.Tensor]
+
+
+def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
+    """The routine's result. Whoever observes launches sees this too: it is what the plan chose."""
+    return observed("routine", _call_routine, plan, routine, args) if observers else routine.run(*args)
+
+
+def _call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
+    return routine.run(*args)
 
 
 def launch(

@@ -37,6 +37,10 @@ class Observer:
         """A launch, as `runtime.launch.launch` was asked for it; returns what that returns."""
         return proceed(plan, kernel, grid, args, flags)
 
+    def routine(self, proceed: Callable[..., Any], plan: Any, routine: Any, args: tuple) -> Any:
+        """A library's routine in a kernel's place, as `runtime.launch.call_routine` was asked for it; returns its result."""
+        return proceed(plan, routine, args)
+
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:
         """An operator that is called in eager mode; `call` is what `define` returned. Returns its results."""
         return proceed(call, args)

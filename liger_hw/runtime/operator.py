@@ -41,7 +41,7 @@ from .checks import (  # noqa: F401  op files take these from here
     to_flatten,
     warn_ignored,
 )
-from .launch import LaunchFailed, launch  # noqa: F401  op files take `launch` from here
+from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
 from .replay import MISSED, NO_TENSORS, TENSORS, are_plain, replay
 from .triton_import import INTERPRET

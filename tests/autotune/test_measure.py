@@ -151,6 +151,34 @@ def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
     assert "plan" not in vars(tunable)
 
 
+def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
+    """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic chooses it and where not."""
+    from liger_hw.kernels.moe import products
+
+    sizes, grouped, library = [24, 16, 8, 3, 2], [], products.LIBRARY
+    original = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **more: grouped.append(1) or original(*args, **more))
+    monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
+    keys = {variant: key for variant, key in measurer.scan("fused_moe", sizes, "float32")}
+    for variant in ("down", "up_weights"):
+        tunable = registry.get_tunable(f"fused_moe.{variant}")
+        kernels = tunable.heuristic(measurer.target, tuple(keys[variant]))
+        by_library = replace(kernels, blocks={**kernels.blocks, "ENGINE": library})
+        for baseline in (kernels, by_library):
+            with monkeypatch.context() as patch:
+                patch.setattr(tunable, "heuristic", lambda target, key: baseline)  # noqa: B023
+                patch.setattr(tunable, "space", lambda target, key: [kernels, by_library])  # noqa: B023
+                answer = measurer.open("fused_moe", sizes, "float32", variant, keys[variant], [])
+                assert LaunchConfig.from_json(answer["baseline"]) == baseline and answer["bytes"] > 0
+                arms = [measurer.prepare(config.to_json()) for config in (kernels, by_library)]
+                for arm, calls in zip(arms, (0, 2)):
+                    grouped.clear()
+                    assert min(measurer.time([arm["id"]], 2)[0]) > 0
+                    assert len(grouped) == calls, "what is timed is the one product, by its engine"
+                measurer.close()
+                measurer._arms.clear()
+
+
 def test_tuning_end_to_end_in_the_interpreter(measurer, tmp_path):
     from liger_hw.autotune.tuner import Effort, Job, Tuner
 

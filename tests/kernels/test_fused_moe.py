@@ -162,22 +162,47 @@ def test_tiles(lane, generator, seed, tile):
         verify(op, make(op, sizes, torch.float32, lane.device, seed, op.options[1]), seed)
 
 
+@pytest.mark.lanes("interpret", "gpu")
+def test_the_last_tile_is_of_half_the_height(lane, generator, seed):
+    """Experts of 64, 65, 129 and no rows under tiles of 128."""
+    route = [[0, 3]] * 64 + [[1, 1]] + [[1, 2]] * 63 + [[2, 2]] * 33
+    with contextlib.ExitStack() as forced:
+        for tunable in (products.UP, products.DOWN, products.DOWN_BWD, products.UP_BWD):
+            config = tunable.safe(known_target("sm90"), ())
+            blocks = {**config.blocks, "BLOCK_M": 128, "BLOCK_K": 16}
+            forced.enter_context(override(tunable.name, type(config)(blocks, config.num_warps)))
+        verify(get_op("fused_moe"), sample(lane, generator, route), seed)
+
+
+SMALL, LARGE = (2048, 768, 128, 9, 2), (4096, 14336, 8, 12, 2)
 MANY_ROWS = (64, 32, 5, 7, 2)
 """A key with 65 to 128 rows an expert."""
 
 
 def test_which_engine():
-    """The library where it is one launch: not for few rows an expert, nor where copying rows outweighs a product."""
-    h200, few, wide = known_target("h200"), (64, 32, 5, 5, 2), (4096, 14336, 8, 12, 2)
+    """The library where it is one launch and experts are large: not for few rows an expert, nor for other dtypes."""
+    h200, few = known_target("h200"), (*SMALL[:3], 5, 2)
 
     def library(target, key):
         return {t.variant for t in products.TUNABLES if t.heuristic(target, key).blocks["ENGINE"] == products.LIBRARY}
 
-    assert library(h200, MANY_ROWS) == {"down", "up_bwd", "down_weights", "up_weights"}
-    assert library(h200, wide) == {t.variant for t in products.TUNABLES}
-    assert not library(h200, few) and not library(h200, (*wide[:4], 4))
+    assert library(h200, SMALL) == {"up_weights"}
+    assert library(h200, LARGE) == {t.variant for t in products.TUNABLES} - {"down_bwd"}
+    assert not library(h200, few) and not library(h200, (*LARGE[:4], 4))
     for other in ("sm80", "sm120", "gfx942", "pvc"):
-        assert not library(known_target(other), wide), other
+        assert not library(known_target(other), LARGE), other
+
+
+def test_the_tuner_is_offered_both_engines():
+    """Beside the heuristic's tiles under the other engine, the first that its search looks at."""
+    from liger_hw.autotune import space
+
+    for target, engines in (("h200", {products.KERNELS, products.LIBRARY}), ("sm80", {products.KERNELS})):
+        for tunable in products.TUNABLES:
+            for key in (SMALL, LARGE):
+                legal, _ = space.legal(tunable, known_target(target), key)
+                near = [legal[0], *space.neighbours(legal, legal[0])]
+                assert {config.blocks["ENGINE"] for config in near} == engines, (target, tunable.name, key)
 
 
 @pytest.mark.daily("interpret", options="1")
@@ -202,7 +227,7 @@ def test_the_library(lane, monkeypatch, seed, options):
         "sm100",
     ):
         pytest.skip("this device has no grouped GEMM of its own")
-    config = products.DOWN.heuristic(target, MANY_ROWS)
+    config = products.UP_WEIGHTS.heuristic(target, MANY_ROWS)
     assert config.blocks["ENGINE"] == products.LIBRARY
     with override("fused_moe", config) if lane.device != "cpu" else pretend(known_target("sm80")):
         verify(op, make(op, (40, 64, 32, 9, 2), dtype, lane.device, seed, op.options[options]), seed)
@@ -221,7 +246,7 @@ def test_what_the_library_does_not_take():
     ):
         assert not products._is_aligned(bad)
     with pretend(known_target("h200")):
-        plan = products.DOWN.plan(torch.device("cpu"), MANY_ROWS)
+        plan = products.UP_WEIGHTS.plan(torch.device("cpu"), MANY_ROWS)
         assert plan.config.blocks["ENGINE"] == products.LIBRARY
         assert not products._library_takes(plan, aligned.bfloat16())
 

@@ -15,10 +15,12 @@ expert and never stored. So no row can put a NaN into another.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...registry import Key, LaunchConfig, Plan, Target, Tunable, backend, next_power_of_2
-from ...runtime.operator import cdiv, launch
+from ...runtime.operator import Routine, call_routine, cdiv, launch
 from ...runtime.triton_import import tl, triton
 from . import routing
 from .routing import DIMS, Routing
@@ -52,6 +54,52 @@ def _weights_at(
 
 
 @triton.jit
+def _rows_tile(
+    A_ptr,
+    W_ptr,
+    Y_ptr,
+    Token_ptr,
+    expert,
+    first_row,
+    end,
+    first_col,
+    A_row_stride,
+    W_expert_stride,
+    W_col_stride,
+    W_inner_stride,
+    n_inner,
+    n_cols,
+    GATHERED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tile of ROWS rows from first_row on, of an expert whose rows end at `end`."""
+    rows = first_row + tl.arange(0, ROWS)
+    a_rows = tl.minimum(rows, end - 1)
+    if GATHERED:
+        a_rows = tl.load(Token_ptr + a_rows)
+    a_base = A_ptr + a_rows[:, None].to(tl.int64) * A_row_stride
+    cols = first_col + tl.arange(0, BLOCK_N)
+    y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for start in range(0, n_inner, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            a = tl.load(a_base + k[None, :])
+        else:
+            a = tl.load(a_base + k[None, :], mask=(k < n_inner)[None, :], other=0.0)
+        b = _weights_at(
+            W_ptr, expert, cols, k, n_cols, n_inner, W_expert_stride, W_col_stride, W_inner_stride, EVEN_N, EVEN_K
+        )
+        y = tl.dot(a, b, y, input_precision="ieee")
+    mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
+    out = Y_ptr + first_row.to(tl.int64) * n_cols + (tl.arange(0, ROWS)[:, None] * n_cols + cols[None, :])
+    tl.store(out, y.to(Y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _fused_moe_rows_kernel(
     A_ptr,
     W_ptr,
@@ -77,6 +125,8 @@ def _fused_moe_rows_kernel(
 ):
     """Y[row] = A[row] @ W[expert], or A[token] if GATHERED; a tile of [BLOCK_M, BLOCK_N] a program.
 
+    The last tile of an expert is of half the height where that holds its rows: most experts of a few hundred rows leave
+    a good part of it empty.
     EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
     """
     n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
@@ -88,26 +138,19 @@ def _fused_moe_rows_kernel(
     row_tile, col_tile = _swizzled(tl.program_id(0) - first * n_col_tiles, n_row_tiles, n_col_tiles, GROUP)
     first_row = tl.load(Offsets_ptr + expert) + row_tile * BLOCK_M
     end = tl.load(Offsets_ptr + expert + 1)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    a_rows = tl.minimum(rows, end - 1)
-    if GATHERED:
-        a_rows = tl.load(Token_ptr + a_rows)
-    a_base = A_ptr + a_rows[:, None].to(tl.int64) * A_row_stride
-    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(0, n_inner, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            a = tl.load(a_base + k[None, :])
-        else:
-            a = tl.load(a_base + k[None, :], mask=(k < n_inner)[None, :], other=0.0)
-        b = _weights_at(
-            W_ptr, expert, cols, k, n_cols, n_inner, W_expert_stride, W_col_stride, W_inner_stride, EVEN_N, EVEN_K
+    first_col = col_tile * BLOCK_N
+    if BLOCK_M >= 128 and end - first_row <= BLOCK_M // 2:
+        _rows_tile(
+            *(A_ptr, W_ptr, Y_ptr, Token_ptr, expert, first_row, end, first_col),
+            *(A_row_stride, W_expert_stride, W_col_stride, W_inner_stride, n_inner, n_cols),
+            *(GATHERED, EVEN_N, EVEN_K, BLOCK_M // 2, BLOCK_N, BLOCK_K),
         )
-        y = tl.dot(a, b, y, input_precision="ieee")
-    mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
-    out = Y_ptr + first_row.to(tl.int64) * n_cols + (tl.arange(0, BLOCK_M)[:, None] * n_cols + cols[None, :])
-    tl.store(out, y.to(Y_ptr.dtype.element_ty), mask=mask)
+    else:
+        _rows_tile(
+            *(A_ptr, W_ptr, Y_ptr, Token_ptr, expert, first_row, end, first_col),
+            *(A_row_stride, W_expert_stride, W_col_stride, W_inner_stride, n_inner, n_cols),
+            *(GATHERED, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
 
 
 @triton.jit
@@ -201,37 +244,43 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
-_LIBRARY_COLUMNS = 2560
-"""The library is chosen for gathered rows from this many columns; below, copying them costs more than it gains."""
+_SMALL_EXPERT = 1 << 22
+"""Below so many elements of a down projection, four stages and the kernels' gradient of it win (benchmarks/results/moe-passes-h200.json)."""
+
+_FEEDS_FROM_SHARED = 200 << 10
+"""Devices with so much shared memory have matrix units that read it, so a thread's registers can be for sums alone."""
 
 
-def _product(variant: str, kernel, columns, gathered: bool = False) -> Tunable:
-    """The tunable of one product; `columns` gives the width of its result from (hidden, inner)."""
+def _product(variant: str, kernel, columns, library_from: int | None) -> Tunable:
+    """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
+
+    library_from: hidden * inner from which the library is chosen where there is one; None: never. It gains with the
+    size of an expert, whose tiles it spreads better, and loses what copying gathered rows takes.
+    """
     of_weights = kernel is _fused_moe_weights_kernel
 
     def engine(target: Target, key: Key) -> int:
-        """The library for the weights' gradients, sorted rows, and gathered rows of wide products.
-
-        Reasoned from times of single products at one shape on an H200 (docs/moe.md), not measured as a whole.
-        """
         if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS:
             return KERNELS
-        return KERNELS if gathered and columns(*key[:2]) < _LIBRARY_COLUMNS else LIBRARY
+        return LIBRARY if library_from is not None and key[0] * key[1] >= library_from else KERNELS
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
 
-        Tiles below 64 * 128 have as many warps as those: what they wait for is memory.
+        Tiles below 64 * 128 have as many warps as those: what they wait for is memory. Products of small experts
+        have few steps: rows take a stage more, and gradients of weights half the warps where registers allow it.
         """
         if key[4] > 2:
             return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2)
+        is_small = key[0] * key[1] < _SMALL_EXPERT
         rows = 128 if of_weights else max(16, min(128, 1 << key[3]))
         widest = max(32, next_power_of_2(columns(*key[:2])))
-        for cols, depth, stages in ((256, 64, 3), (128, 64, 3), (128, 64, 2), (128, 32, 2)):
-            if cols == 256 and (of_weights or rows < 128):
+        for cols, depth, stages in ((256, 64, 4), (256, 64, 3), (128, 64, 3), (128, 64, 2), (128, 32, 2)):
+            if cols == 256 and (of_weights or rows < 128 or (stages == 4 and not is_small)):
                 continue
             cols = min(cols, widest)
-            warps = target.warps(max(rows * cols, 64 * 128), 64, 8)
+            held = 128 if of_weights and is_small and target.shared_memory >= _FEEDS_FROM_SHARED else 64
+            warps = target.warps(max(rows * cols, 64 * 128), held, 8)
             config = _tile(rows, cols, depth, warps, stages, engine(target, key))
             if _shared(config, key[4]) <= target.shared_memory:
                 break
@@ -239,8 +288,10 @@ def _product(variant: str, kernel, columns, gathered: bool = False) -> Tunable:
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
         found = []
-        if backend(target.vendor).has_grouped_gemm(target):
-            found.append(_tile(128, 128, 64, target.warps(128 * 128, 64, 8), 3, LIBRARY))
+        if backend(target.vendor).has_grouped_gemm(target):  # with the heuristic's tiles: its neighbour for the tuner
+            chosen = heuristic(target, key)
+            found.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
+        lowest = 32 if of_weights else min(64, 1 << key[3])
         for block_m, block_n in (
             (32, 128),
             (64, 64),
@@ -251,12 +302,13 @@ def _product(variant: str, kernel, columns, gathered: bool = False) -> Tunable:
             (128, 256),
             (256, 128),
         ):
-            for block_k in (32, 64, 128):
+            for block_k in (32, 64, 128) if block_m >= lowest else ():
                 for warps in (4, 8):
                     for stages in (2, 3, 4):
                         config = _tile(block_m, block_n, block_k, warps, stages)
                         held = block_m * block_n // (warps * target.warp_size)
-                        if _shared(config, key[4]) <= target.shared_memory and 16 <= held <= 128:
+                        is_deep = 4 * _shared(config, key[4]) >= target.shared_memory  # enough loads on their way
+                        if _shared(config, key[4]) <= target.shared_memory and is_deep and 32 <= held <= 128:
                             found.append(config)
         return found
 
@@ -280,12 +332,12 @@ def _product(variant: str, kernel, columns, gathered: bool = False) -> Tunable:
     )
 
 
-UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner, gathered=True)
-DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
-DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, gathered=True)
-UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
-DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner)
-UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden)
+UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner, 1 << 22)
+DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden, 10 << 20)
+DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, None)
+UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden, 10 << 20)
+DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner, 1 << 22)
+UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden, 0)
 TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -311,6 +363,26 @@ def _is_aligned(t: torch.Tensor) -> bool:
     return min(by_row, by_col) == 1 and outer >= length and not any(n % 8 for n in multiples) and not t.data_ptr() % 16
 
 
+def _library_rows(a, weight, token, offsets, inner_axis: int, gathered: bool) -> torch.Tensor:
+    a = a.index_select(0, token) if gathered else a
+    return torch._grouped_mm(a, weight.mT if inner_axis == 2 else weight, offs=offsets[1:])
+
+
+def _library_weights(p, q, token, offsets, gathered: tuple[bool, bool]) -> torch.Tensor:
+    p, q = (t.index_select(0, token) if is_gathered else t for t, is_gathered in zip((p, q), gathered))
+    return torch._grouped_mm(p.mT, q, offs=offsets[1:])
+
+
+_ROWS = Routine(
+    _library_rows,
+    lambda a, weight, token, offsets, inner_axis, gathered: a.new_empty(len(token), weight.shape[3 - inner_axis]),
+)
+_WEIGHTS = Routine(
+    _library_weights,
+    lambda p, q, token, offsets, gathered: p.new_empty(len(offsets) - 1, p.shape[1], q.shape[1]),
+)
+
+
 def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
     """Whether the plan's blocks of these names divide the sizes, so that loads need no masks."""
     return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
@@ -328,8 +400,7 @@ def rows_product(
     n_cols, n_inner = weight.shape[3 - inner_axis], weight.shape[inner_axis]
     plan = tunable.plan(a.device, key)
     if _library_takes(plan, a, weight):
-        a = a.index_select(0, where.token) if gathered else a
-        return torch._grouped_mm(a, weight.mT if inner_axis == 2 else weight, offs=where.offsets[1:])
+        return call_routine(plan, _ROWS, (a, weight, where.token, where.offsets, inner_axis, gathered))
     y = torch.empty((n_rows, n_cols), dtype=a.dtype, device=a.device)
     blocks = plan.config.blocks
     tiles = routing.tiles_of(where.offsets, n_rows, blocks["BLOCK_M"])
@@ -347,8 +418,7 @@ def weights_product(
     n_experts, n_p, n_q = where.largest.shape[0], p.shape[1], q.shape[1]
     plan = tunable.plan(p.device, key)
     if _library_takes(plan, p, q):
-        p, q = (t.index_select(0, where.token) if is_gathered else t for t, is_gathered in zip((p, q), gathered))
-        return torch._grouped_mm(p.mT, q, offs=where.offsets[1:])
+        return call_routine(plan, _WEIGHTS, (p, q, where.token, where.offsets, gathered))
     dweight = torch.empty((n_experts, n_p, n_q), dtype=p.dtype, device=p.device)
     blocks = plan.config.blocks
     grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"]),)

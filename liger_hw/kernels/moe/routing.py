@@ -66,19 +66,17 @@ def _fused_moe_offsets_kernel(
 ):
     """Offsets [n_experts + 1]: where each expert's rows begin; the last one is where they all end.
 
-    Largest [n_experts]: the experts, that of most rows first.
+    Largest [n_experts]: the experts, that of most rows first. A program places BLOCK_T of them; the first does offsets.
     """
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(Totals_ptr + experts)
-    tl.store(Offsets_ptr + experts, tl.cumsum(totals, axis=0) - totals, mask=experts <= n_experts)
-    for start in range(0, n_experts, BLOCK_T):
-        own = start + tl.arange(0, BLOCK_T)
-        size = tl.load(Totals_ptr + own, mask=own < n_experts, other=0)
-        ahead = (totals[None, :] > size[:, None]) | (
-            (totals[None, :] == size[:, None]) & (experts[None, :] < own[:, None])
-        )
-        ahead = ahead & (experts < n_experts)[None, :]
-        tl.store(Largest_ptr + tl.sum(ahead.to(tl.int32), axis=1), own, mask=own < n_experts)
+    if tl.program_id(0) == 0:
+        tl.store(Offsets_ptr + experts, tl.cumsum(totals, axis=0) - totals, mask=experts <= n_experts)
+    own = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    size = tl.load(Totals_ptr + own, mask=own < n_experts, other=0)
+    ahead = (totals[None, :] > size[:, None]) | ((totals[None, :] == size[:, None]) & (experts[None, :] < own[:, None]))
+    ahead = ahead & (experts < n_experts)[None, :]
+    tl.store(Largest_ptr + tl.sum(ahead.to(tl.int32), axis=1), own, mask=own < n_experts)
 
 
 @triton.jit(do_not_specialize=["n_slots"])
@@ -161,7 +159,7 @@ def _tunable(variant: str, kernel, heuristic: LaunchConfig, space: list[LaunchCo
     )
 
 
-_SLOTS = 512
+_SLOTS = 256
 """Slots of a program of count and place, which must agree."""
 _COLS = 16
 """Columns of a program of prefix."""
@@ -216,7 +214,8 @@ def route(top_k_index: torch.Tensor, n_experts: int) -> Routing:
     args = (counts, totals, n_blocks)
     launch(PREFIX.plan(device, key), _fused_moe_prefix_kernel, (experts // cols,), args, (experts, cols))
     args = (totals, routing.offsets, routing.largest, n_experts)
-    launch(OFFSETS.plan(device, key), _fused_moe_offsets_kernel, (1,), args, (experts,))
+    plan = OFFSETS.plan(device, key)
+    launch(plan, _fused_moe_offsets_kernel, (cdiv(n_experts, plan.config.blocks["BLOCK_T"]),), args, (experts,))
     if n_blocks:
         args = (top_k_index, counts, routing.offsets, *routing[:3], n_slots, n_experts, top_k)
         launch(PLACE.plan(device, key), _fused_moe_place_kernel, (n_blocks,), args, (experts, _SLOTS))
