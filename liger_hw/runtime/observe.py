@@ -38,7 +38,8 @@ class Observer:
         return proceed(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Callable[..., Any], plan: Any, routine: Any, args: tuple) -> Any:
-        """A library's routine in a kernel's place, as `runtime.launch.call_routine` was asked for it; returns its result."""
+        """A library's routine in a kernel's place, as `runtime.launch.call_routine` was asked for it; returns its
+        result."""
         return proceed(plan, routine, args)
 
     def operator(self, proceed: Callable[..., Any], call: Any, args: tuple) -> Any:

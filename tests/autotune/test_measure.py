@@ -152,7 +152,7 @@ def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
 
 
 def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
-    """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic chooses it and where not."""
+    """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic has it and where not."""
     from liger_hw.kernels.moe import products
 
     sizes, grouped, library = [24, 16, 8, 3, 2], [], products.LIBRARY

@@ -245,8 +245,7 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
 _SMALL_EXPERT = 1 << 22
-"""Below so many elements of a down projection, four stages and the kernels' gradient of it win (benchmarks/results/moe-passes-h200.json)."""
-
+"""Elements of a down projection below which an expert is small (docs/moe.md has what was measured)."""
 _FEEDS_FROM_SHARED = 200 << 10
 """Devices with so much shared memory have matrix units that read it, so a thread's registers can be for sums alone."""
 
