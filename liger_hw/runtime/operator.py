@@ -38,6 +38,7 @@ from .checks import (  # noqa: F401  op files take these from here
     remembered,
     row_major,
     rows_of,
+    swapped,
     to_flatten,
     warn_ignored,
 )

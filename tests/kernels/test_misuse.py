@@ -14,7 +14,9 @@ from liger_hw.transformers.functional import (
     liger_cross_entropy,
     liger_fused_linear_cross_entropy,
     liger_kl_div,
+    liger_layer_norm,
     liger_multi_token_attention,
+    liger_rms_norm,
 )
 
 pytestmark = pytest.mark.cpu
@@ -42,6 +44,10 @@ def test_swapped_input_and_weight_are_recognised():
         LigerFusedLinearCrossEntropyLoss()(X.view(2, 3, 4), WEIGHT, TARGET)
     with pytest.raises(ValueError, match="weight is transposed, pass weight.T"):
         liger_fused_linear_cross_entropy(X, WEIGHT.T, TARGET)
+    with pytest.raises(ValueError, match=r"got \(6, 4\); X and W are swapped"):
+        liger_rms_norm(torch.ones(4), X, 1e-6)
+    with pytest.raises(ValueError, match=r"got \(6, 4\); X and W are swapped"):
+        liger_layer_norm(torch.ones(4), X, None, 1e-6)
     pairs, ids = X.view(2, 3, 4), TARGET.view(2, 3)
     with pytest.raises(ValueError, match="_input and lin_weight are swapped"):
         LigerFusedLinearDPOLoss(use_ref_model=False)(pairs, WEIGHT, ids)

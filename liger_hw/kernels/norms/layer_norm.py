@@ -22,7 +22,7 @@ from ... import registry
 from ...recompute.recipes import offer
 from ...registry import Key, LaunchConfig, Op, Sample, Target
 from ...runtime.cooperative import resident_options
-from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
+from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, swapped
 from ..rows.blocks import held_columns, is_unaligned
 from ..rows.reduce import halves, param_parts, params_dtype
 from ..rows.tuning import fwd_heuristic, fwd_space
@@ -174,7 +174,8 @@ def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | 
     for name, parameter in (("W", W), ("B", B)):
         if parameter is not None and parameter.shape != X.shape[-1:]:
             want, have = tuple(X.shape[-1:]), tuple(parameter.shape)
-            check(False, "liger_layer_norm", f"{name} must have shape {want} to match X, got {have}")
+            hint = swapped(X, parameter) if name == "W" else ""
+            check(False, "liger_layer_norm", f"{name} must have shape {want} to match X, got {have}{hint}")
     check(B is None or W is not None, "liger_layer_norm", "B needs W; pass ones as W for a shift alone")
     return LigerLayerNormFunction.apply(X, W, B, eps)
 

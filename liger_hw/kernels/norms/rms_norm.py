@@ -27,6 +27,7 @@ from ...runtime.operator import (
     define,
     first_order,
     no_weight,
+    swapped,
     warn_ignored,
 )
 from .backward import backward_tunables, norm_backward
@@ -167,7 +168,8 @@ def liger_rms_norm(
     if not X.dim():
         check(False, "liger_rms_norm", "X must be [..., n_cols], got a scalar")
     if W is not None and W.shape != X.shape[-1:]:
-        check(False, "liger_rms_norm", f"W must have shape {tuple(X.shape[-1:])} to match X, got {tuple(W.shape)}")
+        want, have = tuple(X.shape[-1:]), tuple(W.shape)
+        check(False, "liger_rms_norm", f"W must have shape {want} to match X, got {have}{swapped(X, W)}")
     return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
 
 
