@@ -127,6 +127,17 @@ def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]
     return found
 
 
+def _made_for(header: dict[str, Any]) -> Any:
+    """The Target of the device that a lock file was made for; None where it is not known."""
+    from ..backends import VENDORS, backend, known_target
+
+    devices = [known_target(name) for vendor in VENDORS for name in backend(vendor).known_devices()]
+    try:
+        return next((one for one in devices if one.name == header.get("device")), None) or known_target(header["arch"])
+    except (KeyError, ValueError):
+        return None
+
+
 def _check(arguments: argparse.Namespace, target: Any) -> int:
     from .. import env, registry
     from ..autotune import lock_file
@@ -140,6 +151,8 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         else:
             print(printable(f"{arguments.check}: {error}"))
         return 1
+    if target.vendor == "cpu" and arguments.device is None:  # nothing is launched here: where it was made is meant
+        target = _made_for(header) or target
     illegal, tunables = lock_file.unusable(target, table), registry.tunables()
     usable = [(tunables.get(f"{op}.{variant}"), key, entry.config) for (op, variant, key), entry in table.items()]
     usable = [item for item in usable if item[0] is not None and not item[0].illegal(target, *item[1:])]

@@ -90,6 +90,8 @@ def test_lock_overwrites_only_when_told_to(capsys, tmp_path):
     code, _, err = said(capsys, *words)
     assert code == 2 and "nothing is launched on a CPU" in err and not file.exists()
     assert said(capsys, *words, "--device", "sm90")[0] == 0
+    code, out, _ = said(capsys, "lock", "--check", str(file))
+    assert code == 0 and "0 differ from what NVIDIA H100" in out, "where no kernel runs, its own device is asked"
     before = file.read_text()
     code, _, err = said(capsys, *words, "--device", "gfx942")
     assert code == 2 and "--force" in err and file.read_text() == before
