@@ -44,6 +44,8 @@ def check_commands(stage: str) -> None:
         expect(0, command, "--help")
     expect(0, "info")
     expect(0, "explain", "rms_norm", "--device", "h200")
+    text = expect(0, "cache", "verify")
+    assert " 0 problems" in text, text
     if stage != "transformers":
         for words in (("demo", "--size", "tiny"), ("models", "llama"), ("check", "mistral-7b")):
             text = expect(2, *words)

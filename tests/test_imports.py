@@ -61,6 +61,16 @@ print(len(registry.ops()))
     assert int(_python(code, "triton", "transformers")) >= 6
 
 
+def test_kernels_hash_the_same_without_triton():
+    """Else every stored configuration would count as made for other kernels where Triton is not installed."""
+    pytest.importorskip("triton")
+    code = """
+from liger_hw import registry
+print({name: tunable.kernel_hash() for name, tunable in registry.tunables().items()})
+"""
+    assert _python(code, "triton") == _python(code)
+
+
 def test_launching_without_triton_says_what_to_install():
     code = """
 from liger_hw.runtime import triton_import

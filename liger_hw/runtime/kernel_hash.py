@@ -16,6 +16,8 @@ import textwrap
 import types
 from typing import Any, Iterable
 
+from .triton_import import Absent
+
 _BUILTINS = frozenset(dir(builtins))
 _OUR_CODE = f"{__package__.partition('.')[0]}."
 
@@ -81,7 +83,7 @@ class _Normalise(ast.NodeTransformer):
         function = _function(value)
         if function is not None:
             return ast.Name(f"function{_visit(function, self.known, self.texts)}", node.ctx)
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, (types.ModuleType, Absent)):
             return ast.Name(value.__name__, node.ctx)
         value = getattr(value, "value", value)  # a tl.constexpr
         return ast.Constant(value) if isinstance(value, (bool, int, float, str, type(None))) else node

@@ -20,6 +20,26 @@ if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
         )
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when it decorates a kernel
 
+
+class Absent:
+    """Stands for a module of Triton: each attribute is another stand-in, so that annotations like `tl.constexpr` evaluate.
+
+    It has the module's name, by which kernels hash the same with and without Triton (`kernel_hash.py`).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> "Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}")
+
+    @staticmethod
+    def jit(function=None, **_options):
+        return function if function is not None else lambda decorated: decorated
+
+
 try:
     import triton
     import triton.language as tl
@@ -27,17 +47,9 @@ try:
 except ImportError as error:
     _reason = str(error)
 
-    class _Absent:
-        """Answers any attribute with itself, so that annotations like `tl.constexpr` evaluate."""
-
-        def __getattr__(self, name: str) -> "_Absent":
-            return self
-
-        @staticmethod
-        def jit(function=None, **_options):
-            return function if function is not None else lambda decorated: decorated
-
-    triton = tl = libdevice = _Absent()
+    triton = Absent("triton")
+    tl = Absent("triton.language")
+    libdevice = Absent("triton.language.extra.libdevice")
     AVAILABLE = False
 else:
     AVAILABLE = True
