@@ -193,6 +193,25 @@ def _owner_of(hook: Any) -> str:
     return TENSOR_PARALLEL if _parallel_style(own) is not None else OTHER
 
 
+def sharded_by(module: nn.Module) -> str:
+    """Who shards parameters of a module or of a part of it: FSDP1, FSDP2, ZeRO-3 or tensor parallelism; "" for nobody.
+
+    Also inside the module's forward, where FSDP and ZeRO-3 have gathered them.
+    """
+    for part in module.modules():
+        if type(part).__name__ == "FullyShardedDataParallel" or forgotten(part):
+            return "FSDP1"
+        hooks = hooks_of(part)
+        for owner in (FSDP2, ZERO3, TENSOR_PARALLEL):
+            if owner in hooks:
+                return owner
+        if any(hasattr(p, "ds_shape") for p in part._parameters.values()):
+            return ZERO3
+        if any(is_dtensor(p) for p in part._parameters.values()):
+            return TENSOR_PARALLEL
+    return ""
+
+
 # -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 

@@ -309,11 +309,21 @@ def usable(device: "torch.device") -> int:
 def of_module(
     source: "torch.nn.Module", config: Any, batch: int, seq: int, compute_bytes: int | None = None
 ) -> Planner:
-    """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`."""
+    """A Planner for a live transformers model: its shape from the config, dtype and what trains from `source`.
+
+    Raises `ValueError` for a model without a config, and for one whose parameters are sharded: what is gathered when,
+    and in which dtype, is the engine's matter, and not modelled.
+    """
     from ..autotune import models
+    from ..distributed.owners import sharded_by
 
     if config is None:
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
+    if owner := sharded_by(source):
+        raise ValueError(
+            f"activations: 'fit' and sizes count a whole model's bytes, and this one is sharded ({owner}); name a level "
+            "(cheap, mlp, full), or one for each layer"
+        )
     shape = models.from_config(config.to_dict(), type(source).__name__)
     parameters = list(source.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))

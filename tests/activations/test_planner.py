@@ -98,6 +98,14 @@ def test_the_attention_is_the_one_that_the_model_uses(implementation, window, at
     assert of_module(model, config, 2, 16).attention == attention
 
 
+def test_a_sharded_model_is_not_planned():
+    transformers = pytest.importorskip("transformers")
+    model = torch.nn.Linear(4, 4)
+    model.weight.ds_shape = torch.Size((4, 4))  # as ZeRO-3 leaves it
+    with pytest.raises(ValueError, match=r"sharded \(ZeRO-3\); name a level"):
+        of_module(model, transformers.LlamaConfig(), 2, 16)
+
+
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
 def test_bytes_of_a_layer(family, ledger):
     """What autograd keeps less of, from level to level, is what the planner counts, to the byte."""

@@ -8,11 +8,13 @@ import sys
 
 import torch
 import torch.distributed as dist
+import transformers
 from small_decoder import Decoder, gradients, identical
 from torch.distributed.fsdp import fully_shard
 
 import liger_hw
 from liger_hw.recompute import recipes
+from liger_hw.recompute.dial import class_patch
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
@@ -34,6 +36,23 @@ for of_its_own in (False, True):  # projections that are units themselves have t
     assert identical([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], alone)
     assert computed.count("linear") == (0 if of_its_own else 4), computed  # two layers: the last is at cheap
     assert computed.count("swiglu_fwd") == 3
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+)
+for of_classes in (False, True):  # a plan by size would count whole parameters: refused at the call, or in the first step
+    model = transformers.LlamaForCausalLM(config).train()
+    patch = class_patch(type(model.model.layers[0]), "4GiB")
+    if of_classes:
+        patch.apply()
+    for layer in model.model.layers if of_classes else (model,):
+        fully_shard(layer, mesh=mesh)
+    try:
+        model(torch.arange(8)[None]) if of_classes else liger_hw.activations("4GiB", model)
+        raise AssertionError("a plan for a sharded model")
+    except ValueError as error:
+        assert "this one is sharded (FSDP2); name a level" in str(error), error
+    if of_classes:
+        patch.revert()
 model = Decoder(count=3)
 with liger_hw.activations("mlp", model):
     assert identical(gradients(torch.nn.parallel.DistributedDataParallel(model), contextlib.nullcontext()), alone)
