@@ -95,11 +95,7 @@ def define(
         if (kind := str(argument.real_type)) in _NUMBERS
     )
 
-    def eager(*args: Any) -> Any:
-        for place, kind in numbers:
-            if type(args[place]) is not kind:
-                return launcher(*_coerced(args, numbers))
-        return launcher(*args)
+    eager = _coercing(launcher, numbers) if numbers else launcher
 
     def call(*args: Any) -> Any:
         if not (
@@ -136,6 +132,18 @@ def define(
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}
+
+
+def _coercing(launcher: Callable[..., Any], numbers: tuple[tuple[int, type], ...]) -> Callable[..., Any]:
+    """The launcher, given numbers as the schema has them."""
+
+    def eager(*args: Any) -> Any:
+        for place, kind in numbers:
+            if type(args[place]) is not kind:
+                return launcher(*_coerced(args, numbers))
+        return launcher(*args)
+
+    return eager
 
 
 def _coerced(args: tuple, numbers: tuple[tuple[int, type], ...]) -> tuple:

@@ -105,7 +105,13 @@ BWD = Tunable(
 )
 
 
-def _scale(grad, out, grad_output, stats) -> None:
+def _bwd(grad, grad_output, stats):
+    out = torch.empty_like(grad)
+    _bwd_in_place(grad, grad_output, stats, out)
+    return out
+
+
+def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
     """out (or grad itself, where out is None) = grad * grad_output, a scalar or one factor for each row of grad."""
     n_elements = grad.numel()
     if not n_elements:
@@ -122,16 +128,6 @@ def _scale(grad, out, grad_output, stats) -> None:
         late = stats if stats.numel() else None
         args = (grad, out, grad_output, late, n_elements)
         launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
-
-
-def _bwd(grad, grad_output, stats):
-    out = torch.empty_like(grad)
-    _scale(grad, out, grad_output, stats)
-    return out
-
-
-def _bwd_in_place(grad, grad_output, stats):
-    _scale(grad, None, grad_output, stats)
 
 
 def _bwd_reference(grad, grad_output, stats):
