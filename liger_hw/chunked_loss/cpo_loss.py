@@ -69,10 +69,6 @@ class LigerFusedLinearCPOLoss(ReferenceFreeLoss):
 
     alpha: weight of the negative log-likelihood, added with compute_nll_loss. average_log_prob: sequences count by the
     mean of their tokens' log-probabilities instead of the sum.
-
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None) -> (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss,
-    chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
     """
 
     function = LigerFusedLinearCPOFunction

@@ -228,12 +228,7 @@ def check_options(name, weight_hard_loss, weight_soft_loss, ignore_index, temper
 
 @dataclass(eq=False, repr=False)
 class DistillationLoss(LossModule):
-    """What the distillation modules share: Liger's arguments, handed to `function`.
-
-    forward(student_input [tokens, hidden], student_weight [vocab, hidden], teacher_input [tokens, teacher's hidden],
-    teacher_weight [vocab, teacher's hidden], true_labels [tokens], student_bias and teacher_bias [vocab] or None) ->
-    the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32
-    """
+    """What the distillation modules share: Liger's arguments, handed to `function`."""
 
     weight_hard_loss: float = 0.5
     weight_soft_loss: float = 0.5
@@ -260,6 +255,7 @@ class DistillationLoss(LossModule):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs [n_rows, hidden], weights [vocab, hidden], true_labels [n_rows]; the class says what is returned."""
+        """Inputs: [tokens, hidden], of the teacher's own hidden size; weights: [vocab, hidden]; true_labels: [tokens];
+        biases: [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return self.function.apply(*heads, true_labels, student_bias, teacher_bias, **self.options())

@@ -185,11 +185,6 @@ class LigerFusedLinearDPOLoss(LossModule):
     (docs/losses.md has the formulas); label_smoothing: for robust and exo_pair; discopop_tau: for discopop
     alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss
     average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum
-
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None, ref_input, ref_weight, ref_bias: the reference model's) -> (loss, (chosen_logps [pairs], rejected_logps
-    [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all
-    fp32
     """
 
     function = LigerFusedLinearDPOFunction
@@ -219,6 +214,11 @@ class LigerFusedLinearDPOLoss(LossModule):
         ref_weight: torch.Tensor | None = None,
         ref_bias: torch.Tensor | None = None,
     ) -> Output:
-        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
+        ref_input, ref_weight, ref_bias: the reference model's.
+
+        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
+        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
+        """
         tensors = _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias
         return self.function.apply(*tensors, **self.options())

@@ -123,12 +123,6 @@ class LigerFusedLinearGRPOLoss(LossModule):
     loss_type, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, sapo_temperature_*, vespo_*: see
     policy.py; max_completion_length: dr_grpo's denominator; importance_sampling_level: token or sequence; temperature:
     divides the logits.
-
-    forward(_input [batch, length, hidden], lin_weight [vocab, hidden], selected_token_ids [batch, length],
-    attention_mask [batch, length], advantages [batch] or [batch, length], bias [vocab] or None, ref_per_token_logps and
-    old_per_token_logps [batch, length], ref_input, ref_weight, ref_bias: the reference model's head in place of its
-    log-probabilities, vllm_is_ratio [batch], [batch, 1] or [batch, length], num_items_in_batch: dapo's, cispo's and
-    vespo's denominator) -> (loss, (KL with beta, share of clipped tokens)), all fp32
     """
 
     function = LigerFusedLinearGRPOFunction
@@ -171,7 +165,14 @@ class LigerFusedLinearGRPOLoss(LossModule):
         vllm_is_ratio: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | float | None = None,
     ) -> Output:
-        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]."""
+        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; selected_token_ids, attention_mask,
+        ref_per_token_logps, old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; bias:
+        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head in place of its log-probabilities;
+        vllm_is_ratio: [batch], [batch, 1] or [batch, length]; num_items_in_batch: dapo's, cispo's and vespo's
+        denominator.
+
+        Returns (loss, (KL with beta, share of clipped tokens)), all fp32.
+        """
         tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
         given = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
         counts = {"vllm_is_ratio": vllm_is_ratio, "num_items_in_batch": num_items_in_batch}

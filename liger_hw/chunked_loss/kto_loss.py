@@ -122,11 +122,6 @@ class LigerFusedLinearKTOLoss(LossModule):
     """KTO on a linear head.
 
     average_log_prob: sequences count by the mean of their tokens' log-probabilities instead of the sum.
-
-    forward(_input [batch, length, hidden], lin_weight [vocab, hidden], target [batch, length], bias [vocab] or None,
-    preference_labels [batch] bool, ref_input, ref_weight, ref_bias: the reference model's, kl: a number or [batch])
-    -> (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits, rejected_logits,
-    chosen_rewards, rejected_rewards)), all fp32
     """
 
     function = LigerFusedLinearKTOFunction
@@ -153,6 +148,12 @@ class LigerFusedLinearKTOLoss(LossModule):
         ref_bias: torch.Tensor | None = None,
         kl: torch.Tensor | float | None = None,
     ) -> Output:
-        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; target: [batch, length]."""
+        """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; target: [batch, length]; bias: [vocab];
+        preference_labels: [batch] bool; ref_input, ref_weight, ref_bias: the reference model's; kl: a number or
+        [batch].
+
+        Returns (loss, sums over the good and the bad answers (chosen_logps, rejected_logps, chosen_logits,
+        rejected_logits, chosen_rewards, rejected_rewards)), all fp32.
+        """
         tensors = _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias
         return self.function.apply(*tensors, kl=kl, **self.options())

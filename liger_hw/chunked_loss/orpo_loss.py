@@ -69,11 +69,6 @@ class LigerFusedLinearORPOLoss(LossModule):
     """ORPO on a linear head.
 
     beta: weight of the odds ratio.
-
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None, nll_target: the nll's own targets, where it covers the prompt too) -> (loss, (chosen_logps [pairs],
-    rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards [pairs],
-    rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32
     """
 
     function = LigerFusedLinearORPOFunction
@@ -95,5 +90,10 @@ class LigerFusedLinearORPOLoss(LossModule):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Output:
-        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab];
+        nll_target: the nll's own targets, where it covers the prompt too.
+
+        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
+        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs], log_odds_ratio, log_odds_chosen)), all fp32.
+        """
         return self.function.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())

@@ -199,5 +199,9 @@ class ReferenceFreeLoss(LossModule):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> Output:
-        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]."""
+        """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab].
+
+        Returns (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean,
+        nll_loss, chosen_rewards [pairs], rejected_rewards [pairs])), all fp32.
+        """
         return self.function.apply(_input, lin_weight, target, bias, **self.options())

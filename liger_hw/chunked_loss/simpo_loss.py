@@ -70,10 +70,6 @@ class LigerFusedLinearSimPOLoss(ReferenceFreeLoss):
     """SimPO on a linear head.
 
     gamma: the margin; alpha: weight of the negative log-likelihood, added with compute_nll_loss.
-
-    forward(lin_weight [vocab, hidden], _input [2 pairs, length, hidden], target [2 pairs, length], bias [vocab] or
-    None) -> (loss, (chosen_logps [pairs], rejected_logps [pairs], chosen_logits_mean, rejected_logits_mean, nll_loss,
-    chosen_rewards [pairs], rejected_rewards [pairs])), all fp32
     """
 
     function = LigerFusedLinearSimPOFunction

@@ -364,10 +364,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
-    """`liger_fused_linear_cross_entropy` as a module, with the same arguments.
-
-    forward(lin_weight [vocab, hidden], _input [n_rows, hidden], target [n_rows], bias [vocab] or None)
-    """
+    """`liger_fused_linear_cross_entropy` as a module, with the same arguments."""
 
     option_names = (
         *(

@@ -91,10 +91,7 @@ def _options(op: str, beta: float, ignore_index: int, temperature: float) -> Dis
 
 
 class LigerFusedLinearJSD(torch.nn.Module):
-    """`liger_fused_linear_jsd` as a module, with the same arguments.
-
-    forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels [n_rows] or None)
-    """
+    """`liger_fused_linear_jsd` as a module, with the same arguments."""
 
     def __init__(
         self,

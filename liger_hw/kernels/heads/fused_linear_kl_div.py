@@ -101,10 +101,7 @@ def _per_row(op: str, reduction: str, weight: torch.Tensor) -> int:
 
 
 class LigerFusedLinearKLDivLoss(torch.nn.Module):
-    """`liger_fused_linear_kl_div` as a module, with the same arguments.
-
-    forward(student_input, student_weight, target [n_rows, vocab], shift_labels [n_rows] or None)
-    """
+    """`liger_fused_linear_kl_div` as a module, with the same arguments."""
 
     def __init__(
         self,

@@ -87,8 +87,7 @@ def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
 
 
 class LigerJSD(torch.nn.Module):
-    """`liger_jsd` as a module: forward(log_q [n_rows, n_cols] student, log_p teacher, shift_labels [n_rows] or
-    None)."""
+    """`liger_jsd` as a module."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class LigerJSD(torch.nn.Module):
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """log_q, log_p: [n_rows, n_cols] log-probabilities; shift_labels: [n_rows] or None. Returns the loss."""
+        """log_q, log_p: [n_rows, n_cols] log-probabilities of student and teacher; shift_labels: [n_rows] or None."""
         return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
     def extra_repr(self) -> str:

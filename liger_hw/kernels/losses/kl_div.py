@@ -91,10 +91,7 @@ def _options(op: str, size_average: bool, reduce: bool, reduction: str, log_targ
 
 
 class LigerKLDIVLoss(torch.nn.KLDivLoss):
-    """`liger_kl_div` as a module, with the arguments of torch.nn.KLDivLoss and eps.
-
-    forward(y_pred [n_rows, n_cols] log-probabilities, y_true [n_rows, n_cols])
-    """
+    """`liger_kl_div` as a module, with the arguments of torch.nn.KLDivLoss and eps."""
 
     def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
