@@ -23,7 +23,7 @@ from liger_hw.kernels.moe import gates, products, routing, sums
 from liger_hw.kernels.moe.fused_moe import WORKLOADS
 from liger_hw.kernels.moe.reference import Gate
 from liger_hw.registry import backend, override
-from liger_hw.text import table
+from liger_hw.text import first_line, table
 
 TILES = {
     "rows": (
@@ -79,7 +79,7 @@ def measure(case: Any, meter: timing.Meter, tiny: bool) -> list[dict[str, Any]]:
                 call()
             ms = sorted(each(meter, times, call, meter.flush))[times // 2]
         except Exception as error:  # a tile that does not fit is a row, not the end
-            return {"layer": case.label, "pass": name, "engine": engine, "tile": tile, "note": timing.first_line(error)}
+            return {"layer": case.label, "pass": name, "engine": engine, "tile": tile, "note": first_line(error)}
         rate = None
         if name in calls:
             rate = 2 * n_tokens * top_k * hidden * inner * (2 if name.startswith("up") else 1) / ms / 1e9

@@ -53,6 +53,7 @@ from .ops import (  # noqa: F401
     tunables,
     unregister,
 )
+from .text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -365,7 +366,7 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
     """
     if plan.layer == "safe":
         return False
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    reason = first_line(error)
     with _lock:
         drop_replays()
         plans = plan.tunable.plans

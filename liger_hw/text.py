@@ -87,6 +87,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def first_line(error: BaseException, width: int = 200) -> str:
+    """`Type: message`, one line of it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:width].rstrip(": ")
+
+
 def time_left(elapsed: float, done: int, total: int) -> str:
     """`, 40 s left` for what remains when `done` of `total` took `elapsed` seconds; "" when that is not known."""
     left = elapsed / done * (total - done) if done else 0.0

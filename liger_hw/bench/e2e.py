@@ -14,10 +14,10 @@ import torch
 
 from .. import files
 from ..backends import with_index
-from ..text import table
+from ..text import first_line, table
 from . import plots as drawing
 from .peers import Absent
-from .timing import Budget, OutOfBudget, first_line
+from .timing import Budget, OutOfBudget
 from .training import ARMS, MODELS, Run, Shape, Training, patched, read_text, release, to_tokens, train
 
 FEWEST_STEPS = 3

@@ -38,10 +38,10 @@ import torch
 from .. import registry
 from ..runtime import launch as _launch
 from ..runtime.observe import Observer, observing
-from ..text import table
+from ..text import first_line, table
 from . import ops, peers
 from .inputs import Inputs, Work
-from .timing import Budget, Meter, OutOfBudget, first_line
+from .timing import Budget, Meter, OutOfBudget
 
 
 def measure(

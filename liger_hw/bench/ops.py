@@ -19,12 +19,13 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 
 from .. import registry
+from ..text import first_line
 from . import peers
 from .accuracy import Accuracy
 from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
 from .floors import PRODUCTS, floors_of
 from .inputs import Inputs, Work, sample_sets
-from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, first_line, interleave
+from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, interleave
 
 MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20

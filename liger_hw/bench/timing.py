@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 
 from ..backends import target_of, with_index
+from ..text import first_line
 from .inputs import Work
 from .runners import Calls, Chain, Product, Replay, each
 
@@ -380,9 +381,3 @@ def interleave(
             except Exception as error:
                 errors[name] = first_line(error)
     return {name: Stats.of(found) for name, found in samples.items() if found and name not in errors}, errors
-
-
-def first_line(error: BaseException, width: int = 160) -> str:
-    """`Type: message`, one line of it."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:width].rstrip(": ")

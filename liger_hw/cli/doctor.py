@@ -11,7 +11,7 @@ import argparse
 import time
 from typing import Any
 
-from ..text import StatusLine, fold, json_text
+from ..text import StatusLine, first_line, fold, json_text
 from .arguments import usable_device
 
 
@@ -70,7 +70,7 @@ def _check_ops(device: Any) -> dict[str, str]:
         try:
             found[op.name] = against_reference(op, op.small_sizes, dtype, device, dict(op.options[0]))
         except Exception as error:
-            found[op.name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found[op.name] = first_line(error)
     screen.end()
     return found
 

@@ -20,6 +20,7 @@ from typing import Any, Callable, Union
 import torch
 
 from ..recompute.levels import Levels
+from ..text import first_line
 from . import engine
 from .models import FamilySpec, specs
 from .report import PatchReport
@@ -250,7 +251,7 @@ def sample(cls: type) -> Any:
                 with torch.device("meta"):
                     return cls(make()).train()
             except Exception as error:  # a default configuration need not be valid
-                reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
+                reasons.append(first_line(error))
     finally:
         torch.set_rng_state(state)
     raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reasons[-1]})")

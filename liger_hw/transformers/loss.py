@@ -25,6 +25,7 @@ from ..distributed import agreement
 from ..distributed.owners import Access, find_access, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
+from ..text import first_line
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings
 from .replacing import keeps_own_code
 from .report import patched_parts
@@ -343,7 +344,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         except (GradientWouldBeLost, AttributeError, NotImplementedError, TypeError) as error:
             if wants:
                 raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = first_line(error)
         outputs = original(self, *args, **kwargs)  # raises again what was not for want of real logits
         undeferred.add(self)
         _warn(

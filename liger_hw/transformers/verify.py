@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from ..text import first_line
 from . import functional
 from .report import ALREADY, PATCHED, PatchReport
 from .tiny import tiny_model
@@ -63,10 +64,6 @@ def counted() -> Iterator[Counter]:
     finally:
         for name in names:
             setattr(functional, name, originals[name])
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
 # -- one step --------------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def check_step(
         model, loss = tiny_training(class_name, seed, device)
         expected, wanted = step(model, loss, seed)
     except Exception as error:
-        row.reason = _first_line(error)
+        row.reason = first_line(error)
         return row
     before = forwards(model)
     with counted() as calls:
@@ -309,7 +306,7 @@ def check_training(
         model, reference = fresh(), fresh()
         expected = _train(reference, seed, steps)
     except Exception as error:
-        return {**row, "reason": _first_line(error)}
+        return {**row, "reason": first_line(error)}
     before = forwards(model)
     try:
         with counted() as calls:
@@ -317,7 +314,7 @@ def check_training(
             with patch(whole) if apply is None else apply(model=whole):
                 found = _train(model, seed, steps)
     except Exception as error:
-        return {**row, "outcome": WRONG, "reason": f"patched, it fails: {_first_line(error)}"[:200]}
+        return {**row, "outcome": WRONG, "reason": f"patched, it fails: {first_line(error)}"[:200]}
     if forwards(model) != before or not calls:
         return {**row, "outcome": WRONG, "reason": _NOT_REVERTED if calls else "no kernel ran"}
     errors = _differences(model, found, reference, expected, seed)

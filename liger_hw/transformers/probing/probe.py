@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...distributed import owners
+from ...text import first_line
 
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
@@ -153,8 +154,7 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
     try:
         result = function(*args)
     except Exception as error:  # whatever a foreign forward raises means: not recognised
-        first_line = (str(error).splitlines() or [""])[0]
-        return f"it cannot be run alone ({type(error).__name__}: {first_line[:120]})"
+        return f"it cannot be run alone ({first_line(error)})"
     return result if isinstance(result, torch.Tensor) else f"it returns a {type(result).__name__}, not a tensor"
 
 
