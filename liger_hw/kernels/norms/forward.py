@@ -273,21 +273,8 @@ def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, su
         loop = whole and 0 < plan.programs < n_tiles
         if loop:
             programs = count_programs(plan.programs, n_tiles, vector)
-        args = (
-            x,
-            residual,
-            w,
-            b,
-            y,
-            s,
-            stats,
-            stride,
-            r_stride,
-            n_rows,
-            n_cols,
-            n_tiles if loop else None,
-            eps,
-            offset,
-        )
-        launch(plan, _norm_fwd_kernel, (programs,), args, (casting, subtract_mean, whole, tail, vector, loop))
+        tensors = x, residual, w, b, y, s, stats
+        numbers = stride, r_stride, n_rows, n_cols, n_tiles if loop else None, eps, offset
+        flags = casting, subtract_mean, whole, tail, vector, loop
+        launch(plan, _norm_fwd_kernel, (programs,), (*tensors, *numbers), flags)
     return y, s, stats
