@@ -103,13 +103,7 @@ def bench(
 
 
 def _bench_case(
-    case: Case,
-    meter: Meter,
-    copy_rate: float,
-    names: Sequence[str],
-    modes: Sequence[str],
-    repeats: int,
-    budget: Budget,
+    case: Case, meter: Meter, copy_rate: float, names: Sequence[str], modes: Sequence[str], repeats: int, budget: Budget
 ) -> list[dict[str, Any]]:
     started = time.perf_counter()
     arms = [Arm(name) for name in names]

@@ -193,11 +193,7 @@ class ReferenceFreeLoss(LossModule):
     """A loss over pairs without a reference model, as a module."""
 
     def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Output:
         """lin_weight: [vocab, hidden]; _input: [2 pairs, length, hidden]; target: [2 pairs, length]; bias: [vocab].
 

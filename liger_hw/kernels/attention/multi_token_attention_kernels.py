@@ -20,14 +20,7 @@ def _rows_of_program(n_rows, n_queries, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "n_queries"])
 def _causal_softmax_fwd_kernel(
-    X_ptr,
-    Y_ptr,
-    n_rows,
-    n_queries,
-    n_keys,
-    WHOLE_ROW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    X_ptr, Y_ptr, n_rows, n_queries, n_keys, WHOLE_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Rows wider than BLOCK_SIZE are read twice, with a running maximum and sum."""
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)

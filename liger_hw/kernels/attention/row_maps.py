@@ -226,12 +226,7 @@ def row_map_tunables(op: str, whole_rows_kernel: Any, looped_kernel: Any) -> tup
 
 
 def row_map_operators(
-    fwd: Tunable,
-    bwd: Tunable,
-    reference: Callable[..., Any],
-    bwd_reference: Callable[..., Any],
-    *,
-    sparse: bool,
+    fwd: Tunable, bwd: Tunable, reference: Callable[..., Any], bwd_reference: Callable[..., Any], *, sparse: bool
 ) -> tuple:
     """The operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`; `bwd_reference(dy, y)` is the latter in torch.
 

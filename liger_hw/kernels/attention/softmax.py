@@ -241,10 +241,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_cols = sizes
     x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     return Sample(
-        args=(x.requires_grad_(),),
-        reduction=n_cols,
-        grad_reduction=n_cols,
-        moved=5 * n_rows * n_cols * dtype.itemsize,
+        args=(x.requires_grad_(),), reduction=n_cols, grad_reduction=n_cols, moved=5 * n_rows * n_cols * dtype.itemsize
     )
 
 

@@ -280,9 +280,6 @@ OP = registry.register(
         tunables=(FWD, BWD),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"dim": 0},
-        ),
+        options=({}, {"dim": 0}),
     )
 )

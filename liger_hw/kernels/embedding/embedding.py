@@ -33,15 +33,7 @@ def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _embedding_fwd_kernel(
-    W_ptr,
-    Index_ptr,
-    Y_ptr,
-    W_row_stride,
-    n_tokens,
-    n_rows,
-    n_cols,
-    BLOCK_T: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    W_ptr, Index_ptr, Y_ptr, W_row_stride, n_tokens, n_rows, n_cols, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """BLOCK_T tokens x BLOCK_SIZE columns a program."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -122,9 +114,7 @@ def _bwd_reference(dy, indices, n_rows, padding_idx):
 
 
 embedding_fwd = define(
-    "embedding_fwd(Tensor weight, Tensor indices) -> Tensor",
-    launcher=_fwd,
-    reference=_fwd_reference,
+    "embedding_fwd(Tensor weight, Tensor indices) -> Tensor", launcher=_fwd, reference=_fwd_reference
 )
 embedding_bwd = define(
     "embedding_bwd(Tensor dy, Tensor indices, int n_rows, int padding_idx) -> Tensor",
@@ -224,10 +214,7 @@ def _sample(sizes, dtype, device, generator) -> Sample:
     indices = (skewed * n_rows).long().clamp_(max=n_rows - 1)
     moved = 2 * n_tokens * n_cols + n_tokens * n_cols + n_rows * n_cols
     return Sample(
-        args=(weight.requires_grad_(), indices),
-        reduction=1,
-        grad_reduction=n_tokens,
-        moved=moved * dtype.itemsize,
+        args=(weight.requires_grad_(), indices), reduction=1, grad_reduction=n_tokens, moved=moved * dtype.itemsize
     )
 
 

@@ -76,16 +76,7 @@ def _embedding_unsorted_kernel(
 
 @triton.jit
 def _zero_other_rows(
-    Sorted_ptr,
-    DW_ptr,
-    first,
-    n_tokens,
-    top,
-    n_rows,
-    n_cols,
-    padding_idx,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """Write zeros to those of ROWS rows of dW that no token names, found by bisecting the sorted tokens.
 

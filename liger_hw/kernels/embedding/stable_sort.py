@@ -33,13 +33,7 @@ def _sort_keys(Index_ptr, start, at, n_tokens, n_rows, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens", "n_rows"])
 def _embedding_sort_kernel(
-    Index_ptr,
-    Sorted_ptr,
-    Order_ptr,
-    n_tokens,
-    n_rows,
-    CHUNK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    Index_ptr, Sorted_ptr, Order_ptr, n_tokens, n_rows, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr
 ):
     """BLOCK_T tokens of a chunk a program, whose keys go to their rank in the chunk.
 

@@ -112,13 +112,7 @@ def plan_chunks(
 
 
 def plan_groups(
-    n_rows: int,
-    group: int,
-    hidden: int,
-    vocab: int,
-    itemsize: int,
-    gradients: bool,
-    device: torch.device | None = None,
+    n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool, device: torch.device | None = None
 ) -> Chunks:
     """Chunks of whole groups of `group` rows each, or of any rows where one group is too large.
 

@@ -405,11 +405,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         self.use_token_scaling, self.chunk_mem_const = use_token_scaling, chunk_mem_const
 
     def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | CrossEntropyOutput:
         """lin_weight: [vocab, hidden]; _input: [n_rows, hidden]; target: [n_rows]; bias: [vocab] or None."""
         options = {name: getattr(self, name) for name in self.option_names}

@@ -26,11 +26,7 @@ from ...registry import Op, Sample
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.jsd import jsd_options
 from .head_inputs import random_head
-from .linear_distillation import (
-    linear_distillation,
-    linear_distillation_operator,
-    linear_distillation_reference,
-)
+from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,7 @@ from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
 from .head_inputs import random_head
-from .linear_distillation import (
-    linear_distillation,
-    linear_distillation_operator,
-    linear_distillation_reference,
-)
+from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

@@ -32,16 +32,7 @@ FREQUENT = 16
 
 
 @triton.jit(do_not_specialize=["row_start", "n_rows"])
-def _head_target_kernel(
-    D_ptr,
-    Y_ptr,
-    Taken_ptr,
-    D_row_stride,
-    row_start,
-    n_rows,
-    n_cols,
-    BLOCK_SIZE: tl.constexpr,
-):
+def _head_target_kernel(D_ptr, Y_ptr, Taken_ptr, D_row_stride, row_start, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):
     """Moves D[row, Y[row_start + row]] to Taken[row_start + row] and leaves a zero. A Y outside has no entry."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = rows < n_rows

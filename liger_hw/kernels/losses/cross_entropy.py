@@ -53,15 +53,7 @@ from .cross_entropy_reference import (
     reference_losses,
     reference_outputs,
 )
-from .cross_entropy_rows import (
-    STATS,
-    divides_late,
-    launch_rows,
-    launch_stats,
-    launch_sum,
-    row_buffers,
-    rows_tunable,
-)
+from .cross_entropy_rows import STATS, divides_late, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from .cross_entropy_scale import BWD, scale_gradients
 from .softmax_rows import rows_heuristic
 

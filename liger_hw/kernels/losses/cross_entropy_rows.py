@@ -17,15 +17,7 @@ from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, Options, absent, check_targets
-from .softmax_rows import (
-    rows_heuristic,
-    rows_safe,
-    rows_space,
-    scan_row,
-    tanh,
-    write_gradient,
-    write_zeros,
-)
+from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
 
 
 @triton.jit(do_not_specialize=["row_start", "ignore_index"])
@@ -257,15 +249,7 @@ def row_buffers(n_rows: int, options: Options, dtype, device, extra: tuple[bool,
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def _cross_entropy_stats_kernel(
-    Y_ptr,
-    W_ptr,
-    STATS_ptr,
-    OK_ptr,
-    n_rows,
-    n_cols,
-    ignore_index,
-    MEAN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    Y_ptr, W_ptr, STATS_ptr, OK_ptr, n_rows, n_cols, ignore_index, MEAN: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """One program. STATS: the shares a mean gives to the loss, 1 / sum of w[y], and to the z-loss, 1 / counted rows (1
     each unless MEAN); sum of w; 1 / counted rows; and the share of the loss again, 1 where no row counts."""
@@ -301,15 +285,7 @@ def _cross_entropy_stats_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _cross_entropy_sum_kernel(
-    STATS_ptr,
-    LOSS_rows_ptr,
-    Z_rows_ptr,
-    HIT_rows_ptr,
-    LOSS_ptr,
-    Z_ptr,
-    HIT_ptr,
-    n_rows,
-    BLOCK_SIZE: tl.constexpr,
+    STATS_ptr, LOSS_rows_ptr, Z_rows_ptr, HIT_rows_ptr, LOSS_ptr, Z_ptr, HIT_ptr, n_rows, BLOCK_SIZE: tl.constexpr
 ):
     """One program sums the rows' results, in a fixed order. Shares in STATS are infinite when no row counts: nan."""
     loss = tl.zeros([BLOCK_SIZE], dtype=tl.float32)

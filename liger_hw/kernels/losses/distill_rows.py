@@ -541,14 +541,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element)."""
     return Tunable(
-        op,
-        "fwd",
-        kernels=(_distill_kernel,),
-        key=key,
-        dims=dims,
-        heuristic=_heuristic,
-        safe=_safe,
-        space=_space,
+        op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space
     )
 
 

@@ -334,14 +334,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 def divergence_tunable(op: str) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_divergence_kernel`; its backward for reduction="none" uses it too."""
     return Tunable(
-        op,
-        "fwd",
-        kernels=(_divergence_kernel,),
-        key=row_key,
-        dims=DIMS,
-        heuristic=_heuristic,
-        safe=_safe,
-        space=_space,
+        op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, heuristic=_heuristic, safe=_safe, space=_space
     )
 
 

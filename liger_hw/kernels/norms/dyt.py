@@ -274,13 +274,7 @@ FWD = row_tunable(
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
 )
 BWD = row_tunable(
-    "dyt",
-    "bwd",
-    _dyt_bwd_kernel,
-    key=_key,
-    heuristic=_bwd_heuristic,
-    space=_bwd_space,
-    valid=persistent_misfit,
+    "dyt", "bwd", _dyt_bwd_kernel, key=_key, heuristic=_bwd_heuristic, space=_bwd_space, valid=persistent_misfit
 )
 DW = column_sum_tunable("dyt", columns=lambda n_rows, n_cols: 2 * n_cols)  # dgamma and dbeta
 
@@ -458,9 +452,6 @@ OP = registry.register(
         tunables=(FWD, BWD, DW),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"beta": False},
-        ),
+        options=({}, {"beta": False}),
     )
 )

@@ -164,13 +164,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states, residual: [..., hidden_size]; returns (normalised sum, sum), each of that shape."""
         return liger_fused_add_rms_norm(
-            hidden_states,
-            residual,
-            self.weight,
-            self.variance_epsilon,
-            self.offset,
-            self.casting_mode,
-            self.in_place,
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         )
 
 
@@ -207,10 +201,6 @@ OP = registry.register(
         tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"casting_mode": "gemma", "offset": 1.0},
-            {"casting_mode": "none"},
-        ),
+        options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}),
     )
 )

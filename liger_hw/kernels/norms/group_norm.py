@@ -27,17 +27,7 @@ import torch
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
-from ...runtime.operator import (
-    Function,
-    cdiv,
-    check,
-    check_numbers,
-    check_tensors,
-    define,
-    dense,
-    first_order,
-    launch,
-)
+from ...runtime.operator import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
 from ..rows.tuning import persistent_misfit
 from .group_norm_kernels import (

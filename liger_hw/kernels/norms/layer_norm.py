@@ -250,10 +250,6 @@ OP = registry.register(
         tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"bias": False},
-            {"affine": False},
-        ),
+        options=({}, {"bias": False}, {"affine": False}),
     )
 )

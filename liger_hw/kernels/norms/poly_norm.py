@@ -382,10 +382,7 @@ def _sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     x, w = normal(n_rows, n_cols), normal(3)
     b = None if bias is None else normal(1).detach().view(bias).requires_grad_()
     return Sample(
-        args=(x, w, b),
-        reduction=n_cols,
-        grad_reduction=n_rows * n_cols,
-        moved=5 * n_rows * n_cols * dtype.itemsize,
+        args=(x, w, b), reduction=n_cols, grad_reduction=n_rows * n_cols, moved=5 * n_rows * n_cols * dtype.itemsize
     )
 
 
@@ -397,10 +394,6 @@ OP = registry.register(
         tunables=(FWD, BWD, DW),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"bias": ()},
-            {"bias": None},
-        ),
+        options=({}, {"bias": ()}, {"bias": None}),
     )
 )

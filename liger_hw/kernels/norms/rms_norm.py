@@ -254,11 +254,6 @@ OP = registry.register(
         tunables=(FWD, *BACKWARD),
         workloads=WORKLOADS,
         sample=_sample,
-        options=(
-            {},
-            {"casting_mode": "gemma", "offset": 1.0},
-            {"casting_mode": "none"},
-            {"affine": False},
-        ),
+        options=({}, {"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"}, {"affine": False}),
     )
 )

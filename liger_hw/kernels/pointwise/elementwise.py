@@ -256,12 +256,7 @@ def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _heuristic(
-    target: Target,
-    key: Key,
-    load_bytes: int = 16,
-    small_launch: int = 8192,
-    small_block: int = 512,
-    waves: int = 1,
+    target: Target, key: Key, load_bytes: int = 16, small_launch: int = 8192, small_block: int = 512, waves: int = 1
 ) -> LaunchConfig:
     """One load of `load_bytes` a thread and tensor, 1024 elements a program.
 

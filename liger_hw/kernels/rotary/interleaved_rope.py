@@ -52,16 +52,7 @@ class LigerInterleavedRopeFunction(Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q,
-        k,
-        cos,
-        sin,
-        position_ids=None,
-        unsqueeze_dim=1,
-        rotary_dim=None,
-        shared_halves=False,
-        to_halves=False,
+        ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
     ):
         given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
         cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)

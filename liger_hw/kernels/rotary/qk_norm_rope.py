@@ -391,12 +391,7 @@ class LigerQKNormRope(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
+        self, head_dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones"
     ) -> None:
         super().__init__()
         check(init_fn in ("ones", "zeros"), "LigerQKNormRope", f"init_fn must be ones or zeros, got {init_fn!r}")

@@ -53,14 +53,7 @@ def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def row_offsets(
-    batch,
-    token,
-    heads,
-    batch_stride,
-    head_stride,
-    token_stride,
-    ALIGN: tl.constexpr,
-    HEADS_FIRST: tl.constexpr = True,
+    batch, token, heads, batch_stride, head_stride, token_stride, ALIGN: tl.constexpr, HEADS_FIRST: tl.constexpr = True
 ):
     """Where each (head, token) begins, [heads, tokens, 1] or [tokens, heads, 1]: all multiples of ALIGN elements.
 

@@ -17,14 +17,7 @@ from ...runtime.triton_import import tl, triton
 
 
 @triton.jit(do_not_specialize=["n_partials"])
-def _column_sum_kernel(
-    Partial_ptr,
-    Out_ptr,
-    n_partials,
-    n_cols,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _column_sum_kernel(Partial_ptr, Out_ptr, n_partials, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -36,9 +29,7 @@ def _column_sum_kernel(
 
 
 def column_sum_tunable(
-    op: str,
-    dims: tuple[str, ...] = ("n_rows", "n_cols"),
-    columns: Callable[..., int] = lambda *sizes: sizes[-1],
+    op: str, dims: tuple[str, ...] = ("n_rows", "n_cols"), columns: Callable[..., int] = lambda *sizes: sizes[-1]
 ) -> Tunable:
     """The `<op>.dw` tunable of an op whose backward leaves partial rows.
 
@@ -72,14 +63,7 @@ def column_sum_tunable(
         ]
 
     return Tunable(
-        op,
-        "dw",
-        kernels=(_column_sum_kernel,),
-        key=key,
-        dims=dims,
-        heuristic=heuristic,
-        safe=safe,
-        space=space,
+        op, "dw", kernels=(_column_sum_kernel,), key=key, dims=dims, heuristic=heuristic, safe=safe, space=space
     )
 
 

@@ -70,10 +70,7 @@ SPECS = (
         types=("llama4_text",),
     ),
     FamilySpec(
-        "mllama",
-        ("MllamaForConditionalGeneration", "MllamaForCausalLM"),
-        _LLAMA_VISION,
-        types=("mllama_text_model",),
+        "mllama", ("MllamaForConditionalGeneration", "MllamaForCausalLM"), _LLAMA_VISION, types=("mllama_text_model",)
     ),
     FamilySpec("muse_glimmer", ("MuseGlimmerForConditionalGeneration",), _LLAMA_VISION, types=("muse_glimmer_text",)),
     FamilySpec("pixtral", ("PixtralVisionModel",), (*ROPE, *NORM, *SWIGLU, *MODEL)),
