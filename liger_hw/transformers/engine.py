@@ -21,7 +21,7 @@ from ..distributed import owners
 from ..recompute.dial import put_on
 from ..runtime.operator import check_flags
 from . import probing
-from .experts import choosing, register_experts
+from .experts import choosing, is_spread, register_experts
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, rotary
@@ -248,7 +248,7 @@ class _ModelPatcher(_Patcher):
             return
         if isinstance(found, Match):
             its_own = getattr(current, "__self__", None) is module
-            if not its_own and found.kernel == "fused_moe" and getattr(module, "_is_expert_parallel", False):
+            if not its_own and found.kernel == "fused_moe" and is_spread(module, current):
                 self._patch_choice(module, where, part, found)
                 return
             if not its_own or current.__func__ is not getattr(type(module), found.slot):

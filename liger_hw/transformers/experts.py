@@ -100,6 +100,16 @@ def _say_once(words: str) -> None:
 # -- experts whose forward transformers has replaced -----------------------------------------------------------------
 
 
+def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
+    """Whether transformers has spread a module's experts over ranks: `forward`, in its place, calls the class's own.
+
+    Newer versions say so of the module. Before, the only sign was who had made the forward.
+    """
+    if hasattr(module, "_is_expert_parallel"):
+        return module._is_expert_parallel
+    return getattr(forward, "__qualname__", "").startswith("MoeExpertsParallel.install_forward.")
+
+
 def choosing(config: Any, part: str, kernel: str) -> Any:
     """A view of `config`, all of whose attributes it shares, that names liger_hw as experts implementation.
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-if "ep_size" not in inspect.signature(pytest.importorskip("transformers.distributed").DistributedConfig).parameters:
+known = inspect.signature(pytest.importorskip("transformers.distributed").DistributedConfig).parameters
+if "base_model_ep_plan" not in vars(transformers.PretrainedConfig) or not {"ep_size", "tp_size"} & known.keys():
     pytest.skip(
-        f"transformers {transformers.__version__} has no DistributedConfig(ep_size=...)", allow_module_level=True
+        f"transformers {transformers.__version__} spreads no experts by DistributedConfig", allow_module_level=True
     )
 HERE = Path(__file__).parent
 
@@ -48,10 +49,11 @@ def run_two_ranks(folder: Path, kind: str) -> list[str]:
 def test_two_processes(tmp_path):
     for said in run_two_ranks(tmp_path, "cpu"):
         names = [line.rpartition(" rows ")[0] for line in said.splitlines()]
-        assert names == ["shared", "shared, classes", "own batches", "an empty rank", "fsdp2"]
+        more = ["own batches", "an empty rank"] if "ep_size" in known else ["columns"]
+        assert names == ["shared", "shared, classes", *more, "fsdp2"]
 
 
 @pytest.mark.multigpu
 def test_two_devices(tmp_path):
     for said in run_two_ranks(tmp_path, torch.accelerator.current_accelerator().type):
-        assert len(said.splitlines()) >= 5, said
+        assert len(said.splitlines()) >= 4, said

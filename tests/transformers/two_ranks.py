@@ -4,8 +4,10 @@ python two_ranks.py RANK PORT FOLDER DEVICE
 
 Expert parallelism as transformers plans it: over ranks that share a batch (tensor parallel attention), over ranks that
 have their own (FSDP2), and with one rank whose experts nobody chooses; then FSDP2 over the experts' parameters alone.
+Before `DistributedConfig(ep_size=...)`, ranks could only share a batch, with attention whole on each.
 """
 
+import inspect
 import os
 import sys
 
@@ -76,13 +78,17 @@ def check(name, found, expected):
 if rank == 0:
     model_alone().save_pretrained(folder)
 dist.barrier()
-shared = {"tp_size": 2, "ep_size": 2}
-for name, plan, patch, one_sided in (
+if "ep_size" in inspect.signature(DistributedConfig).parameters:
+    shared, apart = {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}
+    more = [("own batches", apart, "model", False), ("an empty rank", apart, "model", True)]
+else:
+    shared = {"tp_size": 2, "enable_expert_parallel": True}
+    more = [("columns", {"tp_size": 2}, "model", False)]  # every expert on both ranks, half of it on each
+for name, plan, patch, one_sided in [
     ("shared", shared, "model", False),
     ("shared, classes", shared, "classes", False),
-    ("own batches", {"fsdp_size": 2, "ep_size": 2}, "model", False),
-    ("an empty rank", {"fsdp_size": 2, "ep_size": 2}, "model", True),
-):
+    *more,
+]:
     used = [batches[0]] if "tp_size" in plan else list(batches)
     alone = model_alone()
     if one_sided:
