@@ -69,11 +69,14 @@ $(STAMP): pyproject.toml ci/constraints.txt ci/transformers4.txt
 	  { echo "liger_hw needs Python 3.10 or newer; say make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "installing into $(VENV) (once)"
+	@echo "installing into $(VENV), once; minutes, most of them torch's download"
+	@echo "  1 of 3: torch, and Triton where it brings none"
 	@grep -v '^torch==\|^triton==' ci/constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) -c $(CONSTRAINTS) setuptools $(TORCH) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) -c $(CONSTRAINTS) triton
+	@echo "  2 of 3: liger_hw, transformers, and what its tests, plots and docs need"
 	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[transformers,bench,docs,dev]'
+	@echo "  3 of 3: transformers 4 beside it, for the tests"
 	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers4 -r ci/transformers4.txt
 	@touch $@
 
