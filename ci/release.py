@@ -3,7 +3,8 @@
     python ci/release.py                 all of it, in minutes
     python ci/release.py wheel sdist     only these parts
 
-metadata   version and changelog agree; names, links and classifiers of the wheel are complete; every link is absolute
+metadata   version and changelog agree; names, links and classifiers of the wheel are complete; every link is absolute;
+           the sdist holds every file of the repository
 wheel      the wheel in a new environment with torch alone, then with Triton, then with transformers (ci/installed.py)
 types      mypy reads the real types of a sample program (tests/typing_sample.py)
 sdist      the tests of `make check` run from the unpacked sdist
@@ -105,6 +106,10 @@ def check_metadata(wheel: Path, sdist: Path) -> list[str]:
     relative = re.findall(r'(?:\]\(|(?:src|href)=")(?![a-z]+:|#)([^)\s"]+)', about.get_payload())
     if relative:
         raise Failed(f"the long description has relative links: {', '.join(relative[:5])}")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    if lost := sorted(_tracked() - packed):
+        raise Failed(f"the sdist lacks {', '.join(lost[:5])}: name them in MANIFEST.in")
     version = about["Version"]
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     heading = next((h for h in headings if h.split()[0].rstrip(":,") == version), None)
@@ -114,6 +119,12 @@ def check_metadata(wheel: Path, sdist: Path) -> list[str]:
     hosts = {url.split(", ")[1].split("/")[2] for url in about.get_all("Project-URL")}
     undecided += [f"pyproject.toml: {host} is no public host" for host in sorted(hosts) if host.endswith(".example")]
     return undecided
+
+
+def _tracked() -> set[str]:
+    """The files that git keeps, but those that only git itself reads; none where this is no checkout."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    return {name for name in listed.stdout.splitlines() if Path(name).name not in (".gitignore", ".gitattributes")}
 
 
 def check_wheel(wheel: Path, sdist: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def test_mypy_understands_a_program():
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", str(ROOT / "tests" / "typing_sample.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "part", ["metadata", *(pytest.param(name, marks=pytest.mark.full) for name in ("wheel", "sdist"))]
+)
+@pytest.mark.timeout(900)
+def test_what_would_be_published_works(part):
+    """`make release-check`: what a wheel and an sdist hold, the wheel in new environments, the sdist's own tests."""
+    pytest.importorskip("build")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "ci" / "release.py"), part]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _public():
