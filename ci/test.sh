@@ -4,6 +4,7 @@
 #     trl                              other people's trainers, with the trl of $TRL; ci/cpu.sh installs it
 #     distributed                      tests/distributed with two gloo ranks; ci/distributed.sh installs the engines
 #     transformers4                    the Hugging Face tests of lane cpu, with the transformers of ci/transformers4.txt
+#     models                           every causal LM patched against unpatched; lines of figures in $OUT
 #     fuzz                             tests/fuzz for FUZZ_SECONDS (1200) with FUZZ_SEED (drawn and printed)
 #     check kernels                    `make check`: a quick set of lane cpu, and the default options of every op interpreted
 # Without names: cpu transformers4 interpret aot, which need no GPU. `full` before the names, or alone, runs those lanes
@@ -52,12 +53,13 @@ for lane in "${lanes[@]}"; do
         interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "$lane$chosen") ;;
         kernels) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "interpret and not full" "${kernels[@]}") ;;
         check) command+=(-m "cpu and not full" "${check[@]}") ;;
+        models) command+=(-m cpu tests/transformers/test_every_model_sweep.py) ;;
         fuzz)
             command=("$python" -m tests.fuzz --seconds "${FUZZ_SECONDS:-1200}" ${FUZZ_SEED:+--seed "$FUZZ_SEED"})
             [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && command+=(--json "$OUT/fuzz.json"); }
             ;;
         gpu | multigpu) command=("$python" -m pytest -q -m "$lane") ;; # one process: tests share the device, not memory
-        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot fuzz gpu multigpu" >&2; exit 2 ;;
+        *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot models fuzz gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"
     started=$SECONDS

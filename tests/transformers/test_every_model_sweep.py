@@ -1,10 +1,16 @@
-"""Every causal LM of transformers, patched against unpatched, in the ways that programs use it; a nightly lane.
+"""Every causal LM of transformers, patched against unpatched, in the ways that programs use it; lane `models`, nightly.
 
 Each test builds a tiny model of one family, takes down what it does unpatched, patches it and asks again: losses and
 gradients of training, also from the logits and under activation checkpointing, autocast, evaluation and generation.
+With OUT set, a line for each family goes into OUT/models.jsonl: what was compared, what a family cannot do unpatched or
+does not repeat, and what was wrong.
 """
 
 from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +132,19 @@ def result_of(way, model, inputs):
         return error
 
 
+def keep_figures(family, **lists):
+    """Append the family's line to OUT/models.jsonl, if there is an OUT."""
+    if folder := os.environ.get("OUT"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with open(Path(folder, "models.jsonl"), "a") as file:
+            file.write(json.dumps({"family": family, **lists}) + "\n")
+
+
+def skip(family, reason):
+    keep_figures(family, skipped=reason)
+    pytest.skip(reason)
+
+
 @pytest.mark.parametrize("family", sorted(causal_lms()))
 def test_a_patched_model_does_what_it_did(family):
     try:
@@ -136,19 +155,22 @@ def test_a_patched_model_does_what_it_did(family):
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         expected = {way: result_of(way, model, inputs) for way in WAYS}
     except Exception as error:
-        pytest.skip(f"cannot be built: {type(error).__name__}: {error}".splitlines()[0][:150])
+        skip(family, f"cannot be built: {type(error).__name__}: {error}".splitlines()[0][:150])
     if isinstance(expected[training], Exception):
-        pytest.skip(f"cannot be trained alone: {expected[training]}".splitlines()[0][:150])
+        skip(family, f"cannot be trained alone: {expected[training]}".splitlines()[0][:150])
     again = {way: result_of(way, model, inputs) for way in WAYS}
-    before, wrong = forwards(model), []
+    before, compared, unlike, wrong = forwards(model), [], [], []
     with liger_hw.patch(model):
         for way, wanted in expected.items():
             if wanted is None or isinstance(wanted, Exception) or isinstance(again[way], Exception):
                 continue
             if differs(again[way], wanted, way):
-                continue  # it does not repeat itself unpatched
+                unlike.append(way.__name__)  # it does not repeat itself unpatched
+                continue
+            compared.append(way.__name__)
             found = result_of(way, model, inputs)
             words = repr(found) if isinstance(found, Exception) else differs(found, wanted, way)
             wrong += [f"{way.__name__}: {words}"] if words else []
+    keep_figures(family, compared=compared, unlike=unlike, wrong=wrong)
     assert not wrong, "; ".join(wrong)
     assert forwards(model) == before
