@@ -177,6 +177,54 @@ def test_a_patched_t5_inside_a_vision_model(name):
         assert calls["fused_linear_cross_entropy"] == 1
 
 
+KOSMOS_TEXT = {
+    "vocab_size": 61,
+    "embed_dim": 32,
+    "layers": 1,
+    "ffn_dim": 48,
+    "attention_heads": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "layerdrop": 0.0,
+}
+KOSMOS_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def kosmos(name):
+    """(model, inputs) of a tiny Kosmos, whose causal LM is called by the model around it."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(3, 60, (2, 9)), torch.zeros(2, 9, dtype=torch.int64)
+    mask[:, 1:4] = 1
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(mask == 1, -100), "image_embeds_position_mask": mask}
+    if name == "Kosmos2":
+        vision = {**KOSMOS_VISION, "image_size": 8, "patch_size": 4}
+        inputs["pixel_values"] = torch.randn(2, 3, 8, 8)
+    else:
+        vision = {**KOSMOS_VISION, "head_dim": 8, "patch_embed_hidden_size": 48, "dropout_rate": 0.0}
+        inputs["flattened_patches"] = torch.randn(2, 8, 50)
+        inputs["flattened_patches"][:, :, :2] = torch.arange(1, 9).view(1, 8, 1)  # of each patch its row and column
+        inputs |= {"width": torch.tensor([4, 4]), "height": torch.tensor([2, 2])}
+    config = getattr(transformers, f"{name}Config")(text_config=KOSMOS_TEXT, vision_config=vision, latent_query_num=3)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).train(), inputs
+
+
+@pytest.mark.parametrize("part", ["whole", "text model"])
+@pytest.mark.parametrize("name", ["Kosmos2", "Kosmos2_5"])
+def test_a_patched_causal_lm_inside_kosmos(name, part):
+    if not hasattr(transformers, f"{name}ForConditionalGeneration"):
+        pytest.skip(f"this transformers has no {name}")
+    model, inputs = kosmos(name)
+    expected = model(**inputs).loss
+    wanted = grads_of(model, expected)
+    with counted() as calls, liger_hw.patch(model if part == "whole" else model.text_model):
+        loss = model(**inputs).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert_same_gradients(grads_of(model, loss), wanted, rtol=1e-3)
+        assert calls["fused_linear_cross_entropy"] == 1
+        assert model.eval()(**inputs).logits.shape == (2, 9, 61)
+
+
 Pair = collections.namedtuple("Pair", ["loss", "logits"])
 
 
