@@ -14,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-python3}
-workers=${PYTEST_WORKERS:-$(nproc 2> /dev/null || echo 2)}
+workers=${PYTEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc 2> /dev/null || echo 2)} # nproc answers OMP_NUM_THREADS if set
 chosen=" and not full"
 [ "${1:-}" != full ] || { chosen="" && shift; }
 lanes=("$@")
@@ -37,17 +37,17 @@ for lane in "${lanes[@]}"; do
         transformers4)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/transformers4
             [ -d "$overlay" ] || { echo "ci/test.sh: lane transformers4 needs $overlay; run make install" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay" "${command[@]}" -m "cpu$chosen" tests/transformers tests/cli)
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m "cpu$chosen" tests/transformers tests/cli)
             ;;
         trl)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/trl-${TRL:-}
             [ -d "$overlay" ] || { echo "ci/test.sh: lane trl needs $overlay; run TRL=1.16.0 bash ci/cpu.sh" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" -m cpu tests/compat tests/examples tests/chunked_loss/test_trl.py)
             ;;
         distributed)
             overlay=$(realpath -m "$(dirname "$(dirname "$python")")")/distributed
             [ -d "$overlay" ] || { echo "ci/test.sh: lane distributed needs $overlay; run bash ci/distributed.sh" >&2; exit 2; }
-            command=(env PYTHONPATH="$overlay" "$python" -m pytest -q -m cpu tests/distributed) # a test is two processes
+            command=(env PYTHONPATH="$overlay${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -m cpu tests/distributed) # a test is two processes
             ;;
         cpu | aot) command+=(-m "$lane$chosen") ;;
         interpret) command=(env TRITON_INTERPRET=1 "${command[@]}" -m "$lane$chosen") ;;
