@@ -17,6 +17,7 @@ parameter, or a tuple of texts; of a `case` they are `op` and `options`, which i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr", "").split(" and ")[0].strip() == "interpret":
+    if _asked_lane(config) == "interpret":
         os.environ["LIGER_HW_INTERPRET"] = "1"
     config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
     config.addinivalue_line("markers", "daily(*lanes, **values): other values of these parameters are `full`")
@@ -78,6 +79,21 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(cache, ignore_errors=True)
 
     config.add_cleanup(forget)
+
+
+def _asked_lane(config: pytest.Config) -> str | None:
+    """The one lane that `-m LANE` or `-m "LANE and ..."` asks for."""
+    first = config.getoption("markexpr", "").split(" and ")[0].strip()
+    return first if first in LANES else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that names neither the lane asked for nor the fixture `lane` has no test of it, and is not imported."""
+    asked = _asked_lane(config)
+    if asked in (None, "cpu") or collection_path.suffix != ".py":
+        return None
+    words = (asked, "lane") if asked in _DTYPES else (asked,)
+    return True if not re.search(rf"\b({'|'.join(words)})\b", collection_path.read_text()) else None
 
 
 def interprets() -> bool:
@@ -136,6 +152,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "lane" in names:
         device = gpu_device(metafunc.config) or "none"
         chosen = next((mark.args for mark in metafunc.definition.iter_markers("lanes")), tuple(_DTYPES))
+        asked = _asked_lane(metafunc.config)
+        chosen = [name for name in chosen if name == asked] or chosen  # the others would be deselected
         lanes = [Lane(name, device if name == "gpu" else "cpu", _DTYPES[name]) for name in chosen]
         marks = {lane: getattr(pytest.mark, lane.name) for lane in lanes}
         if "dtype" in names:
