@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from harness import (
+    ONE_OF_A_FAMILY,
     Result,
     changed,
     check,
@@ -46,12 +47,17 @@ def _misaligned(t):
 LAYOUTS = {"padded": _padded, "every_other": _every_other, "transposed": _transposed, "misaligned": _misaligned}
 
 
+# Rows apart keep their stride, what is transposed is copied; the others take one of these two ways.
+@pytest.mark.daily("interpret", layout=("padded", "transposed"))
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_inputs(lane, op, layout, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
     verify(op, changed(sample, lambda t: LAYOUTS[layout](t) if t.dim() else t), seed)
 
 
+@pytest.mark.daily("interpret", layout=("padded", "expanded"))
+@pytest.mark.daily("interpret", op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "expanded"])
 def test_strided_gradients(lane, op, layout, seed):
     sample = make(op, few_sizes(op), torch.float32, lane.device, seed)
@@ -110,6 +116,7 @@ def test_input_used_elsewhere(lane, case, seed):
 
 
 def test_nothing_is_overwritten(lane, dtype, case, seed):
+    """Inputs, outputs and incoming gradients keep their bits, and a second backward (retain_graph) gives the same."""
     op, options = case
     sample = make(op, few_sizes(op), dtype, lane.device, seed, options)
     inputs = tensors((sample.args, sample.kwargs))
@@ -119,24 +126,19 @@ def test_nothing_is_overwritten(lane, dtype, case, seed):
     grads = output_grads(outputs, seed)
     given = [None if g is None else g.clone() for g in grads]
     pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None]
-    torch.autograd.grad([o for o, _ in pairs], wanted(sample), [g for _, g in pairs], allow_unused=True)
-    for name, now, then in (("input", inputs, copies), ("output", outputs, seen), ("gradient", grads, given)):
+    outs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
+    first = torch.autograd.grad(outs, wanted(sample), incoming, retain_graph=True, allow_unused=True)
+    kept = [None if g is None else g.clone() for g in first]
+    second = torch.autograd.grad(outs, wanted(sample), incoming, allow_unused=True)
+    for name, now, then in (
+        ("input", inputs, copies),
+        ("output", outputs, seen),
+        ("incoming gradient", grads, given),
+        ("gradient", first, kept),
+        ("gradient of the first backward, by the second,", second, kept),
+    ):
         for i, (a, b) in enumerate(zip(now, then)):
             assert a is None or _same_bits(a.detach(), b), f"{name} {i} was overwritten"
-
-
-def test_backward_twice(lane, case, seed):
-    """retain_graph: the second backward gives the same bits, although the first may have reused memory."""
-    op, options = case
-    sample = make(op, few_sizes(op), torch.float32, lane.device, seed, options)
-    outputs = forward(op.function, sample)
-    pairs = [(o, g) for o, g in zip(outputs, output_grads(outputs, seed)) if g is not None]
-    outs, grads = [o for o, _ in pairs], [g for _, g in pairs]
-    first = torch.autograd.grad(outs, wanted(sample), grads, retain_graph=True, allow_unused=True)
-    kept = [None if g is None else g.clone() for g in first]
-    second = torch.autograd.grad(outs, wanted(sample), grads, allow_unused=True)
-    for i, (a, b, c) in enumerate(zip(first, kept, second)):
-        assert a is None or (_same_bits(a, b) and _same_bits(b, c)), f"gradient {i} changed"
 
 
 # The interpreter runs one program after another: there it shows only that the default dtype is not asked for.

@@ -11,8 +11,7 @@ from harness import few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
 from liger_hw import registry
 
 
-# The interpreter's float16 with default options alone: casts are the same for every option set.
-@pytest.mark.daily("interpret", dtype="float32")
+# The interpreter runs every option set in test_conformance.py, at the sizes and with the configurations of a GPU.
 @pytest.mark.daily("interpret", options="default")
 def test_options(lane, dtype, case, seed):
     op, options = case
