@@ -4,8 +4,8 @@ The real launchers are traced (liger_hw/autotune/compile.py) and everything that
 the first workload with the heuristic's configurations (depth `quick`; every option set and fp32 on the architectures
 of DEEP), and from every shipped table what takes most of the device. A launch must compile, be legal on the
 target, and hold its registers: a spill needs a reason in SPILLS. Of the architectures that are not in COMPILED_DAILY
-`make test` compiles some ops, `make test LANES=full` all. Every workload with every option set on every
-architecture is `liger-hw compile --target all`.
+`make test` compiles some ops, and every option set for one architecture; `make test LANES=full` all. Every workload
+with every option set on every architecture is `liger-hw compile --target all`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,19 @@ def _allowed_spills(tunable: str, arch: str) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(op, arch, workers, record_property):
+    _compiles(op, arch, "quick", workers, record_property)
+
+
+@pytest.mark.daily(arch="sm90")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", DEEP)
+def test_every_option_compiles(op, arch, workers, record_property):
+    """Every option set, and fp32."""
+    _compiles(op, arch, "deep", workers, record_property)
+
+
+def _compiles(op, arch, depth, workers, record_property):
     target = known_target(arch)
-    depth = "deep" if arch in DEEP else "quick"
     launches = [launch for _, launch in aot.trace_cases(op, target, depth, shipped=False)]
     reached = {launch.tunable for launch in launches}
     certificates = list(aot.certify(launches, workers))
@@ -136,20 +147,39 @@ def _appetite(entry) -> int:
     return math.prod(entry.config.blocks.values()) * max(1, entry.config.num_stages)
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("table", "name"), PAIRS)
-def test_shipped_tables(table, name, workers, record_property):
-    """Every entry is legal; the one of each tunable that asks most of the device, and the last by key, are compiled at
-    the sizes they were made for. One that was measured may spill a little and be faster."""
-    op, target = registry.get_op(name), known_target(table.split("/")[1].split("-")[0])
-    current, stale = {}, 0
+def _current_entries(table, name):
+    """({tunable: [(key, entry)]} of an op in a shipped table, how many entries are of another kernel source)"""
+    op, current, stale = registry.get_op(name), {}, 0
     for (made_for, variant, key), entry in TABLES[table]:
         tunable = next((t for t in op.tunables if t.variant == variant), None)
         if made_for != name or tunable is None or entry.kernel_hash != tunable.kernel_hash():
             stale += made_for == name
             continue
-        assert not tunable.illegal(target, key, entry.config), f"{table}: {tunable.name} {key}"
         current.setdefault(tunable, []).append((key, entry))
+    return current, stale
+
+
+def _target_of(table):
+    return known_target(table.split("/")[1].split("-")[0])
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_shipped_entry_is_legal(table):
+    for name in (name for of, name in PAIRS if of == table):
+        for tunable, entries in _current_entries(table, name)[0].items():
+            for key, entry in entries:
+                assert not tunable.illegal(_target_of(table), key, entry.config), f"{table}: {tunable.name} {key}"
+
+
+@pytest.mark.daily(table=tuple(table for table in TABLES if table.split("/")[1].split("-")[0] in DEEP))
+@pytest.mark.daily(name=ONE_OF_A_FAMILY)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("table", "name"), PAIRS)
+def test_shipped_tables(table, name, workers, record_property):
+    """The entry of each tunable that asks most of the device, and the last by key, are compiled at the sizes they were
+    made for. One that was measured may spill a little and be faster."""
+    op, target = registry.get_op(name), _target_of(table)
+    current, stale = _current_entries(table, name)
     record_property("stale", stale)
     measured = {}
     for tunable, entries in current.items():
@@ -171,6 +201,7 @@ def test_shipped_tables(table, name, workers, record_property):
                 assert not backend(target.vendor).illegal_resources(relative, certificate.resources), relative.arch
 
 
+@pytest.mark.daily(arch=("sm89", "gfx1151"), op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", RELATIVES)
 def test_relatives(op, arch, workers):
     """What would be launched on one, compiled as for the other (mostly done already), within its own limits."""
@@ -330,6 +361,8 @@ def test_launches_alike_are_compiled_once(workers):
     assert len({(c.launch.same(), c.seconds) for c in certificates}) == len({launch.same() for launch in launches})
 
 
+@pytest.mark.daily(arch="pvc")
+@pytest.mark.daily(op=ONE_OF_A_FAMILY)
 @pytest.mark.parametrize("arch", backend("xpu").known_archs())
 def test_intel_down_to_ttir(op, arch, workers, record_property):
     """The stock Triton has no compiler for it: every kernel, with the configurations of each Intel architecture, is
