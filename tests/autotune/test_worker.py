@@ -60,6 +60,7 @@ def test_what_a_dying_worker_said_is_told(fake):
         measurer.prepare(with_warps(2).to_json())
 
 
+@pytest.mark.full  # each of them is told apart above
 def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
     fwd = tunable()
     monkeypatch.setattr(fwd, "space", lambda target, key: [with_warps(w) for w in (1, 2, 4, 16, 32)])

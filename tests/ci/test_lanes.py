@@ -72,6 +72,7 @@ def test_a_mark_names_parameters_of_its_test(runs):
         runs("cpu", {"arch": "sm90"}, ((), {"arhc": "sm90"}))
 
 
+@pytest.mark.full  # it collects every test
 def test_a_mark_leaves_something_to_every_run():
     """A value that is misspelt, or of an op that was renamed, would leave a test out for good."""
     files = [str(path) for path in TESTS.rglob("test_*.py") if "@pytest.mark.daily(" in path.read_text()]

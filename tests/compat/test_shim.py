@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
 import re
 import subprocess
@@ -29,10 +32,41 @@ def python(code: str, path: str = str(compat.PATH), **environment: str) -> subpr
     )
 
 
-def passes(code: str, **environment: str) -> str:
-    done = python(code, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def passes(code: str) -> str:
+    """What the code printed in a process that has not imported liger_kernel yet."""
+    process = _interpreter()
+    process.stdin.write(json.dumps(code) + "\n")
+    process.stdin.flush()
+    said, error = json.loads(process.stdout.readline())
+    assert not error, error
+    return said
+
+
+_INTERPRETER = """
+import contextlib, io, json, sys, traceback
+answers = sys.stdout
+for line in sys.stdin:
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+    said, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(said):
+        try:
+            exec(compile(json.loads(line), "the code", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([said.getvalue(), error]), file=answers, flush=True)
+"""
+
+
+@functools.lru_cache(maxsize=1)
+def _interpreter() -> subprocess.Popen:
+    """One process for all of `passes`: most of what it does is to import torch. It forgets liger_kernel each time."""
+    paths = os.pathsep.join([str(compat.PATH), *filter(None, [os.environ.get("PYTHONPATH")])])
+    clean = {k: v for k, v in os.environ.items() if k != "LIGER_HW_SHADOW_LIGER"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", _INTERPRETER], env={**clean, "PYTHONPATH": paths}, **pipes)
+    atexit.register(process.kill)
+    return process
 
 
 @pytest.fixture

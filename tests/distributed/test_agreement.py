@@ -104,7 +104,7 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
         assert plans[0].count("('safe'") == 1, "what failed on rank 1, with these kernels, is set aside on rank 0 too"
 
 
-@pytest.mark.daily(what="device")  # what is compared is one table, sent and answered alike
+@pytest.mark.full  # a model's first step, below, compares and raises alike
 @pytest.mark.parametrize(
     "what, word",
     [
@@ -119,6 +119,7 @@ def test_ranks_that_still_differ_are_all_told(clean_registry, tmp_path, what, wo
     assert one.startswith("raised") and two.startswith("raised") and word in one and "rank 1" in one
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_answer_is_named(clean_registry, tmp_path):
     one, two = ranks(tmp_path, "late")
     assert "rank 1 of 2 has not answered in time" in one and not two

@@ -103,6 +103,7 @@ def test_the_readme_links_to_files():
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
+@pytest.mark.full  # `make docs`
 def test_the_site_builds(tmp_path):
     """In strict mode: a broken link, an anchor that is not there or a page without a place is an error."""
     pytest.importorskip("mkdocs")

@@ -44,8 +44,8 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-# Lane trl runs them all; `fsdp2` and `medusa` need no trl, but a process or two of their own each.
-@pytest.mark.daily(name="trainer_sft")
+# Lane trl runs them all, twice each; the notebook is what `make test` starts.
+@pytest.mark.full
 @pytest.mark.parametrize("name", NEEDS)
 def test_it_runs_offline_and_trains_as_unpatched(name, tmp_path):
     if missing := [module for module in NEEDS[name] if not importlib.util.find_spec(module)]:

@@ -13,7 +13,7 @@ from tests.fuzz import __main__ as fuzz
 @pytest.mark.daily(area=("api", "store"))
 @pytest.mark.parametrize("area", fuzz.AREAS)
 def test_an_area_finds_nothing_in_its_first_attempts(area):
-    assert fuzz.run(area, seed=0, seconds=5.0)["findings"] == []
+    assert fuzz.run(area, seed=0, seconds=2.0)["findings"] == []
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,7 @@ def test_an_error_a_crash_and_a_hang_are_findings(attempt, said, monkeypatch, tm
 _PYTHON = sys.executable
 
 
+@pytest.mark.full
 def test_an_attempt_is_the_same_every_time():
     command = [sys.executable, "-m", "tests.fuzz", "--areas", "api", "--seed", "4", "--attempt", "17"]
     said = {subprocess.run(command, cwd=fuzz.ROOT, capture_output=True, text=True).stdout for _ in range(2)}

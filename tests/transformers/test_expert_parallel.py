@@ -46,6 +46,7 @@ def run_two_ranks(folder: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.cpu
+@pytest.mark.full  # test_experts.py has slots of other ranks' experts, in one process
 def test_two_processes(tmp_path):
     for said in run_two_ranks(tmp_path, "cpu"):
         names = [line.rpartition(" rows ")[0] for line in said.splitlines()]
