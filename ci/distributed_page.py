@@ -83,7 +83,8 @@ def table(runs: dict[str, dict[str, Any] | None], matrix: Any) -> str:
             lines.append(f"- {kind}: run on {run['date']} at commit {run['commit'][:12]}, with {versions}.")
     lines += [
         "",
-        "| engine | trained | ranks | on | losses | gradients | peak MiB, unpatched | calls of our kernels, all ranks |",
+        "| engine | trained | ranks | on | losses | gradients | peak MiB, unpatched "
+        "| calls of our kernels, all ranks |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for engine in matrix.ENGINES:
@@ -99,7 +100,10 @@ def table(runs: dict[str, dict[str, Any] | None], matrix: Any) -> str:
 
 
 def _cells(record: dict[str, Any] | None, matrix: Any) -> list[str]:
-    """Ranks, losses, gradients, memory and kernels of one record. Of bf16 the unpatched engine's errors are told too."""
+    """Ranks, losses, gradients, memory and kernels of one record.
+
+    Of bf16 the unpatched engine's errors are told too.
+    """
     if record is None:
         return ["-", "not run", "not run", "-", "not run"]
     if "failed" in record:

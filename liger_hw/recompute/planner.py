@@ -321,8 +321,8 @@ def of_module(
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
     if owner := sharded_by(source):
         raise ValueError(
-            f"activations: 'fit' and sizes count a whole model's bytes, and this one is sharded ({owner}); name a level "
-            "(cheap, mlp, full), or one for each layer"
+            f"activations: 'fit' and sizes count a whole model's bytes, and this one is sharded ({owner}); name a "
+            "level (cheap, mlp, full), or one for each layer"
         )
     shape = models.from_config(config.to_dict(), type(source).__name__)
     parameters = list(source.parameters())

@@ -22,7 +22,8 @@ if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
 
 
 class Absent:
-    """Stands for a module of Triton: each attribute is another stand-in, so that annotations like `tl.constexpr` evaluate.
+    """Stands for a module of Triton: each attribute is another stand-in, so that annotations like `tl.constexpr`
+    evaluate.
 
     It has the module's name, by which kernels hash the same with and without Triton (`kernel_hash.py`).
     """

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interpret
 TARGETS = ("gfx942", "gfx1201", "sm90", "pvc")
 
 
-# Options and targets are independent: every option set on one target, and the default options on one of the other width.
+# Options and targets are independent: every option set on one target, and the default options on one of each width.
 @pytest.mark.daily(options="default", arch=("sm90", "gfx942"))
 @pytest.mark.daily(arch="sm90")
 @pytest.mark.parametrize("arch", TARGETS)

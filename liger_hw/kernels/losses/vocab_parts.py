@@ -193,8 +193,8 @@ def part_gradient(
 ) -> None:
     """d loss / d logits of rows of a part, into `dlogits` or over the logits: push at the target - pull * p + flat.
 
-    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; push is zero where another rank has the
-    target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
+    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; push is zero where another rank has
+    the target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
     """
     dlogits = logits if dlogits is None else dlogits
     if plain:
