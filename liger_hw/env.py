@@ -38,8 +38,8 @@ def _mebibytes(text: str) -> int:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError("expected a number of seconds, 0 or more")
+    if not 0 <= value < 3.2e8:
+        raise ValueError("expected a number of seconds, 0 or more, of ten years at most")
     return value
 
 

@@ -158,7 +158,7 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
         name, text = forced
         try:
             yield "explicit", LaunchConfig.from_json(json.loads(text)), {"kind": "explicit"}, name, ""
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield "explicit", heuristic, {"kind": "explicit"}, name, f"{name} is not a launch configuration: {error}"
     for layer, table in tables(target):
         entry = table.get((tunable.op, tunable.variant, key))

@@ -27,8 +27,9 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
     """Columns as wide as their widest cell, folded where that is more than `columns()`; a rule under a header.
 
     Columns of several words are made narrower first, so that a word is cut only where nothing else is left to fold.
-    A row of one cell is a heading over the rows below it, as wide as it likes.
+    A row of one cell is a heading over the rows below it, as wide as it likes. What a terminal might obey is escaped.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     full = [row for row in rows if len(row) == len(rows[0])]
     places = range(len(rows[0]))
     widths = [max(len(row[i]) for row in full) for i in places]
@@ -56,14 +57,18 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
 
 
 def fold(text: str, hang: str = "") -> str:
-    """Each line of `text`, folded where it is wider than `columns()`; what goes on below begins with `hang`."""
+    """Each line of `text`, folded where it is wider than `columns()`; what goes on below begins with `hang`.
+
+    What a terminal might obey is escaped.
+    """
     most = columns()
+    lines = [printable(line) for line in text.split("\n")]
     if most is None:
-        return text
+        return "\n".join(lines)
     options = {"subsequent_indent": hang, "break_on_hyphens": False}
     return "\n".join(
         line if len(line) <= most else "\n".join(textwrap.wrap(line, most, replace_whitespace=False, **options))
-        for line in text.splitlines()
+        for line in lines
     )
 
 

@@ -246,6 +246,7 @@ def test_environment(made_up, monkeypatch):
     [
         ("{", "not a launch configuration"),
         ("[]", "a JSON object"),
+        ("[" * 100_000, "recursion depth exceeded"),
         ('{"warps": 4}', "unknown field 'warps'"),
         ('{"num_warps": "4"}', "num_warps must be an integer"),
         ('{"blocks": {"BLOCK": 0}}', "blocks.BLOCK must be a positive integer"),

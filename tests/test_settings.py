@@ -115,6 +115,14 @@ def test_a_known_configuration_variable_is_not_warned_of(clean_registry, monkeyp
     assert not caplog.records and env.unknown() == []
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e300", "soon"])
+def test_a_time_that_no_clock_counts_is_refused(clean_registry, monkeypatch, text):
+    monkeypatch.setenv("LIGER_HW_SYNC_SECONDS", text)
+    registry.reload()
+    with pytest.raises(env.SettingError, match="LIGER_HW_SYNC_SECONDS="):
+        env.get("LIGER_HW_SYNC_SECONDS")
+
+
 def test_a_file_is_no_cache_folder(clean_registry, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file"))

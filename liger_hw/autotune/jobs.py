@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Callable, Iterable, Mapping
 
 from .. import registry
 from ..backends import Target
@@ -77,6 +77,20 @@ class Result:
     def floor_share(self) -> float:
         """`floor_us` over the winner's time; above 1 when bytes come from cache."""
         return self.floor_us / self.winner_us if self.winner_us else 0.0
+
+    @classmethod
+    def from_json(cls, job: Job, data: Mapping[str, Any]) -> "Result":
+        """What `to_json` gave, from untrusted JSON data: a field of another type has its default."""
+        own = {one.name: one for one in fields(cls) if one.name != "job"}
+        kept = {}
+        for name, value in data.items():
+            if name not in own:
+                continue
+            expected = type(own[name].default_factory() if own[name].default is MISSING else own[name].default)
+            value = float(value) if expected is float and type(value) is int and abs(value) < 2**63 else value
+            if type(value) is expected and (expected is not float or math.isfinite(value)):
+                kept[name] = value
+        return cls(job, **kept)
 
     def to_json(self) -> dict[str, Any]:
         data = {k: v for k, v in vars(self).items() if k != "job"}

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
+from .. import files
+
+CONFIG_BYTES = 32 << 20
+"""The most that a config.json may have to be read."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -94,8 +99,8 @@ def find(name: str) -> Model:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    if path.is_file():
-        return from_config(_read(path), path.parent.name or name)
+    if path.exists():
+        return from_config(read_config(path), path.parent.name or name)
     if path != Path(name) or name.endswith(".json") or name.startswith((".", "/", "~")):
         raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     known = ", ".join(model.name for model in KNOWN.values())
@@ -113,9 +118,10 @@ def find(name: str) -> Model:
     return from_config(config, name)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json of somebody's as JSON data. Raises `ValueError`; a FIFO, a device or a huge file is not read."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(files.read_text(path, CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no config: {error}") from None
     if not isinstance(config, dict):
@@ -126,19 +132,20 @@ def _read(path: Path) -> dict[str, Any]:
 def published(name: str) -> Any:
     """transformers' configuration of a Hugging Face id, from its cache or the hub. Raises where there is none.
 
-    transformers retries an unreachable hub for a long time; here one request decides.
+    transformers retries an unreachable hub for a long time; here one request decides. A configuration that is code of
+    the repository's own is not run.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=True)
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except OSError:  # not in the cache
         pass
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and (why := _unreachable(constants.ENDPOINT)):
         raise OSError(f"{constants.ENDPOINT} cannot be reached ({why})")
-    return AutoConfig.from_pretrained(name)
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def _unreachable(url: str, seconds: float = 5.0) -> str:
@@ -159,14 +166,20 @@ def _unreachable(url: str, seconds: float = 5.0) -> str:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:
-    """Facts from a Hugging Face config (a multimodal one's text part). Raises `ValueError` naming a missing field."""
+    """Facts from a Hugging Face config (a multimodal one's text part).
+
+    Raises `ValueError` that names a field which is missing, or no size.
+    """
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
 
-    def field(*names: str, default: int | None = None) -> int:
+    def field(*names: str, default: int | None = None, least: int = 1) -> int:
         for one in names:
-            if type(config.get(one)) is int:
-                return config[one]
+            if type(value := config.get(one)) is int:
+                if not least <= value < 2**31:
+                    shown = str(value)[:20]
+                    raise ValueError(f"{name}: the config's {one} is {shown}; a size is from {least} to 2**31 - 1")
+                return value
         if default is None:
             raise ValueError(f"{name}: the config has no {' or '.join(names)}")
         return default
@@ -180,7 +193,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         intermediate=field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         heads=heads,
         kv_heads=field("num_key_value_heads", default=heads),
-        head_dim=field("head_dim", default=hidden // heads),
+        head_dim=field("head_dim", default=max(1, hidden // heads)),
         vocab=field("vocab_size"),
         activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
         rms_norm=not any(key.startswith("layer_norm_eps") for key in config) or "rms_norm_eps" in config,
@@ -189,6 +202,6 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
         sandwich=kind.startswith(("gemma2", "gemma3")),
         softcap=bool(config.get("attn_logit_softcapping")),
-        window=field("sliding_window", default=0) if config.get("use_sliding_window", True) else 0,
-        experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0),
+        window=max(0, field("sliding_window", default=0, least=-1)) if config.get("use_sliding_window", True) else 0,
+        experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0, least=0),
     )

@@ -16,7 +16,7 @@ from ..answers import Key
 from ..backends import LaunchConfig, Target
 from ..text import printable
 from . import store
-from .tables import Name, to_key
+from .tables import Name, to_key, to_name
 
 if TYPE_CHECKING:
     from ..ops import Plan
@@ -176,7 +176,7 @@ def read_misses(target: Target) -> list[Name]:
     found: set[Name] = set()
     for path, data in store.json_files(folder / "_misses", problems) if folder else ():
         try:
-            found.update([(str(op), str(variant), to_key(key)) for op, variant, key in data["misses"]])
+            found.update([to_name(op, variant, key) for op, variant, key in data["misses"]])
         except (ValueError, TypeError, KeyError) as error:
             problems.append(f"{path}: {error}")
     store.report(problems, target)

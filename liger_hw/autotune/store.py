@@ -19,6 +19,7 @@ version, shipped ones included, and before the heuristic. A lock file is never d
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import logging
@@ -108,14 +109,23 @@ def digest(data: Any) -> str:
 
 
 def write_atomic(path: Path, text: str) -> bool:
-    """Write a file so that no reader ever sees half of it; False (and one warning) where that is impossible."""
+    """Write a file of the user cache so that no reader ever sees half of it; False (and one warning) where that is
+    impossible, as where a link leads out of the cache."""
     try:
+        _refuse_links(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace_file(path, text.encode(), 0o644)
         return True
     except OSError as error:
         warn_once(_warning_topic(path), f"cannot write {path}: {error}; nothing is stored there")
         return False
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises `OSError` where a folder of the user cache is a link that leads out of it. The cache itself may be one."""
+    base = root()
+    if base in path.parents and not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(base)):
+        raise OSError(errno.ELOOP, "a symbolic link leads out of the cache", str(path.parent))
 
 
 def _warning_topic(path: Path) -> str:
@@ -187,6 +197,7 @@ def discard(target: Target, name: Name, entry: Entry) -> None:
     path = entry_path(target, name, entry)
     try:
         if path is not None:
+            _refuse_links(path)
             path.unlink(missing_ok=True)
     except OSError as error:
         warn_once(_warning_topic(path), f"cannot remove {path}: {error}")
@@ -224,8 +235,15 @@ def _from_file(path: Path, data: Any, device: str) -> tuple[Name, Entry, dict[st
     name, entry = tables.from_record(data, str(path))
     if data.get("device") != device:
         raise ValueError(f"made for {data.get('device')!r}, found in the folder of {device}")
-    about = data.get("target")
-    return name, entry, about if isinstance(about, dict) else {}
+    return name, entry, _header_from(data.get("target"))
+
+
+def _header_from(about: Any) -> dict[str, Any]:
+    """What an entry's file says of its target, as `header` says it; empty where it says anything else."""
+    kinds = {"vendor": str, "arch": str, "family": str, "warp_size": int}
+    if not isinstance(about, dict) or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
+        return {}
+    return {"kind": "table", **{name: about[name] for name in kinds}}
 
 
 def device_folders() -> list[Path]:
@@ -417,8 +435,10 @@ class Journal:
         self._flushed = 0.0
         if path is not None:
             try:
+                _refuse_links(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | files.NONBLOCK, 0o644)
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | files.NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+                self._file = os.open(path, flags, 0o644)
                 if not stat.S_ISREG(os.fstat(self._file).st_mode):
                     self.close()
                     raise OSError("not a regular file")

@@ -26,6 +26,8 @@ from ..text import printable
 SCHEMA = 1
 TABLE_BYTES = 32 << 20
 """The most that a table or a lock file may have to be read."""
+MOST_NESTED = 20
+"""Lists and objects inside each other that an entry may have."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 
@@ -46,11 +48,7 @@ def from_record(record: Any, source: str) -> tuple[Name, Entry]:
     if missing := sorted({"op", "variant", "key", "config", "provenance"} - set(record)):
         raise ValueError(f"the entry has no {missing[0]!r}")
     op, variant, key, provenance = record["op"], record["variant"], record["key"], record["provenance"]
-    if not (isinstance(op, str) and isinstance(variant, str)):
-        raise ValueError("op and variant must be strings")
-    if not (op.isidentifier() and variant.isidentifier()):  # an op names a folder of the user cache
-        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
-    key = to_key(key)
+    name = to_name(op, variant, key)
     if not isinstance(provenance, dict) or not isinstance(provenance.get("kind"), str):
         raise ValueError("provenance must be an object with a `kind`")
     kernel_hash = provenance.get("kernel_hash")
@@ -62,7 +60,16 @@ def from_record(record: Any, source: str) -> tuple[Name, Entry]:
     if not all(_is_harmless(one) for one in _leaves(provenance) if not isinstance(one, str)):
         raise ValueError("provenance has a number that is not finite or too large")
     provenance = {printable(name): printable(v) if isinstance(v, str) else v for name, v in provenance.items()}
-    return (op, variant, key), Entry(config, provenance, kernel_hash, source)
+    return name, Entry(config, provenance, kernel_hash, source)
+
+
+def to_name(op: Any, variant: Any, key: Any) -> Name:
+    """A name from untrusted JSON data. Raises `ValueError`."""
+    if not (isinstance(op, str) and isinstance(variant, str)):
+        raise ValueError("op and variant must be strings")
+    if not (op.isidentifier() and variant.isidentifier()):  # an op names a folder of the user cache
+        raise ValueError(f"op and variant are names, got {op!r} and {variant!r}")
+    return op, variant, to_key(key)
 
 
 def to_key(data: Any) -> Key:
@@ -72,15 +79,17 @@ def to_key(data: Any) -> Key:
     return tuple(data)
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    """Every name and value inside JSON data."""
+def _leaves(data: Any, depth: int = 0) -> Iterator[Any]:
+    """Every name and value inside JSON data. Raises `ValueError` where it is nested deeper than anything we write."""
+    if depth > MOST_NESTED:
+        raise ValueError(f"it is nested more than {MOST_NESTED} deep")
     if isinstance(data, dict):
         for name, value in data.items():
             yield name
-            yield from _leaves(value)
+            yield from _leaves(value, depth + 1)
     elif isinstance(data, list):
         for value in data:
-            yield from _leaves(value)
+            yield from _leaves(value, depth + 1)
     else:
         yield data
 

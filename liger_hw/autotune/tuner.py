@@ -125,8 +125,7 @@ class Tuner:
         return result
 
     def _resumed(self, job: Job, tunable: Tunable, line: dict[str, Any]) -> Result:
-        known = {k: v for k, v in line.get("result", {}).items() if k in Result.__dataclass_fields__ and k != "job"}
-        result = Result(job, **known)
+        result = Result.from_json(job, line["result"])
         result.note = "measured by an earlier run"
         if result.config:
             config = LaunchConfig.from_json(result.config)

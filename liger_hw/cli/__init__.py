@@ -120,8 +120,12 @@ def _answer(argv: list[str]) -> int:
 def _failed(argv: list[str], message: str, code: int) -> int:
     message = printable(message) if code != 2 else "\n".join(map(printable, message.splitlines()))
     print(f"liger-hw: {message}", file=sys.stderr)
-    if _prints_json(argv):
-        print(json_text({"error": message}))
+    try:
+        if _prints_json(argv):
+            print(json_text({"error": message}))
+        sys.stdout.flush()
+    except OSError:  # one error is reported: that its document cannot be written, as on a full disk, is no second one
+        _drop_output()
     return code
 
 

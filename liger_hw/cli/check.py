@@ -20,6 +20,10 @@ from typing import Any, Iterable
 from ..text import fold, json_text, table
 from . import UsageError, needs
 
+MOST_MODULES = 1024
+_COUNTS = re.compile("(layers?|blocks|experts|depth)$")
+"""Fields of a configuration that say how many modules of a kind there are."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
@@ -62,21 +66,35 @@ def _config(name: str) -> Any:
     """The configuration that a name means. Raises `UsageError` that says what was tried."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from ..autotune.models import KNOWN, published
+    from ..autotune.models import KNOWN, published, read_config
 
     if name in CONFIG_MAPPING:
         return CONFIG_MAPPING[name]()
     name = next((public for public, model in KNOWN.items() if model.name == name.lower()), name)
+    path = Path(name)
     try:
-        if not Path(name).exists() and (name.endswith(".json") or name.startswith((".", "/", "~"))):
+        if path.exists():
+            _check_counts(read_config(path / "config.json" if path.is_dir() else path))  # before anything is made of it
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if name.endswith(".json") or name.startswith((".", "/", "~")):
             raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
-        return AutoConfig.from_pretrained(name) if Path(name).exists() else published(name)
+        config = published(name)
+        _check_counts(config.to_dict())
+        return config
     except Exception as error:  # transformers raises many kinds: no such file, no network, a type that it does not know
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"check: no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
             f"model type: liger-hw check {_model_type(name, CONFIG_MAPPING)}"
         ) from None
+
+
+def _check_counts(data: Any) -> None:
+    """Raises `ValueError` where a configuration asks for so many modules that building them would never end."""
+    for name, value in data.items() if isinstance(data, dict) else ():
+        if _COUNTS.search(str(name)) and isinstance(value, int) and value > MOST_MODULES:
+            raise ValueError(f"its {name} is {str(value)[:20]}; check builds every one, and at most {MOST_MODULES}")
+        _check_counts(value)
 
 
 def _model_type(name: str, known: Iterable[str]) -> str:
@@ -91,8 +109,11 @@ def _model(config: Any) -> Any:
     import torch
     import transformers
 
-    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
-    cls = next(filter(None, named), None) or _causal_lm(config)
+    names = getattr(config, "architectures", None)
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    named = (getattr(transformers, name, None) for name in names)
+    models = (one for one in named if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel))
+    cls = next(models, None) or _causal_lm(config)
     try:
         with torch.device("meta"):
             return cls(config)

@@ -172,7 +172,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     else:
         print(
             f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on "
-            f"{header.get('device', '?')}"
+            f"{printable(str(header.get('device', '?')))}"
         )
         print(f"{other} differ from what {target.name} would choose by itself")
         for line in illegal:

@@ -48,6 +48,8 @@ def sync(
     """
     import torch.distributed as dist
 
+    if seconds is not None and not 0 < seconds < 3.2e8:
+        raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
     if not (dist.is_available() and dist.is_initialized()):
         return digest(registry.target_named(device))
     return _sync(group, lambda: registry.target_named(device), seconds, {}, tune)

@@ -11,6 +11,7 @@ before anything is freed, and the peak is the same.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Mapping, Sequence, Union
 
@@ -24,9 +25,10 @@ _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "80GiB" or "80000MB"; None for anything else."""
+    """Bytes of "80GiB" or "80000MB"; None for anything else, as for more than any machine has."""
     found = _SIZE.fullmatch(text.strip())
-    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+    size = float(found[1]) * _UNITS[found[2].lower()] if found else math.inf
+    return int(size) if size < 2**63 else None
 
 
 def is_budget(setting: Any) -> bool:

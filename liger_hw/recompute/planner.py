@@ -33,6 +33,10 @@ STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafacto
 """Optimizer state, in units of the trainable parameters' bytes."""
 
 
+MOST_LAYERS = 1024
+"""The planner predicts every mix of levels, each layer by layer."""
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What a prediction takes for granted.
@@ -103,10 +107,12 @@ class Prediction:
 class Planner:
     """Predictions for one model, batch and sequence length. `model` is what autotune.models finds.
 
-    Raises `ValueError` for a mixture of experts, whose layers are not modelled.
+    Raises `ValueError` for a mixture of experts, whose layers are not modelled, and for more than `MOST_LAYERS`.
     """
 
     def __init__(self, model: "Model", batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
+        if model.layers > MOST_LAYERS:
+            raise ValueError(f"{model.name}: {model.layers} layers; the planner takes at most {MOST_LAYERS}")
         if model.experts:
             raise ValueError(
                 f"{model.name}: the planner does not know layers with experts; name a level (cheap, mlp, full) instead"

@@ -225,6 +225,68 @@ def test_a_special_file_in_the_cache_neither_hangs_nor_fills_memory(clean_regist
     assert done.returncode == 0 and "refused: cannot be read" in done.stdout, done.stderr
 
 
+def test_nothing_is_written_or_removed_through_a_link_out_of_the_cache(clean_registry, tmp_path, caplog):
+    fwd, outside = tunable(), tmp_path / "outside"
+    outside.mkdir()
+    made = entry(fwd.safe(H200, KEY), fwd)
+    folder = store.home(H200)
+    path = store.entry_path(H200, NAME, made)
+    for link in (folder, folder / "rms_norm"):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(outside)
+        (outside / path.name).write_text("theirs")
+        assert store.save(H200, NAME, made) is None
+        store.discard(H200, NAME, made)
+        assert [p.name for p in outside.iterdir()] == [path.name] and (outside / path.name).read_text() == "theirs"
+        assert any("leads out of the cache" in said for said in warnings(caplog))
+        link.unlink()
+    folder.rmdir()
+    folder.symlink_to(outside)
+    notes.save_misses(H200, [NAME])
+    notes.save_quarantined(H200, fwd.name, KEY, made.config, "failed", fwd.kernel_hash())
+    store.Journal(folder / "_journal.jsonl").write({"stage": "done"})
+    assert [p.name for p in outside.iterdir()] == [path.name]
+
+
+def test_a_journal_that_is_a_link_is_not_written(clean_registry, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    journal = store.home(H200) / "_journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.symlink_to(victim)
+    store.Journal(journal).write({"stage": "done"})
+    assert victim.read_text() == "precious\n"
+
+
+def test_a_cache_that_is_a_link_itself_is_used(clean_registry, monkeypatch, tmp_path):
+    (tmp_path / "large-disk").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "large-disk")
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
+    registry.reload()
+    fwd = tunable()
+    assert store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd)).exists() and taken().layer == "user"
+
+
+@pytest.mark.parametrize("field", ["provenance", "config"])
+def test_deep_nesting_is_a_miss(stored, caplog, field):
+    """Short of what JSON's reader refuses, yet too deep for what reads it: `cache list --json` ended in an error."""
+    _, _, path = stored
+    data = json.loads(path.read_text())
+    nested = json.loads("[" * 600 + "]" * 600)
+    data[field]["vendor"] = {"x": nested}
+    path.write_text(json.dumps(data))
+    registry.reload()
+    assert taken().layer == "heuristic" and "nested more than" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("name", ["\x1b[31m", "../x", "", None, ["fwd"]])
+def test_a_miss_whose_name_is_no_name_is_left_out(clean_registry, name):
+    folder = store.home(H200) / "_misses"
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text(json.dumps({"schema": 1, "misses": [["rms_norm", name, [4096, 9, 2]]]}))
+    assert notes.read_misses(H200) == []
+
+
 @pytest.mark.parametrize("wrong", ["Infinity", "NaN", "1e999", "1" + "0" * 400])
 def test_a_number_that_no_json_may_have_is_refused(stored, caplog, wrong):
     _, _, path = stored

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from liger_hw import registry
 from liger_hw.autotune import space, store
+from liger_hw.autotune.jobs import Result
 from liger_hw.autotune.store import Journal, Past
 from liger_hw.autotune.tuner import Effort, Job, Tuner
 from liger_hw.autotune.workers import WorkerDied, WorkerError
@@ -360,3 +362,10 @@ def test_the_shortlist_leads_with_the_start_and_stays_in_bounds():
         assert chosen[0] == START and len(chosen) == len(set(chosen)) == 20
         assert chosen == space.shortlist(SPACE, START, 20, scores, "seed"), "the same list in every run"
     assert set(space.shortlist(SPACE, START, 10_000, {}, "x")) == set(SPACE)
+
+
+def test_a_journals_results_are_checked_field_by_field():
+    """Who wrote the journal decides neither types nor text: what does not fit has its default."""
+    hostile = {"heuristic_us": "\x1b[31m", "winner_us": float("nan"), "gain": 10**400, "note": 5, "error": ["x"]}
+    found = Result.from_json(JOB, {**hostile, "config": [], "tried": "many", "job": 1, "unknown": 2, "floor_us": 3})
+    assert found == replace(Result(JOB), floor_us=3.0)

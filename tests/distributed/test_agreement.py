@@ -189,3 +189,9 @@ def test_without_a_process_group_it_is_the_digest(clean_registry):
         notes.save_quarantined(H200, fwd.name, NAME[2], fwd.safe(H200, NAME[2]), "failed", fwd.kernel_hash())
         registry.reload()
         assert distributed.sync() not in (bare, tuned)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e300])
+def test_a_time_that_nobody_can_wait_is_refused(clean_registry, seconds):
+    with pytest.raises(ValueError, match="liger_hw.distributed.sync: seconds must be above 0"):
+        distributed.sync(device="cpu", seconds=seconds)

@@ -21,6 +21,15 @@ def test_one_index_without_a_dimension(lane, generator):
     verify(get_op("embedding"), Sample(args=(weight, torch.tensor(3, device=lane.device))), 0)
 
 
+def test_a_weight_without_rows_is_named(lane):
+    weight = torch.zeros(0, 5, device=lane.device, requires_grad=True)
+    with pytest.raises(ValueError, match=r"liger_embedding: weight \(0, 5\) has no rows, and indices \(3,\)"):
+        liger_embedding(weight, torch.zeros(3, dtype=torch.int64, device=lane.device))
+    y = liger_embedding(weight, torch.zeros(0, dtype=torch.int64, device=lane.device))
+    y.sum().backward()
+    assert y.shape == (0, 5) and weight.grad.shape == (0, 5)
+
+
 BATCHES = {
     "some rows twice, few tokens": [5, 1, 5, 0, 6, 1, 5],
     "a row between others, as many tokens as one launch takes": [4, 2] * (MOST_UNSORTED // 2),

@@ -167,6 +167,8 @@ def _misfit(weight, indices, padding_idx) -> str:
     if indices.device != weight.device:
         return f"indices is on {indices.device} but weight is on {weight.device}; move them to one device"
     rows = weight.shape[0]
+    if not rows and indices.numel():
+        return f"weight {tuple(weight.shape)} has no rows, and indices {tuple(indices.shape)} take one each"
     if padding_idx is not None and not (isinstance(padding_idx, int) and -rows <= padding_idx < rows):
         return f"padding_idx must lie in [{-rows}, {rows}), got {padding_idx!r}"
     return ""

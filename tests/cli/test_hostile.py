@@ -1,0 +1,168 @@
+"""Files that somebody else wrote, and outputs that cannot be written: one line, status 2, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from liger_hw import registry
+from liger_hw.autotune import lock_file, store, tables
+from liger_hw.cli import check, main
+from liger_hw.recompute import planner
+from tests.autotune.fakes import H200, entry, tunable
+
+pytestmark = pytest.mark.cpu
+
+KEY = (4096, 13, 2)
+NAME = ("rms_norm", "fwd", KEY)
+SMALL = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def said(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- a config.json ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_plan_refuses_a_configuration_that_is_no_model(capsys, tmp_path, wrong, named):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **wrong}))
+    words = ("plan", "--model", str(tmp_path), "--batch", "1", "--seq", "8", "--memory", "1GiB", "--json")
+    code, out, err = said(capsys, *words)
+    assert code == 2 and named in json.loads(out)["error"] and len(err.splitlines()) == 1
+
+
+def test_plan_refuses_more_layers_and_more_memory_than_there_are(capsys):
+    words = ["plan", "--model", "mistral-7b", "--batch", "1", "--seq", "8"]
+    code, _, err = said(capsys, *words, "--memory", "1GiB", "--layers", "2000000000")
+    assert code == 2 and f"at most {planner.MOST_LAYERS}" in err
+    code, _, err = said(capsys, *words, "--memory", f"{'9' * 400}GiB")
+    assert code == 2 and "is no size" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_a_config_that_is_no_regular_file_is_not_waited_for(capsys, tmp_path, command):
+    os.mkfifo(tmp_path / "config.json")
+    more = ["--model", str(tmp_path), "--batch", "1", "--seq", "8"] if command == "plan" else [str(tmp_path)]
+    code, _, err = said(capsys, command, *more)
+    assert code == 2 and "not a regular file" in err
+
+
+def test_check_refuses_so_many_modules_that_it_would_never_end(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 10**9}))
+    code, _, err = said(capsys, "check", str(tmp_path))
+    assert code == 2 and f"at most {check.MOST_MODULES}" in err
+
+
+@pytest.mark.parametrize("architectures", [5, [1, None], ["pipeline"], ["set_seed", "Trainer"]])
+def test_check_calls_nothing_of_transformers_but_a_model(capsys, tmp_path, monkeypatch, architectures):
+    import transformers
+
+    def called(*_):
+        raise AssertionError("called with a configuration")
+
+    for name in ("pipeline", "set_seed", "Trainer"):
+        monkeypatch.setattr(transformers, name, called)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": architectures}))
+    code, out, _ = said(capsys, "check", str(tmp_path), "--json")
+    assert code == 0 and json.loads(out)["model"] == "MistralForCausalLM"
+
+
+def test_check_runs_no_code_of_the_configurations_own(capsys, tmp_path):
+    """Neither is it run, nor is the user asked whether it shall be."""
+    mark = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
+    config = {"model_type": "own-type", "auto_map": {"AutoConfig": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "liger_hw", "check", str(tmp_path)]
+    done = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and not mark.exists()
+    assert "[y/N]" not in done.stdout + done.stderr
+
+
+# -- what a terminal would obey --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hostile_cache(clean_registry):
+    """Entries and broken files in the user cache whose names and text would drive a terminal."""
+    fwd = tunable()
+    path = store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    (path.parent / "\x1b[31mentry\u202e.json").write_bytes(path.read_bytes())
+    (path.parent / "\x1b[32mbroken.json").write_text("{")
+    (path.parents[1] / "\x1b[33mop").mkdir()
+    (path.parents[1] / "\x1b[33mop" / "a.json").write_text("[")
+    misses = path.parents[1] / "_misses"
+    misses.mkdir()
+    (misses / "a.json").write_text(json.dumps({"schema": 1, "misses": [["rms_norm", "\x1b[34m", [4096, 9, 2]]]}))
+    registry.reload()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cache", "list"),
+        ("cache", "verify"),
+        ("explain", "rms_norm", "--shape", "8192x4096", "--device", "h200"),
+        ("doctor",),
+        ("autotune", "--device", "h200", "--dry-run", "--from-misses"),
+    ],
+    ids=lambda words: "-".join(words[:2]),
+)
+def test_names_and_text_from_a_cache_are_escaped(hostile_cache, capsys, words):
+    _, out, err = said(capsys, *words)
+    assert out + err and "\x1b" not in out + err and "\u202e" not in out + err
+
+
+def test_a_lock_files_device_is_escaped(clean_registry, capsys, tmp_path):
+    fwd = tunable()
+    table = {NAME: entry(fwd.safe(H200, KEY), fwd)}
+    header = {"kind": "lock", "digest": lock_file.digest(table), "device": "\x1b[31mH200"}
+    (tmp_path / "a.lock").write_text(tables.render(header, table))
+    code, out, _ = said(capsys, "lock", "--check", str(tmp_path / "a.lock"), "--device", "h200")
+    assert code == 0 and "\\x1b[31mH200" in out and "\x1b" not in out
+
+
+def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys, tmp_path):
+    """NaN is no JSON, and what an entry says of its target is read like the rest of it."""
+    fwd = tunable()
+    path = store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "target": {**data["target"], "note": float("nan"), "kind": "lock"}}))
+    code, out, _ = said(capsys, "cache", "export", "--device", "h200")
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    header = json.loads(out, parse_constant=refuse)
+    assert code == 0 and header["kind"] == "table" and "note" not in header
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_error_is_one_line_where_its_document_cannot_be_written(unbuffered):
+    command = [sys.executable, "-m", "liger_hw", "explain", "nothing", "--json"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "nothing" in done.stderr
