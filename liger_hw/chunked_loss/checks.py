@@ -15,20 +15,6 @@ REFERENCE = ("ref_input", "ref_weight", "ref_bias")
 SEQUENCES = "batch, length"
 
 
-def checked_target(op: str, name: str, target: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Token indices, one for each hidden state of x."""
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(target).__name__}")
-    if target.dtype not in (torch.int64, torch.int32):
-        check(False, op, f"{name} must hold token indices (int64 or int32), got {target.dtype}")
-    shape = tuple(x.shape[:-1])
-    if target.shape != shape:
-        check(False, op, f"{name} must have shape {shape} to match the hidden states, got {tuple(target.shape)}")
-    if target.device != x.device:
-        check(False, op, f"{name} is on {target.device} but the input is on {x.device}; move them to one device")
-    return target
-
-
 def checked_reference(
     op: str, x: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, policy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

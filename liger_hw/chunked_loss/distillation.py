@@ -27,11 +27,12 @@ from ..runtime.operator import (
     check_flags,
     check_floats,
     check_ignore_index,
+    check_indices,
     define,
     first_order,
     is_interpreted,
 )
-from .checks import LossModule, checked_target
+from .checks import LossModule
 from .log_prob_loss import check_in_range, gradient_scale, save_gradients, saved_gradients
 
 
@@ -201,7 +202,7 @@ class DistillationFunction:
             check(False, name, f"the teacher must have {expected}, got {given[0]} and {given[1]}")
         device = teacher[0].device
         check(device == x.device, name, f"the teacher is on {device} but the student on {x.device}")
-        target = checked_target(name, "true_labels", true_labels, x)
+        check_indices(name, "true_labels", true_labels, x)
         call = _Call(
             kind=kind,
             beta=float(beta),
@@ -213,7 +214,7 @@ class DistillationFunction:
             with_hard=bool(return_soft_hard_loss) or weight_hard_loss != 0.0,
             scale=gradient_scale(x.dtype, x.shape[0]),
         )
-        loss, soft, hard = _DistillationFunction.apply(x, weight, bias, *teacher, target, call)
+        loss, soft, hard = _DistillationFunction.apply(x, weight, bias, *teacher, true_labels, call)
         return (loss, soft, hard) if return_soft_hard_loss else loss
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..kernels.heads.head_inputs import checked_head
-from ..runtime.operator import check, check_flags
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target
+from ..runtime.operator import check, check_flags, check_indices
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference
 from .log_prob_loss import SEQUENCE, TOKEN, Spec, run_loss, token_logps
 from .policy import (  # noqa: F401  the four functions are Liger's names too
     Policy,
@@ -83,7 +83,8 @@ class LigerFusedLinearGRPOFunction:
             vespo_lambda_neg=vespo_lambda_neg,
         )
         x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
-        ids = checked_target(_NAME, "selected_token_ids", selected_token_ids, x)
+        check_indices(_NAME, "selected_token_ids", selected_token_ids, x)
+        ids = selected_token_ids
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
             got = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
             check(False, _NAME, f"attention_mask must be a tensor of shape {tuple(ids.shape)}, got {got}")

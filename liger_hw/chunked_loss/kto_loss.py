@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.heads.head_inputs import checked_head
-from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target, on_device
+from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference, on_device
 from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, run_loss, token_logps
 from .preference import Output
 
@@ -86,7 +86,7 @@ class LigerFusedLinearKTOFunction:
     ) -> Output:
         _check(ignore_index, beta, use_ref_model, average_log_prob)
         x, weight, bias = checked_head(_NAME, _input, weight, bias, HEAD, SEQUENCES)
-        target = checked_target(_NAME, "target", target, x)
+        check_indices(_NAME, "target", target, x)
         batch, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
         if not isinstance(preference_labels, torch.Tensor) or preference_labels.dtype is not torch.bool:
             got = preference_labels.dtype if isinstance(preference_labels, torch.Tensor) else preference_labels

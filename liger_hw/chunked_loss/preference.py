@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.heads.head_inputs import checked_head
-from ..runtime.operator import check, check_flags, check_floats, check_ignore_index
-from .checks import HEAD, SEQUENCES, LossModule, checked_reference, checked_target
+from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
+from .checks import HEAD, SEQUENCES, LossModule, checked_reference
 from .log_prob_loss import LOSSES, PAIR, Seen, Spec, run_loss, token_logps
 
 PairLoss = Callable[[torch.Tensor, torch.Tensor, "Pairs"], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -166,8 +166,9 @@ def preference_loss(
     """(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards,
     rejected_rewards, *more)), after checking the arguments; ref: (input, weight, bias) of the reference head."""
     x, weight, bias = checked_head(name, x, weight, bias, HEAD, SEQUENCES)
-    target = checked_target(name, "target", target, x)
-    nll_target = nll_target if nll_target is None else checked_target(name, "nll_target", nll_target, x)
+    check_indices(name, "target", target, x)
+    if nll_target is not None:
+        check_indices(name, "nll_target", nll_target, x)
     batch = x.shape[0]
     if batch % 2:
         check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")

@@ -89,6 +89,22 @@ def check_ignore_index(op: str, ignore_index: Any) -> None:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
 
+def check_indices(op: str, name: str, indices: Any, rows: torch.Tensor, hint: Callable[[], str] = lambda: "") -> None:
+    """Raise unless `indices` are int64 or int32, one for each row of rows [..., n_cols], and on its device.
+
+    hint: what to add where the shape does not fit. `TypeError` for something that is no tensor, else `ValueError`.
+    """
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(indices).__name__}")
+    if indices.dtype not in (torch.int64, torch.int32):
+        check(False, op, f"{name} must hold indices (int64 or int32), got {indices.dtype}")
+    if indices.shape != rows.shape[:-1]:
+        expected, got = tuple(rows.shape[:-1]), tuple(indices.shape)
+        check(False, op, f"{name} must have shape {expected} to match the rows, got {got}{hint()}")
+    if indices.device != rows.device:
+        check(False, op, f"{name} is on {indices.device} but the rows are on {rows.device}; move them to one device")
+
+
 def remembered(misfit: Callable[..., str]) -> Callable[..., str]:
     """Keeps the answers of `misfit` in eager code: a function of shapes and options, never of tensors, that says what
     is wrong with them, or "".

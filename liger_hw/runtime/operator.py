@@ -29,6 +29,7 @@ from .checks import (  # noqa: F401  op files take these from here
     check_flags,
     check_floats,
     check_ignore_index,
+    check_indices,
     check_numbers,
     check_tensors,
     dense,

@@ -354,7 +354,7 @@ ERRORS = {
     "dtypes": (lambda: _dpo()(_W.bfloat16(), _X, _Y), "must share one dtype, got torch.float32, torch.bfloat16"),
     "bias": (lambda: _dpo()(_W, _X, _Y, _A), r"bias must have shape \(11,\), got \(4,\)"),
     "target shape": (lambda: _dpo()(_W, _X, _Y[:, :2]), r"target must have shape \(4, 3\)"),
-    "target dtype": (lambda: _dpo()(_W, _X, _Y.float()), "target must hold token indices"),
+    "target dtype": (lambda: _dpo()(_W, _X, _Y.float()), "target must hold indices"),
     "target range": (lambda: _dpo()(_W, _X, _Y + 11), r"target\[0\] = 11 is out of range"),
     "target range, with a reference": (
         lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y + 11, None, _X, _W),

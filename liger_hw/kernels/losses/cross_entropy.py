@@ -35,6 +35,7 @@ from ...runtime.operator import (
     check_flags,
     check_floats,
     check_ignore_index,
+    check_indices,
     check_tensors,
     define,
     first_order,
@@ -262,20 +263,14 @@ def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:
 
 def check_arguments(op, rows, target, n_cols, weight, *settings) -> None:
     """Raise unless target, class weight and options fit rows [n_rows, ...] scored over n_cols classes."""
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
-    if target.dtype not in (torch.int64, torch.int32):
-        check(False, op, f"target must hold class indices (int64 or int32), got {target.dtype}")
-    if target.shape != rows.shape[:1]:
-        expected, got = tuple(rows.shape[:1]), tuple(target.shape)
-        hint = ""
-        if got == (n_cols,):
-            hint = "; it has one element a class: are input and weight, or rows and classes, swapped?"
-        elif target.dim() > 1 and target.numel() == rows.shape[0]:
-            hint = "; flatten it: target.flatten()"
-        check(False, op, f"target must have shape {expected} to match the rows, got {got}{hint}")
-    if target.device != rows.device:
-        check(False, op, f"target is on {target.device} but the rows are on {rows.device}; move them to one device")
+
+    def hint() -> str:
+        if tuple(target.shape) == (n_cols,):
+            return "; it has one element a class: are input and weight, or rows and classes, swapped?"
+        too_many = target.dim() > 1 and target.numel() == rows.shape[0]
+        return "; flatten it: target.flatten()" if too_many else ""
+
+    check_indices(op, "target", target, rows, hint)
     if weight is not None:
         if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
             kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__

@@ -28,6 +28,7 @@ from ...runtime.operator import (
     cdiv,
     check,
     check_ignore_index,
+    check_indices,
     check_tensors,
     define,
     first_order,
@@ -496,17 +497,8 @@ def divergence(op: str, operators, input, target, labels, options: Divergence, p
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
     """Raise unless labels (None: all rows count) fit rows [n_rows, ...] and ignore_index is an int."""
     check_ignore_index(op, ignore_index)
-    if labels is None:
-        return
-    if not isinstance(labels, torch.Tensor):
-        raise TypeError(f"{op}: shift_labels must be a tensor or None, got {type(labels).__name__}")
-    if labels.dtype not in (torch.int64, torch.int32) or labels.shape != rows.shape[:1]:
-        expected = f"an int64 or int32 tensor of shape {tuple(rows.shape[:1])}"
-        check(False, op, f"shift_labels must be {expected}, got {labels.dtype} {tuple(labels.shape)}")
-    if labels.device != rows.device:
-        check(
-            False, op, f"shift_labels is on {labels.device} but the rows are on {rows.device}; move them to one device"
-        )
+    if labels is not None:
+        check_indices(op, "shift_labels", labels, rows)
 
 
 def check_reduction(op: str, reduction: str, names=tuple(REDUCTIONS)) -> int:
