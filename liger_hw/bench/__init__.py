@@ -2,16 +2,18 @@
 
 timing.py         how a call is measured: graph replay, eager wall time, host time, memory, floors
 runners.py        what takes turns in a measurement
-cases.py          what is measured: an op at sizes; the lists of many shapes
+inputs.py         the inputs of a call, in as many sets as keep them out of L2
+cases.py          what is measured: an op at sizes
 peers/            the same computation by torch, torch.compile, Liger, quack and CCE, a file each
 accuracy.py       error of an arm against the reference in fp64
 floors.py         the least time a case can take
-chunked.py        the chunked losses as cases
-share.py          one list of cases, several processes
 ops.py            case x peer -> rows
+moe.py            the experts of a layer: routings and rates
 report.py         machine facts, table, JSON
 plots.py          plots
 registry_cost.py  what a registry hit costs
 host.py           where a call's host time goes
+training.py       one Hugging Face model trained under one arm
+agreement.py      whether two trainings agree
 e2e.py            real Hugging Face models, trained
 """
