@@ -39,10 +39,7 @@ for of_its_own in (False, True):  # projections that are units themselves have t
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
 )
-for of_classes in (
-    False,
-    True,
-):  # a plan by size would count whole parameters: refused at the call, or in the first step
+for of_classes in (False, True):  # a plan would count whole parameters: refused at the call, or in the first step
     model = transformers.LlamaForCausalLM(config).train()
     patch = class_patch(type(model.model.layers[0]), "4GiB")
     if of_classes:

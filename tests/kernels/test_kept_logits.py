@@ -9,10 +9,14 @@ from harness import make, verify
 from liger_hw import env
 from liger_hw.kernels.heads import fused_linear_log_probs, kept_logits
 from liger_hw.kernels.heads.fused_linear_log_probs import (
+    LogProbsCall,
+    backward_rows,
+    forward_rows,
     fused_linear_log_probs_reference,
     liger_fused_linear_log_probs,
 )
 from liger_hw.kernels.heads.kept_logits import plan_kept, rest_groups
+from liger_hw.kernels.losses.vocab_parts import IGNORED, VocabPart, own_targets
 from liger_hw.registry import get_op
 
 OP = get_op("fused_linear_log_probs")
@@ -247,3 +251,30 @@ def test_batched_gradients(lane, narrow, generator):
     for row in (0, len(target) - 1):
         exact = _exact(x, weight, target, (rows[row].double(),))[0]
         torch.testing.assert_close(found[row].double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rest", [0, 4, 7])
+def test_of_two_parts_of_a_vocabulary(lane, narrow, generator, rest, monkeypatch):
+    """As two ranks have them: the gradient of a part, of rows whose target is in either."""
+    seen = narrow(rest)
+    monkeypatch.setattr(fused_linear_log_probs, "graph_is_kept", lambda: False)  # no autograd engine is under way
+    x, weight, target = _tensors(lane, generator)
+    target[3] = -100
+    slopes = torch.randn(16, generator=generator).to(lane.device)
+    call = LogProbsCall(0.7, 0.0, IGNORED, dinput=True, dweight=True)
+    starts, ran = torch.tensor([0, 61], device=lane.device), []
+    for start, part in zip(starts, weight.detach().split((61, 40))):
+        own = own_targets("test", target, len(part), VocabPart(None, 2, 0, starts, start, starts[1] + 40), -100)
+        ran.append((part, own, forward_rows(x.detach(), part, own.mine, None, None, call)))
+    lse = torch.logaddexp(*(forward.results[3] for _, _, forward in ran))
+    found = []
+    for part, own, (results, plan, memory) in ran:
+        saved = x.detach(), part, own.mine, None, None, lse, results[1], results[4], *memory
+        found.append(backward_rows(saved, (slopes, None, None, own.here), plan, call))
+        assert found[-1][1].data_ptr() == memory[0].data_ptr(), "the logits were computed again"
+    assert len(seen) == 2 and all(plan.slab for plan in seen)
+    dx, dweight = found[0][0] + found[1][0], torch.cat([part[1] for part in found])
+    ignored = slopes.masked_fill(target == -100, 0.0)
+    expected = _exact(x, weight, target.clamp_min(0), (ignored,), temperature=0.7)
+    for got, of in zip((dx, dweight), expected):
+        torch.testing.assert_close(got.double(), of, rtol=1e-4, atol=1e-4 * float(of.abs().max()))

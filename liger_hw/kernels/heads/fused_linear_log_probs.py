@@ -59,7 +59,7 @@ from ..losses.log_probs import (
 from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, random_head, sums_in_fp32
-from .kept_logits import KeptLogits, keeping_backward, keeping_forward, plan_kept
+from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
 from .linear_head import TILE, HeadGradients, fake_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -83,7 +83,10 @@ def fused_linear_log_probs_reference(
 ) -> torch.Tensor | LogProbsOutput:
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
     target = next_tokens(target, ignore_index) if shift_labels else target
-    y, call = target.reshape(-1), _Call(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant)
+    y, call = (
+        target.reshape(-1),
+        LogProbsCall(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant),
+    )
     logits = _logits(input.reshape(-1, input.shape[-1]), weight, call)
     logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap or 0.0)
     ids, selected, top = selected_token_ids, None, None
@@ -113,7 +116,7 @@ def _selected(logits, lse, target, bias, ids, call):
 _NAME = "liger_fused_linear_log_probs"
 
 
-class _Call(NamedTuple):
+class LogProbsCall(NamedTuple):
     """The operators' numbers, in the order of their schema. softcap 0.0 is none.
 
     wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
@@ -147,7 +150,7 @@ def _check_targets_on_device(target, vocab: int, ignore_index: int, device: torc
     launch_stats(_NAME, target, None, vocab, Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
 
 
-def _prepared(x, weight, target, bias, call: _Call):
+def _prepared(x, weight, target, bias, call: LogProbsCall):
     """(target, bias, room for the results), after the targets were checked on the device."""
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     _check_targets_on_device(target, weight.shape[0], call.ignore_index, x.device)
@@ -156,7 +159,7 @@ def _prepared(x, weight, target, bias, call: _Call):
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ids, *numbers):
-    call = _Call(*numbers)
+    call = LogProbsCall(*numbers)
     target, bias, out = _prepared(x, weight, target, bias, call)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
@@ -173,7 +176,7 @@ def _fwd(x, weight, target, bias, ids, *numbers):
 
 @torch.no_grad()
 def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
-    call = _Call(*numbers)
+    call = LogProbsCall(*numbers)
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
@@ -230,7 +233,7 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
 
 @torch.no_grad()
 def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
-    call = _Call(*numbers)
+    call = LogProbsCall(*numbers)
     target, bias, out = _prepared(x, weight, target, bias, call)
     kept = KeptLogits(waiting, tail, rest, slab, width)
     keeping_forward(x, weight, target, out, kept, call.tile, bias=bias, **call.row_options)
@@ -238,15 +241,15 @@ def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
 
 
 @torch.no_grad()
-def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, width, *numbers):
-    call = _Call(*numbers)
-    dlogp, _ = _row_coefficients(lse, dlogp, None, None)
+def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *numbers):
+    call = LogProbsCall(*numbers)
+    dlogp, pull = _row_coefficients(lse, dlogp, None, here)
     dentropy = None if dentropy is None else dentropy.contiguous()
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     wanted = {"dinput": call.dinput, "dbias": call.dbias}
     given = x, weight, bias, target, saved, dlogp, dentropy, kept
-    dx, dweight, dbias = keeping_backward(*given, **wanted, **call.row_options)
+    dx, dweight, dbias = keeping_backward(*given, **wanted, pull=pull, **call.row_options)
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,
@@ -259,7 +262,7 @@ def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, t
 
 @torch.no_grad()
 def _fwd_reference(x, weight, target, bias, ids, *numbers):
-    call = _Call(*numbers)
+    call = LogProbsCall(*numbers)
     check_targets(_NAME, target, weight.shape[0], call.ignore_index)
     logits = _logits(x, weight, call)
     logp, h, lse = log_prob_rows_reference(logits, target, bias, call.ignore_index, call.temperature, call.softcap)
@@ -270,7 +273,7 @@ def _fwd_reference(x, weight, target, bias, ids, *numbers):
 
 @torch.no_grad()
 def _bwd_reference(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
-    call = _Call(*numbers)
+    call = LogProbsCall(*numbers)
     dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
     coefs = dlogp, dlogp if softmax_coef is None else softmax_coef, dentropy, entropy
     g = gradient_reference(F.linear(x, weight), target, bias, lse, *coefs, **call.row_options)
@@ -295,9 +298,9 @@ def _keep_reference(x, weight, target, bias, waiting, tail, rest, slab, width, *
 
 @torch.no_grad()
 def _keep_bwd_reference(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, width, *numbers
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *numbers
 ):
-    saved, grads = (lse, entropy, absent(lse)), (dlogp, dentropy, None, None)
+    saved, grads = (lse, entropy, absent(lse)), (dlogp, dentropy, None, here)
     dx, dweight, dbias = _bwd_reference(x, weight, target, bias, None, *saved, *grads, *numbers)
     if not slab:
         return dx, dweight, dbias
@@ -306,7 +309,7 @@ def _keep_bwd_reference(
 
 
 def _fwd_fake(x, weight, target, bias, ids, *numbers):
-    call, n_rows = _Call(*numbers), x.shape[0]
+    call, n_rows = LogProbsCall(*numbers), x.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def rows(there: bool, dtype: torch.dtype = wide) -> torch.Tensor:
@@ -324,7 +327,7 @@ def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, *numbe
     return _fwd_fake(x, weight, target, bias, None, *numbers)[:4]
 
 
-def _keep_bwd_fake(x, weight, target, bias, lse, entropy, dlogp, dentropy, waiting, tail, rest, slab, *numbers):
+def _keep_bwd_fake(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, *numbers):
     dinput, _, dbias = numbers[-3:]
     return fake_gradients(x, weight, bias, (dinput, not slab, dbias))
 
@@ -358,7 +361,7 @@ linear_log_probs_keep = define(
 )
 linear_log_probs_keep_bwd = define(
     f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
-    f"Tensor? dentropy, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? dentropy, Tensor? here, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
     launcher=_keep_bwd,
     reference=_keep_bwd_reference,
     fake=_keep_bwd_fake,
@@ -380,6 +383,50 @@ def _are_batched(grads: list[torch.Tensor | None]) -> bool:
     )
 
 
+class Ran(NamedTuple):
+    """What a forward leaves for `backward_rows`.
+
+    results: (logp, entropy, top, lse, selected); plan: what of the logits is kept, None for nothing; memory: where
+    """
+
+    results: tuple[torch.Tensor, ...]
+    plan: KeepPlan | None
+    memory: tuple[torch.Tensor, ...]
+
+
+def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
+    """The forward of rows [n_rows, hidden], with logits kept where the weight's gradient is wanted and it pays."""
+    plan = None
+    if call.dweight and ids is None and not call.wide and not _is_watched():
+        plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
+    if plan is None:
+        return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, *call), None, ())
+    kept = plan.allocate(x, weight, call.tile)
+    results = linear_log_probs_keep(x, weight, target, bias, *kept, *call)
+    return Ran((*results, absent(results[3])), plan, kept[:3])
+
+
+def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweight, dbias), None where unwanted.
+
+    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`), on which everything is computed; of a
+    part of the vocabulary lse and entropy are those of the whole
+    grads: (dlogp, dentropy, dselected, here), None where there is none; here: whether this rank has the row's target
+    """
+    x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
+    dlogp, dentropy, dselected, here = grads
+    if plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
+        found = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, *call)
+    else:
+        for written in memory:  # first, so that a second backward raises, should this one run out of memory
+            torch.autograd.graph.increment_version(written)
+        kept = KeptLogits(*memory, plan.slab, plan.width)
+        given = lse, entropy, dlogp, dentropy, here, *kept
+        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, *call)
+        found = dx, kept.waiting.detach() if kept.slab else dw, db
+    return tuple(g if w else None for g, w in zip(found, call.wanted))
+
+
 class LigerFusedLinearLogProbsFunction(Function):
     """Autograd for rows [n_rows, hidden]: saves the inputs and what is small; returns (logp, entropy, top, selected).
 
@@ -390,18 +437,9 @@ class LigerFusedLinearLogProbsFunction(Function):
     def forward(ctx, x, weight, target, bias, ids, call):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
         call = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
-        plan, kept = None, ()
-        if dweight and ids is None and not call.wide and not _is_watched():
-            plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
-        if plan is None:
-            logp, entropy, top, lse, selected = linear_log_probs_fwd(x, weight, target, bias, ids, *call)
-        else:
-            kept = plan.allocate(x, weight, call.tile)
-            logp, entropy, top, lse = linear_log_probs_keep(x, weight, target, bias, *kept, *call)
-            selected = absent(lse)
-        memory = kept[:3]
+        (logp, entropy, top, lse, selected), ctx.plan, memory = forward_rows(x, weight, target, bias, ids, call)
         ctx.save_for_backward(x, weight, target, bias, ids, lse, entropy, selected, *memory)
-        ctx.call, ctx.plan, ctx.has_selected = call, plan, ids is not None
+        ctx.call, ctx.has_selected = call, ids is not None
         absentees = [t for t, there in ((entropy, call.entropy), (selected, ctx.has_selected)) if not there]
         ctx.mark_non_differentiable(top, *absentees)
         ctx.set_materialize_grads(False)
@@ -413,22 +451,10 @@ class LigerFusedLinearLogProbsFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, dlogp, dentropy, _not_differentiable, dselected):
-        call = ctx.call
-        dentropy, dselected = dentropy if call.entropy else None, dselected if ctx.has_selected else None
+        dentropy, dselected = dentropy if ctx.call.entropy else None, dselected if ctx.has_selected else None
         if dlogp is None and dentropy is None and dselected is None:
             return (None,) * 6
-        x, weight, target, bias, ids, lse, entropy, selected, *memory = ctx.saved_tensors
-        if ctx.plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
-            saved, grads = (lse, entropy, selected), (dlogp, dentropy, dselected, None)
-            dx, dw, db = linear_log_probs_bwd(x, weight, target, bias, ids, *saved, *grads, *call)
-        else:
-            for written in memory:  # first, so that a second backward raises, should this one run out of memory
-                torch.autograd.graph.increment_version(written)
-            kept = KeptLogits(*memory, ctx.plan.slab, ctx.plan.width)
-            given = lse, entropy, dlogp, dentropy, *kept
-            dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, *call)
-            dw = kept.waiting.detach() if kept.slab else dw
-        dx, dw, db = (g if w else None for g, w in zip((dx, dw, db), call.wanted))
+        dx, dw, db = backward_rows(ctx.saved_tensors, (dlogp, dentropy, dselected, None), ctx.plan, ctx.call)
         return dx, dw, None, db, None, None
 
 
@@ -479,7 +505,7 @@ def liger_fused_linear_log_probs(
         check(False, _NAME, "selected_token_ids must be an int64 tensor of shape [k]")
     if ids is not None and ids.device != input.device:
         check(False, _NAME, f"selected_token_ids is on {ids.device} but the input is on {input.device}")
-    call = _Call(
+    call = LogProbsCall(
         temperature=float(temperature),
         softcap=float(softcap or 0.0),
         ignore_index=ignore_index,

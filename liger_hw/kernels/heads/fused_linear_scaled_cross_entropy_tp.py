@@ -2,7 +2,7 @@
 
 Each rank holds the hidden states of all rows and its part of the head's weight, in the order of the ranks; parts may be
 unequal (losses/vocab_parts.py). The forward exchanges the parts' widths and two numbers a row (three with entropy);
-backward sums the hidden states' gradient.
+backward sums the hidden states' gradient. Logits are kept for it as by the head of a whole vocabulary (kept_logits.py).
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
 from ..losses.vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
-from .fused_linear_log_probs import checked_arguments, linear_log_probs_bwd, linear_log_probs_fwd
+from .fused_linear_log_probs import LogProbsCall, backward_rows, checked_arguments, forward_rows
 
 _NAME = "liger_fused_linear_scaled_cross_entropy_tp"
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
-    """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks and the entropy."""
+    """Autograd for one rank: saves the inputs, the log-sum-exp over all ranks, the entropy, and logits of its part."""
 
     @staticmethod
     def forward(ctx, x, weight, target, tp_group, temperature, ignore_index, return_entropy):
         part = vocab_part(weight.shape[0], tp_group, x.device)
         own = own_targets(_NAME, target, weight.shape[0], part, ignore_index)
-        numbers = temperature, 0.0, IGNORED, return_entropy, False, False, False, *ctx.needs_input_grad[:2], False
-        logp, entropy, _, own_lse, selected = linear_log_probs_fwd(x, weight, own.mine, None, None, *numbers)
+        dinput, dweight = ctx.needs_input_grad[:2]
+        call = LogProbsCall(temperature, 0.0, IGNORED, return_entropy, dinput=dinput, dweight=dweight)
+        results, ctx.plan, memory = forward_rows(x, weight, own.mine, None, None, call)
+        logp, entropy, _, own_lse, selected = results
         s_y = torch.where(own.here, own_lse + logp, 0.0)
         means = [own_lse - entropy] if return_entropy else []  # a rank's mean score
         lses, scores, *means = gather_rows([own_lse, s_y, *means], part)
@@ -36,9 +38,8 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
         if return_entropy:
             share = torch.exp(lses - lse)  # of the probability
             entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~own.counted, 0.0)
-        ctx.save_for_backward(x, weight, own.mine, None, None, lse, entropy, selected)
-        ctx.here, ctx.part, ctx.has_entropy = own.here, part, return_entropy
-        ctx.options = numbers
+        ctx.save_for_backward(x, weight, own.mine, None, None, lse, entropy, selected, *memory)
+        ctx.here, ctx.part, ctx.call = own.here, part, call
         ctx.set_materialize_grads(False)
         if not return_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -49,11 +50,11 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
     def backward(ctx, dnll, dentropy):
         if dnll is None and dentropy is None:
             return (None,) * 7
-        grads = None if dnll is None else -dnll, dentropy if ctx.has_entropy else None, None, ctx.here
-        dx, dweight, _ = linear_log_probs_bwd(*ctx.saved_tensors, *grads, *ctx.options)
-        if ctx.needs_input_grad[0] and ctx.part.world > 1:
+        grads = None if dnll is None else -dnll, dentropy if ctx.call.entropy else None, None, ctx.here
+        dx, dweight, _ = backward_rows(ctx.saved_tensors, grads, ctx.plan, ctx.call)
+        if dx is not None and ctx.part.world > 1:
             dist.all_reduce(dx, group=ctx.part.group)
-        return *(g if w else None for g, w in zip((dx, dweight), ctx.needs_input_grad)), *(None,) * 5
+        return dx, dweight, *(None,) * 5
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(

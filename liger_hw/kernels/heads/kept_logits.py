@@ -234,12 +234,13 @@ def keeping_backward(
     dinput: bool,
     dbias: bool,
     ignore_index: int,
+    pull: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
 
-    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. options: softcap and
-    temperature of `row_log_prob_gradients`.
+    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. pull: [n_rows], the factor of
+    the softmax where it is not dlogp; options: softcap and temperature of `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
@@ -256,7 +257,9 @@ def keeping_backward(
         return None if bias is None else bias[columns]
 
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-    softmax_coef = dlogp.masked_fill(outside, float("nan"))  # every slice's, while dlogp is the target's own slice's
+    softmax_coef = (dlogp if pull is None else pull).masked_fill(
+        outside, float("nan")
+    )  # every slice's, while dlogp is the target's own slice's
     sliced = {**options, "ignore_index": _IGNORED}
     rows = slice(0, slab)
     if slab:
@@ -280,6 +283,7 @@ def keeping_backward(
         logits = kept.rest[start - slab :][:n_kept, :vocab]
         if n_kept == stop - start:
             given = {"bias": bias, "row_start": start, "entropy_coef": dentropy, "ignore_index": ignore_index}
+            given["pull"] = pull
             _gradients(logits, target, saved, dlogp, **given, **options)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
