@@ -153,8 +153,13 @@ def counting(run: Run) -> Iterator[None]:
         run.peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def computing() -> Any:
+    """The context in which forwards run."""
+    return torch.autocast(DEVICE.type, COMPUTE, enabled=COMPUTE is not torch.float32)
+
+
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.autocast(DEVICE.type, COMPUTE, enabled=COMPUTE is not torch.float32):
+    with computing():
         return model(**batch).loss
 
 
@@ -319,10 +324,11 @@ def hsdp(adapter: str, patched: bool) -> Run:
 
 
 def _deepspeed(stage: int) -> dict[str, Any]:
-    """DeepSpeed's settings."""
+    """DeepSpeed's settings, with buckets that do not hide the memory of a small model."""
+    buckets = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     settings = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **buckets},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
@@ -460,13 +466,12 @@ def _trainer(adapter: str, patched: bool, **engine: Any) -> Run:
     rows = [{k: v[i].cpu() for k, v in batch.items()} for batch in batches(world) for i in range(world * ROWS)]
 
     def whole(model: Any) -> dict[str, torch.Tensor]:
-        trains = [p for p in model.parameters() if p.requires_grad]
-        if not hasattr(trains[0], "ds_shape"):
+        trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not hasattr(next(iter(trains.values())), "ds_shape"):
             return trained(model)
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
 
-        with GatheredParameters(trains):
-            return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        return {name: safe_get_full_fp32_param(p) for name, p in trains.items()}  # the model's own may be in bf16
 
     class InOrder(Trainer):
         def create_optimizer(self, *args: Any) -> Any:
@@ -541,7 +546,10 @@ def pipeline(adapter: str, patched: bool) -> Run:
 
     def loss_fn(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
-        return liger_fused_linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, shifted)
+        with computing():
+            if patched:
+                return liger_fused_linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, shifted)
+            return torch.nn.functional.cross_entropy(model.lm_head(hidden.flatten(0, 1)).float(), shifted)
 
     schedule = ScheduleGPipe(PipelineStage(stage, dist.get_rank(), 2, DEVICE), n_microbatches=1, loss_fn=loss_fn)
     optimizer = torch.optim.SGD(ours.values(), lr=RATE)
@@ -582,6 +590,10 @@ class _Stage(torch.nn.Module):
         self.rotary = model.model.rotary_emb
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with computing():
+            return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.embed is None else self.embed(x)
         places = torch.arange(x.shape[1], device=x.device)[None]
         angles = self.rotary(x, position_ids=places)
@@ -615,15 +627,29 @@ def cell(name: str, adapter: str) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "compute": str(COMPUTE).removeprefix("torch."),
     }
-    found = ENGINES[name](adapter, True)
+    found = run_engine(name, adapter, True)
     record |= errors_of(found, expected)
     if COMPUTE is not torch.float32 or DEVICE.type != "cpu":
-        unpatched = ENGINES[name](adapter, False)
+        unpatched = run_engine(name, adapter, False)
         record["unpatched"] = errors_of(unpatched, expected)
         record["peak_mib"], record["unpatched"]["peak_mib"] = largest(found.peak_mib), largest(unpatched.peak_mib)
     counted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counted, found.kernels)
     return {**record, "kernels": dict(sorted(sum(counted, Counter()).items()))}
+
+
+def run_engine(name: str, adapter: str, patched: bool) -> Run:
+    """A run that leaves nothing to the next one: accelerate keeps its plugin in the environment and in classes."""
+    environment = dict(os.environ)
+    try:
+        return ENGINES[name](adapter, patched)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        if "accelerate" in sys.modules:
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState._reset_state(True)
 
 
 def largest(value: float) -> float:

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-BETA = 0.5
+BETA = 2.0
 OBJECTIVES = ("dpo", "grpo")
 
 
 class LlamaWithObjective(LlamaForCausalLM):
-    """objective: dpo, of which two neighbouring rows are the chosen and the rejected answer, or grpo, whose advantages
-    are read off the rows' first tokens. Both without a reference model.
+    """objective: dpo, of which two neighbouring rows are the chosen and the rejected answer, with means over tokens
+    (differences of long sums would be inexact), or grpo, whose advantages are read off the rows' first tokens. Both
+    without a reference model.
 
     fused: the loss is one of liger_hw.chunked_loss, or of the tensor-parallel head's log-probabilities
     """
@@ -45,7 +46,7 @@ class LlamaWithObjective(LlamaForCausalLM):
             from liger_hw import chunked_loss
 
             if self.objective == "dpo":
-                dpo = chunked_loss.LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False)
+                dpo = chunked_loss.LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False, average_log_prob=True)
                 return dpo(weight, x, target, bias)[0]
             grpo = chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
             return grpo(x, weight, target.clamp_min(0), (target != -100).int(), advantages, bias)[0]
@@ -59,7 +60,7 @@ class LlamaWithObjective(LlamaForCausalLM):
     def from_log_probs(self, logp: torch.Tensor, target: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         """The loss, from the log-probabilities of the targets [rows, tokens], zero where there is none."""
         if self.objective == "dpo":
-            chosen, rejected = logp.sum(1).chunk(2)
+            chosen, rejected = (logp.sum(1) / (target != -100).sum(1)).chunk(2)
             return -F.logsigmoid(BETA * (chosen - rejected)).mean()
         counted = target != -100
         ratio = (logp - logp.detach()).exp()
