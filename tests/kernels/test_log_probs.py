@@ -121,3 +121,27 @@ def test_what_is_refused():
         liger_log_probs(x, [0, 0, 0, 0])
     with pytest.raises(TypeError, match="return_entropy must be True or False"):
         liger_log_probs(x, target, return_entropy="yes")
+
+
+@pytest.mark.parametrize("width", [37, 9003, 17001])
+def test_the_first_of_equal_logits_is_the_top(lane, width, generator):
+    """One tile, and several; rows that begin anywhere, so that the first may lie before or behind the whole vectors."""
+    logits = torch.randint(3, (7, width), generator=generator).float()
+    for row, places in enumerate(
+        ((0, width - 1), (width - 1,), (5, 8200), (1, 2), (width - 2, width - 1), (3, 4, 8197))
+    ):
+        logits[row, [place for place in places if place < width]] = 5.0
+    logits[6] = float("-inf")
+    logits[6, width // 2] = -3.0
+    first = torch.tensor([int((row == row.max()).nonzero()[0]) for row in logits])
+    given = logits.to(lane.device, torch.float16)
+    for offset, expected in ((0, True), (1, False)):
+        target = ((first + offset) % width).to(lane.device)
+        found = liger_log_probs(given, target, return_entropy=True, return_top1=True)
+        assert (found.is_top1 == expected).all(), found.is_top1
+        exact = torch.log_softmax(given.double(), -1)
+        torch.testing.assert_close(
+            found.log_probs.double(), exact.gather(1, target[:, None])[:, 0], rtol=1e-5, atol=1e-5
+        )
+        entropy = -(exact.exp() * exact.masked_fill(exact == float("-inf"), 0.0)).sum(-1)
+        torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)

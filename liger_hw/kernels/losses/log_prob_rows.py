@@ -59,18 +59,16 @@ def _take_tile(
     moment,
     total,
     top,
-    argmax,
     SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
     ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr,
+    TOP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take a tile of logits into the statistics of its lanes, which run along its last dimension.
 
     With s = softcap(x + bias) of a lane so far: m = max(s), d = sum(2^z), moment = sum(2^z * z) where z = scale * (s -
-    m), total = sum(s), and argmax is the first column of top = max(x). MASKED: the tile ends past n_cols, where x is
-    -inf.
+    m), total = sum(s), top = max(x). MASKED: the tile ends past n_cols, where x is -inf.
     """
     AXIS: tl.constexpr = len(x.shape) - 1
     s = x
@@ -88,12 +86,9 @@ def _take_tile(
     d += tl.sum(e, AXIS)
     if ENTROPY:
         moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
-    if ARGMAX:
-        tile_top = tl.max(x, AXIS)
-        first = tl.min(tl.where(x == tl.expand_dims(tile_top, AXIS), cols, n_cols), AXIS)
-        argmax = tl.where((tile_top > top) | ((tile_top == top) & (first < argmax)), first, argmax)
-        top = tl.maximum(top, tile_top)
-    return m_new, d, moment, total, top, argmax
+    if TOP:
+        top = tl.maximum(top, tl.max(x, AXIS))
+    return m_new, d, moment, total, top
 
 
 @triton.jit
@@ -104,6 +99,14 @@ def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
     if ENTROPY:
         moment = (moment + d * tl.maximum(z, -256.0)) * e
     return d * e, moment
+
+
+@triton.jit
+def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
+    """The first of `cols` [lanes, width] that holds top_row, read again in the lanes whose largest logit it is."""
+    cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
+    x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "", "")
+    return tl.min(tl.min(tl.where(x == top_row, cols, n_cols), 1), 0)
 
 
 @triton.jit
@@ -120,7 +123,7 @@ def _scan_lanes(
     SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr,
     ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
@@ -130,7 +133,8 @@ def _scan_lanes(
     """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/edges.py). BIAS begins at column 0.
 
     Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The threads
-    hear of each other once a row, when the lanes are put together.
+    hear of each other once a row, when the lanes are put together. A lane remembers in which tile its largest logit came
+    first, and only the lanes that hold the row's largest one are read again for its column.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = min(16 // BYTES, BLOCK_SIZE)
@@ -146,31 +150,43 @@ def _scan_lanes(
     moment = tl.zeros([LANES], tl.float32)
     total = tl.zeros([LANES], tl.float32)
     top = tl.full([LANES], float("-inf"), tl.float32)
-    argmax = tl.zeros([LANES], tl.int32)
+    top_tile = tl.zeros([LANES], tl.int32)
     for i in tl.range(0, n_full, num_stages=STAGES):
         cols = i * BLOCK_SIZE + lane_cols
+        top_before = top
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, LOAD_CACHE, LOAD_EVICT)
-        m, d, moment, total, top, argmax = _take_tile(
-            x, cols, n_body, softcap, scale, m, d, moment, total, top, argmax, SOFTCAP, TOTAL, ENTROPY, ARGMAX, False
+        m, d, moment, total, top = _take_tile(
+            x, cols, n_body, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, False
         )
+        top_tile = tl.where(top > top_before, i, top_tile)
     cols = n_full * BLOCK_SIZE + lane_cols
+    top_before = top
     x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, float("-inf"), True, "", "")
-    m, d, moment, total, top, argmax = _take_tile(
-        x, cols, n_body, softcap, scale, m, d, moment, total, top, argmax, SOFTCAP, TOTAL, ENTROPY, ARGMAX, True
+    m, d, moment, total, top = _take_tile(
+        x, cols, n_body, softcap, scale, m, d, moment, total, top, SOFTCAP, TOTAL, ENTROPY, TOP, True
     )
+    top_tile = tl.where(top > top_before, n_full, top_tile)
 
     m_row = tl.max(m, 0)
     base = tl.where(m_row == float("-inf"), 0.0, m_row)
     d, moment = _about(m, base, d, moment, scale, ENTROPY)
     m, d, moment, total = m_row, tl.sum(d, 0), tl.sum(moment, 0), tl.sum(total, 0)
-    top_row = tl.max(top, 0)
-    argmax = tl.min(tl.where(top == top_row, argmax, n_cols), 0)
+    argmax = 0
+    if TOP:
+        top_row = tl.max(top, 0)
+        argmax = _first_column(
+            X_ptr, BIAS_ptr, top_tile[:, None] * BLOCK_SIZE + lane_cols, top, top_row, n_body, n_stored
+        )
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
-        m, d, moment, total, top, argmax = _take_tile(
-            x_edge, edge, n_cols - head, softcap, scale, m, d, moment, total, top_row, argmax,
-            SOFTCAP, TOTAL, ENTROPY, ARGMAX, True,
-        )  # fmt: skip
+        if TOP:
+            top_edge = tl.max(x_edge, 0)
+            first = tl.min(tl.where(x_edge == top_edge, edge, n_cols), 0)
+            better = (top_edge > top_row) | ((top_edge == top_row) & (first < argmax))
+            argmax = tl.where(better, first, argmax)
+        m, d, moment, total, _ = _take_tile(
+            x_edge, edge, n_cols - head, softcap, scale, m, d, moment, total, 0.0, SOFTCAP, TOTAL, ENTROPY, False, True
+        )
     entropy = tl.log(d) - moment / d * 0.6931471805599453  # ln(2)
     return m * inv_temperature + tl.log(d), entropy, total, argmax + head
 
