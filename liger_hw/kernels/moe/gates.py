@@ -9,6 +9,8 @@ gradient of their weight is 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, next_power_of_2
@@ -213,6 +215,13 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[2], 8))
 
 
+def _gate_heuristic(target: Target, key: Key) -> LaunchConfig:
+    """As many columns; of more than 512 of them 32 bytes a thread, since this kernel reads a column once."""
+    found = _heuristic(target, key)
+    block = found.blocks["BLOCK_SIZE"]
+    return found if block <= 512 else replace(found, num_warps=target.warps(block, 32 // key[2], 8))
+
+
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
     return [
         LaunchConfig({"BLOCK_SIZE": block}, warps)
@@ -222,22 +231,22 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     ]
 
 
-def _tunable(variant: str, kernel, *neutral: str) -> Tunable:
+def _tunable(variant: str, kernel, heuristic, *neutral: str) -> Tunable:
     return Tunable(
         "fused_moe",
         variant,
         kernels=(kernel,),
         key=_key,
         dims=DIMS,
-        heuristic=_heuristic,
+        heuristic=heuristic,
         safe=lambda target, key: LaunchConfig({"BLOCK_SIZE": 16}, 1),
         space=_space,
         neutral=frozenset({"num_stages", "hint", *neutral}),
     )
 
 
-GATE = _tunable("gate", _fused_moe_gate_kernel, "BLOCK_SIZE", "num_warps")
-GATE_BWD = _tunable("gate_bwd", _fused_moe_gate_bwd_kernel)
+GATE = _tunable("gate", _fused_moe_gate_kernel, _gate_heuristic, "BLOCK_SIZE", "num_warps")
+GATE_BWD = _tunable("gate_bwd", _fused_moe_gate_bwd_kernel, _heuristic)
 TUNABLES = (GATE, GATE_BWD)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
