@@ -274,18 +274,20 @@ def as_text(found: dict[str, Any]) -> str:
         shares = _shares(rows)
         lines.append((op, *cells, *(" / ".join(f"{share:.2f}" for share in each) or "-" for each in shares)))
     parts = [("op", *PARTS, "launches", "allocations", "least full")]
+    together = 6  # columns of parts in a table
     for row in found["parts"]:
         cells = ["-" if row.get(name) is None else f"{row[name]:.2f}" for name in PARTS]
         least = "-" if row.get("least_full_us") is None else f"{row['least_full_us']:.1f}"
-        parts.append(
-            (row["op"], *cells, *(str(row.get(name, "-")) for name in ("launches_full", "allocs_full")), least)
-        )
+        counts = [row.get(name) for name in ("launches_full", "allocs_full")]
+        parts.append((row["op"], *cells, *("-" if count is None else str(count) for count in counts), least))
     notes = [f"{r['arm']} {r['op']}: {r['note']}" for r in found["calls"] if r["status"] == "error"]
     notes += [f"breakdown of {r['op']}: {r['note']}" for r in found["parts"] if r.get("note")]
     return "\n".join(
         [
-            *(table(parts).splitlines()),
-            "",
+            *(
+                table([(row[0], *row[at : at + together]) for row in parts]) + "\n"
+                for at in range(1, len(parts[0]), together)
+            ),
             *(table(lines).splitlines()),
             *sorted(set(notes)),
             *([f"stopped early: {found['ended']}"] if found["ended"] else []),

@@ -142,7 +142,8 @@ def _moe(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     against = _peers(arguments, list(moe.AGAINST))
     try:
-        todo = moe.layers(arguments.sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
+        sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+        todo = moe.layers(sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
     if names:

@@ -43,8 +43,8 @@ def test_each_case_is_named_before_it_runs(capsys):
     _, _, err = said(capsys, "rms_norm", *arguments)
     lines = err.splitlines()
     assert lines[0].startswith("no GPU: torch's reference path")
-    assert lines[1].startswith("[1/2] rms_norm 8x16 float32: liger_hw, torch")
-    assert lines[3].startswith("[2/2]") and "rms_norm 9x16" in lines[3]
+    assert lines[1].startswith("[1/2] rms_norm 8x16 float32: liger_hw, torch; ") and lines[1].endswith(" s so far")
+    assert lines[3].startswith("[2/2] rms_norm 9x16")
 
 
 def test_experts(tmp_path, capsys):
@@ -62,6 +62,12 @@ def test_experts(tmp_path, capsys):
             assert row["status"] == "ok" and row["error_out"] < 1e-5 and row["error_grad"] < 1e-5, row
             assert row["floor"] == "gemm" and row["floor_ms"] > 0 and row["first_seconds"] > 0
         assert rows[n, "quack"]["status"] == "absent"
+
+
+def test_without_a_gpu_experts_are_small(capsys):
+    code, out, err = said(capsys, "moe", "--device", "cpu", "--against", "eager", "--repeats", "1")
+    sizes = [int(n) for n in err.splitlines()[1].split()[2].rstrip(":").split("x")]
+    assert code == 0 and max(sizes) < 64 and "liger_hw" in out
 
 
 @pytest.mark.parametrize(("routing", "share"), [("uniform", 1), ("skewed", 10)])
