@@ -11,10 +11,8 @@ A cell that the kept run does not have is shown as not run.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import importlib.util
 import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ KEPT = {
 }
 """Where a run's records are kept, by what carried its collectives."""
 BEGIN, END = "<!-- matrix: python ci/distributed_page.py -->\n", "<!-- end of matrix -->\n"
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 KERNELS = {
     "rms_norm": "rms_norm_fwd",
     "swiglu": "swiglu_fwd",
@@ -56,15 +53,14 @@ def collect(folder: Path, commit: str) -> dict[str, dict[str, Any]]:
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not records:
         raise ValueError(f"no records of the matrix in {folder}; MATRIX={folder} makes the tests leave them there")
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    about = {"date": datetime.date.today().isoformat(), "commit": commit, "versions": versions}
-    devices = sorted({record["device"] for record in records})
-    return {device: {**about, "records": [r for r in records if r["device"] == device]} for device in devices}
+    about, kept = {"date": datetime.date.today().isoformat(), "commit": commit}, {}
+    for device in sorted({record["device"] for record in records}):
+        mine = [record for record in records if record["device"] == device]
+        versions = {json.dumps(record.pop("versions")): None for record in mine}
+        if len(versions) > 1:
+            raise ValueError(f"{folder} has records of several environments: {' and '.join(versions)}; collect one's")
+        kept[device] = {**about, "versions": json.loads(next(iter(versions))), "records": mine}
+    return kept
 
 
 def table(runs: dict[str, dict[str, Any] | None], matrix: Any) -> str:

@@ -23,7 +23,8 @@ def pages():
 
 def record(**changes):
     one = {"device": "cpu", "engine": "ddp", "adapter": "full", "ranks": 2, "compute": "float32"}
-    return {**one, "loss_error": 1e-7, "gradient_error": 2e-6, "kernels": GOOD, **changes}
+    one |= {"loss_error": 1e-7, "gradient_error": 2e-6, "kernels": GOOD, "versions": {"torch": "2.13"}}
+    return {**one, **changes}
 
 
 def row(pages, tmp_path, *records):
@@ -78,6 +79,11 @@ def test_bfloat16_is_held_against_the_unpatched_engine(pages, tmp_path):
     assert any(expected in line for line in near), near
     far = row(pages, tmp_path, record(**seen, gradient_error=1.6e-2))[1]
     assert any("**wrong** (2e-02, unpatched 1e-02)" in line for line in far), far
+
+
+def test_records_of_two_environments_are_not_one_run(pages, tmp_path):
+    with pytest.raises(ValueError, match="several environments"):
+        row(pages, tmp_path, record(), record(versions={"torch": "2.11"}))
 
 
 def test_no_records_are_an_error(pages, tmp_path):

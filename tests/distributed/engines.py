@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.metadata
 import json
 import os
+import platform
 import sys
 import tempfile
 import traceback
@@ -665,6 +667,15 @@ def errors_of(found: Run, expected: Run) -> dict[str, Any]:
     return {"loss_error": loss, "gradient_error": worst[0], "gradient": worst[1]}
 
 
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that are here of those that the engines are made of."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "accelerate", "deepspeed", "peft"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def main() -> None:
     global DEVICE, COMPUTE, VOCAB, TOKENS
     parser = argparse.ArgumentParser()
@@ -680,7 +691,9 @@ def main() -> None:
         torch.get_device_module(DEVICE).set_device(DEVICE)
         VOCAB, TOKENS = VOCAB_ON_GPU, TOKENS_ON_GPU
     dist.init_process_group("gloo" if options.device == "cpu" else None)
-    found = []
+    found, here = [], versions()
+    if DEVICE.type != "cpu":
+        here["device"] = torch.get_device_module(DEVICE).get_device_name(DEVICE)
     for name, adapter in (chosen.split(":") for chosen in options.cells.split(",")):
         try:
             found.append(cell(name, adapter))
@@ -688,6 +701,7 @@ def main() -> None:
             traceback.print_exc()
             failed = f"{type(problem).__name__}: {problem}"
             found.append({"engine": name, "adapter": adapter, "compute": options.compute, "failed": failed})
+        found[-1]["versions"] = here
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps(found, indent=1))
             print(json.dumps(found[-1]), flush=True)
