@@ -11,6 +11,8 @@ runs out of memory says so. `--config tiny --device cpu` tries the script withou
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -82,9 +84,20 @@ def make_model(options: argparse.Namespace) -> Any:
     return model
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that an arm is made of, where they are installed."""
+    found = {}
+    for package in ("transformers", "accelerate", "deepspeed", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def train(options: argparse.Namespace) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from liger_hw.bench import report
 
     on_gpu = options.device != "cpu"
     device = torch.get_device_module(options.device) if on_gpu else None
@@ -146,6 +159,8 @@ def train(options: argparse.Namespace) -> None:
             "tokens_per_second": options.batch * options.seq * options.steps / watch.seconds,
             "peak_GiB": device.max_memory_allocated() / 2**30 if device else None,
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "machine": report.machine(torch.device(options.device), os.environ.get("LIGER_COMMIT")),
+            "versions": versions(),
         }
         (options.out / f"{options.engine}-{options.arm}.json").write_text(json.dumps(record))
 
@@ -167,7 +182,8 @@ def run_all(options: argparse.Namespace) -> None:
             record |= {"engine": engine, "arm": arm, "gpus": count, "layers": options.layers}
             record |= {"batch": options.batch, "seq": options.seq}
             lines.append(record)
-            print(json.dumps({key: value for key, value in record.items() if key != "losses"}), flush=True)
+            shown = {key: value for key, value in record.items() if key not in ("losses", "machine", "versions")}
+            print(json.dumps(shown), flush=True)
             (options.out / "all.json").write_text(json.dumps(lines, indent=1) + "\n")
     print(table(lines))
 

@@ -33,10 +33,10 @@ KERNELS = {
     "head": "fused_linear_cross_entropy_fwd",
     "head, split": "fused_linear_cross_entropy_tp_fwd",
     "head, DPO or GRPO": "chunked_loss",
-    "log-probabilities, split": "fused_linear_log_probs_fwd",
+    "log-probabilities, split": "fused_linear_log_probs_fwd|fused_linear_log_probs_keep",
     "experts": "fused_moe_fwd",
 }
-"""Name in the table -> operator whose calls are counted."""
+"""Name in the table -> operators whose calls are counted."""
 
 
 def load_matrix() -> Any:
@@ -112,7 +112,8 @@ def _cells(record: dict[str, Any] | None, matrix: Any) -> list[str]:
         own = f", unpatched {unpatched[f'{name}_error']:.0e}" if halves else ""
         errors.append(f"{word} ({record[f'{name}_error']:.0e}{own})")
     memory = f"{record['peak_mib']:.0f}, {unpatched['peak_mib']:.0f}" if "peak_mib" in record else "-"
-    calls = ", ".join(f"{name} {record['kernels'][op]}" for name, op in KERNELS.items() if record["kernels"].get(op))
+    counts = {n: sum(record["kernels"].get(op, 0) for op in ops.split("|")) for n, ops in KERNELS.items()}
+    calls = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     kernels = (f"**{wrong['kernels']}**; " if "kernels" in wrong else "") + (calls or "none")
     return [str(record["ranks"]), *errors, memory, kernels]
 
