@@ -50,7 +50,8 @@ def with_index(device: "torch.device | str") -> "torch.device":
     device = torch.device(device)
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    current = getattr(torch.get_device_module(device), "current_device", None)  # mps has none, and one device
+    return device if current is None else torch.device(device.type, current())
 
 
 def target_of(device: "torch.device") -> Target:

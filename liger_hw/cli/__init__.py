@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check failed, 2 wrong usage or a failure of the system, 3 a bug in liger_hw, 130 interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the command
+            setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")

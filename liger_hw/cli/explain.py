@@ -12,7 +12,7 @@ import math
 import sys
 from typing import Any
 
-from ..text import fold, json_text
+from ..text import fold, json_text, printable
 from . import UsageError
 from .arguments import dtype_name, shape, torch_dtype
 
@@ -125,6 +125,7 @@ def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[
             one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
             found.setdefault((launch.tunable, launch.key), []).append(one)
     except Exception as error:  # the op's own kernels are explained all the same
-        print(f"liger-hw: explain: what is launched is unknown: {type(error).__name__}: {error}", file=sys.stderr)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        print(f"liger-hw: explain: what is launched is unknown: {printable(reason)}", file=sys.stderr)
         return None
     return found

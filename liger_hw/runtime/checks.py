@@ -56,6 +56,8 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
         dtype, device = tensor.dtype, tensor.device
         if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
             raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
+        if tensor.is_nested:
+            raise ValueError(f"{op}: {name} is a nested tensor, which no kernel takes; give it padded or concatenated")
         if first is None:
             first, shared = name, device
         elif device != shared:

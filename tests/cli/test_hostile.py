@@ -166,3 +166,24 @@ def test_an_error_is_one_line_where_its_document_cannot_be_written(unbuffered):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "nothing" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(("words", "code"), [("cache list", 0), ("explain nothing --json", 2)])
+def test_an_output_that_is_closed_is_no_bug(closed, words, code):
+    command = f"exec {sys.executable} -m liger_hw {words} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo"])
+@pytest.mark.parametrize("device", ["mps", "mps:0", "meta:3"])
+def test_a_device_that_no_vendor_serves_is_refused(capsys, command, device):
+    code, _, err = said(capsys, command, "--device", device)
+    assert code == 2 and f"cannot use --device {device}: liger_hw has no backend" in err
+
+
+def test_a_size_that_torch_does_not_take_is_one_line(capsys):
+    words = ("explain", "rms_norm", "--shape", "99999999999999999999x4", "--device", "h200")
+    code, out, err = said(capsys, *words)
+    assert code == 0 and "heuristic" in out and len(err.splitlines()) == 1 and "frame #0" not in err

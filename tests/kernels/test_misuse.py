@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from harness import few_sizes, make
 
+from liger_hw import registry
 from liger_hw.chunked_loss import LigerFusedLinearDPOLoss
 from liger_hw.runtime import checks
 from liger_hw.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
@@ -34,6 +36,23 @@ def test_logits_of_a_batch_are_told_to_flatten():
         liger_kl_div(logits, logits)
     with pytest.raises(ValueError, match=r"flatten the leading dimensions: input.flatten\(0, -2\)"):
         liger_fused_linear_cross_entropy(X.view(2, 3, 4), WEIGHT, labels)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", sorted(registry.ops()))
+def test_a_nested_tensor_is_named_wherever_it_stands(name, layout):
+    op = registry.get_op(name)
+    sample = make(op, few_sizes(op), torch.float32, "cpu", 0)
+    places = [
+        i for i, a in enumerate(sample.args) if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() > 1
+    ]
+    for place in places:
+        given = sample.args[place].detach()
+        nested = torch.nested.nested_tensor([given[0], given[-1]], layout=layout)
+        with pytest.raises(ValueError, match=f"^liger_{name}: .* nested tensor"):
+            op.function(*(nested if i == place else a for i, a in enumerate(sample.args)), **sample.kwargs)
+    assert places
 
 
 def test_swapped_input_and_weight_are_recognised():
