@@ -40,7 +40,7 @@ def sample(lane, generator, route, dtype=torch.float32, weights=None):
         weights[:1, :1] = 0.0
     weights = weights.to(lane.device, dtype).requires_grad_()
     up, down = leaf(EXPERTS, 2 * INNER, HIDDEN), leaf(EXPERTS, HIDDEN, INNER)
-    return Sample((leaf(len(index), HIDDEN), up, down, index, weights), {}, HIDDEN, TOKENS * TOP_K + HIDDEN)
+    return Sample((leaf(len(index), HIDDEN), up, down, index, weights), {}, HIDDEN, index.numel() + HIDDEN)
 
 
 @pytest.mark.daily("interpret", route=("most experts without a token", "some slots of nobody", "no token"))

@@ -22,6 +22,8 @@ https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ... import registry
@@ -343,14 +345,18 @@ WORKLOADS = {
 def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
     n_tokens, hidden, inner, n_experts, top_k = sizes
     n_z = 2 * inner if options.get("has_gate", True) else inner
+    jumps = bool(options.get("limit"))
 
-    def random(*shape: int, scale: float = 1.0, grad: bool = True) -> torch.Tensor:
+    def random(*shape: int, scale: float = 1.0, few_bits: bool = False) -> torch.Tensor:
         made = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
-        return made.to(dtype).requires_grad_(grad)
+        if few_bits:
+            step = 2.0 ** math.floor(math.log2(scale / 8))
+            made = (made / step).round() * step
+        return made.to(dtype).requires_grad_()
 
-    def weight(columns: int, rows: int) -> torch.Tensor:
+    def weight(columns: int, rows: int, few_bits: bool = False) -> torch.Tensor:
         shape = (rows, columns) if options.get("is_transposed") else (columns, rows)
-        return random(n_experts, *shape, scale=rows**-0.5)
+        return random(n_experts, *shape, scale=rows**-0.5, few_bits=few_bits)
 
     high = n_experts + 1 if sentinels else n_experts
     index = torch.randint(-1 if sentinels else 0, high, (n_tokens, top_k), generator=generator, device=device)
@@ -358,13 +364,15 @@ def _sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, *
     if biased:
         options |= {"gate_up_bias": random(n_experts, n_z), "down_bias": random(n_experts, hidden)}
     products = n_tokens * top_k * (3 * hidden + 6 * inner) + 2 * n_experts * hidden * (inner + n_z)
+    # The gradient jumps at a limit: fp32 sums of numbers of few bits are exact, so all round to the same side of it.
+    x, up = random(n_tokens, hidden, few_bits=jumps), weight(n_z, hidden, few_bits=jumps)
     return Sample(
-        args=(random(n_tokens, hidden), weight(n_z, hidden), weight(hidden, inner), index, weights),
+        args=(x, up, weight(hidden, inner), index, weights),
         kwargs=options,
         reduction=max(hidden, inner) + top_k,
         grad_reduction=max(hidden, inner, n_tokens * top_k),
         moved=products * dtype.itemsize,
-        exact={"rounded": dtype} if options.get("limit") else {},
+        exact={"rounded": dtype} if jumps else {},
     )
 
 
