@@ -103,6 +103,20 @@ def test_the_readme_links_to_files():
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
+def test_pages_link_to_files():
+    """Relative links of the site's pages, to files or to pages that ci/site.py makes; anchors are `make docs`'s."""
+    missing, nav = [], (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            to = Path(os.path.normpath(page.parent / link))
+            if "://" in link or link.startswith("mailto:") or to.exists():
+                continue
+            if f": {os.path.relpath(to, ROOT / 'docs')}\n" not in nav:
+                missing.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not missing
+
+
 @pytest.mark.full  # `make docs`
 def test_the_site_builds(tmp_path):
     """In strict mode: a broken link, an anchor that is not there or a page without a place is an error."""
