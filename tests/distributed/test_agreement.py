@@ -78,7 +78,7 @@ def ranks(tmp_path: Path, what: str, code: str = RANK) -> list[str]:
             **os.environ,
             "LIGER_HW_CACHE_DIR": str(tmp_path / f"rank{rank}"),
             "LIGER_HW_DISABLE_SHIPPED": "1",  # what ships for an H200 is no part of these tests
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent))),  # engines.py imports its neighbours
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
@@ -129,7 +129,7 @@ STEP = """
 import os, sys, torch, torch.distributed as dist
 import liger_hw
 from liger_hw import registry
-from tests.distributed.engines import batches, make_model
+from engines import batches, make_model
 rank, what = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
 model = make_model()
