@@ -32,6 +32,8 @@ VOCAB, HIDDEN, LAYERS, ROWS, TOKENS = 64, 32, 2, 4, 12
 VOCAB_ON_GPU, TOKENS_ON_GPU = 4096, 256
 RATE, STEPS = 1.0, 2
 DEVICE = torch.device("cpu")
+RECOMPUTED = "recomputed"
+"""Said for an adapter: the whole model trains, patched with activations="full"."""
 COMPUTE = torch.float32
 """What forwards compute in: bfloat16 means autocast, with weights in float32."""
 
@@ -54,9 +56,9 @@ def make_model(adapter: str = "full", **changes: Any) -> Any:
 
     torch.manual_seed(11)
     objective, _, adapter = adapter.rpartition("-")
-    if adapter in OBJECTIVES:
+    if adapter in (*OBJECTIVES, RECOMPUTED):
         objective, adapter = adapter, "full"
-    kind = LlamaWithObjective if objective else LlamaForCausalLM
+    kind = LlamaWithObjective if objective in OBJECTIVES else LlamaForCausalLM
     model = mixture_of_experts() if adapter == "experts" else kind(config(**changes)).train()
     model.objective = objective
     with torch.no_grad():
@@ -218,10 +220,12 @@ def patch(model: Any, patched: bool) -> Any:
     """The report of patching a live model, or None."""
     import liger_hw
 
+    options = {}
     for module in model.modules():
         if hasattr(module, "objective"):
             module.fused = patched
-    return liger_hw.patch(model) if patched else None
+            options = {"activations": "full"} if module.objective == RECOMPUTED else {}
+    return liger_hw.patch(model, **options) if patched else None
 
 
 # -- engines: (adapter, patched) -> Run ------------------------------------------------------------------------------
