@@ -349,12 +349,12 @@ def vocab_key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.K
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     """As the cross entropies', but nothing is worth keeping.
 
-    Three stages where shared memory has room for four programs'.
+    Of wide rows smaller tiles in four stages, where shared memory has room for eight programs'.
     """
-    config = rows_heuristic(target, key)
-    block = config.blocks["BLOCK_SIZE"]
-    pipelined = key[0] > block and 4 * 2 * block * key[1] <= target.shared_memory
-    return LaunchConfig(config.blocks, config.num_warps, 3 if pipelined else config.num_stages)
+    config, tile, stages = rows_heuristic(target, key), 4096, 4
+    if key[0] > 2 * tile and 8 * (stages - 1) * tile * key[1] <= target.shared_memory:
+        return LaunchConfig({"BLOCK_SIZE": tile}, target.warps(tile, 32, 16), stages)
+    return LaunchConfig(config.blocks, config.num_warps, config.num_stages)
 
 
 def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
