@@ -36,7 +36,7 @@ from harness import few_sizes, make, real_sizes, run, wide_sizes
 from liger_hw import registry
 from liger_hw.autotune import workers
 from liger_hw.autotune.jobs import Job
-from liger_hw.autotune.tuner import Tuner
+from liger_hw.autotune.tuner import Effort, Tuner
 from liger_hw.backends import LaunchConfig, target_of
 from tests.fuzz.__main__ import ROOT, versions
 
@@ -265,9 +265,9 @@ def _out_of_memory(step: Callable[[], Any]) -> Event:
 
 def _place(problem: BaseException) -> str:
     """The innermost function of ours or of the model that an error left, as `file:function`."""
-    frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if "torch/" not in frame.filename]
-    last = frames[-1]
-    name = last.filename.split("site-packages/")[-1].removeprefix(f"{ROOT}/")
+    frames = traceback.extract_tb(problem.__traceback__)
+    last = [frame for frame in frames if "/site-packages/torch/" not in frame.filename][-1]
+    name = os.path.realpath(last.filename).split("/site-packages/")[-1].removeprefix(f"{ROOT}/")
     return f"{name}:{last.name}"
 
 
@@ -297,16 +297,23 @@ def _search(step: Callable[[], Any]) -> Event:
     hang, lose, *others = [warps for warps in (8, 16, 4, 2, 1) if warps != baseline.num_warps]
     os.environ |= {"FUZZ_HANG": str(hang), "FUZZ_LOSE": str(lose)}
     workers.Worker.module = "tests.fuzz.misbehaving"
-    of.space = lambda target, key: [replace(baseline, num_warps=warps) for warps in (hang, lose, *others)]
+    space, of.space = (
+        of.space,
+        lambda target, key: [replace(baseline, num_warps=warps) for warps in (hang, lose, *others)],
+    )
     measurer, saved, began = workers.RemoteMeasurer("cuda:0", {"prepare": 10.0}), {}, time.monotonic()
     try:
         search = Tuner(
-            target, measurer, facts=measurer.facts(), save=lambda name, entry: saved.update({name: entry}) or True
+            target,
+            measurer,
+            facts=measurer.facts(),
+            save=lambda name, entry: saved.update({name: entry}) or True,
+            effort=Effort(job_seconds=150.0),  # a worker that starts again takes long on a busy machine
         )
         (result,) = search.run([Job("rms_norm", "fwd", key, sizes, "float32")])
     finally:
         measurer.close()
-        del of.space
+        of.space = space
         workers.Worker.module = workers.__name__
     step()
     return {
