@@ -104,10 +104,10 @@ def _gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32).to(output.dtype)
 
 
-def against_reference(op: Op, sizes: tuple[int, ...], dtype: torch.dtype, device: Any, options: dict) -> str:
+def against_reference(op: Op, sizes: tuple[int, ...], dtype: torch.dtype, device: Any) -> str:
     """Why `op.function` and `op.reference` disagree, or `""`. Raises `torch.OutOfMemoryError` when it does not fit."""
     generator = torch.Generator(device).manual_seed(1)
-    sample = op.sample(sizes, dtype, device, generator, **options)
+    sample = op.sample(sizes, dtype, device, generator)
     expected = run(op.reference, sample)
     found = run(op.function, sample)
     same_kind = [e.to(f.dtype) if f.is_floating_point() else e for f, e in zip(found, expected)]

@@ -186,7 +186,7 @@ def trace(
     from ..runtime.launch import tuned_values
     from ..runtime.observe import Observer, observing
     from ..runtime.operator import LauncherMode
-    from .record import tensors_in
+    from .record import forward_and_backward
 
     _triton.require()
     if _triton.INTERPRET:
@@ -215,11 +215,7 @@ def trace(
         stack.enter_context(FakeTensorMode())
         stack.enter_context(LauncherMode())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
-        outputs = entry.function(*sample.args, **sample.kwargs)
-        outputs = [o for o in tensors_in(outputs) if o.requires_grad]
-        inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
-        if outputs:
-            torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
+        forward_and_backward(entry, sample)
     return found
 
 

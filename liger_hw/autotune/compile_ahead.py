@@ -127,16 +127,13 @@ def note_launches(jobs: list[Job], dtype: "torch.dtype", device: "torch.device",
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ..runtime.operator import LauncherMode
-    from .record import tensors_in
+    from .record import forward_and_backward
 
     for op, sizes, options in jobs:
         entry = registry.get_op(op)
         single = torch.autograd.set_multithreading_enabled(False)
         with FakeTensorMode(), LauncherMode(), observing(Foreseen(note)), single:
-            sample = entry.sample(sizes, dtype, device, None, **options)
-            outputs = [o for o in tensors_in(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
-            inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
-            torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
+            forward_and_backward(entry, entry.sample(sizes, dtype, device, None, **options))
 
 
 def _compile(future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple, device: Any) -> None:

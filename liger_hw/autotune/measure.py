@@ -126,9 +126,9 @@ class Clock:
                 times[number].append((time.perf_counter() - start) * 1e6)
         return times
 
-    def copy_bandwidth(self, size: int = 1 << 30) -> float:
+    def copy_bandwidth(self) -> float:
         """GB/s of a device-to-device copy, reads plus writes: the floor kernels are compared with."""
-        size = 1 << 24 if self.on_cpu else size
+        size = 1 << 24 if self.on_cpu else 1 << 30
         source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         times = self.interleaved([(lambda: None, lambda: target.copy_(source))], 8)[0]
@@ -158,14 +158,11 @@ class Arm:
 class Bench:
     """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
 
-    def __init__(
-        self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock, options: dict | None = None
-    ) -> None:
-        self.op, self.sizes, self.dtype, self.clock = op, sizes, dtype, clock
-        self.device, self.options = clock.device, dict(options or {})
+    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock) -> None:
+        self.op, self.sizes, self.dtype, self.clock, self.device = op, sizes, dtype, clock, clock.device
         self.target: Target = target_of(self.device)
         generator = torch.Generator(self.device).manual_seed(0)
-        sample = op.sample(sizes, dtype, self.device, generator, **self.options)
+        sample = op.sample(sizes, dtype, self.device, generator)
         self.moved = sample.moved
         registry.invalidate()
         with Recorder(repeatable=True) as seen:
@@ -206,7 +203,7 @@ class Bench:
         while True:
             try:
                 with strictly():
-                    return check.against_reference(self.op, sizes, self.dtype, self.device, self.options)
+                    return check.against_reference(self.op, sizes, self.dtype, self.device)
             except torch.OutOfMemoryError:
                 if sizes[0] <= 256:
                     raise

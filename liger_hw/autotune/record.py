@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import registry
 from ..backends import LaunchConfig, Target
-from ..registry import Candidate, Key, Plan, Tunable
+from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
 from ..runtime.observe import Observer, observing
 
@@ -74,6 +74,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [t for item in value.values() for t in tensors_in(item)]
     return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
+
+
+def forward_and_backward(op: Op, sample: Sample) -> None:
+    """One call of an op and its backward, for what observers see of it."""
+    outputs = [o for o in tensors_in(op.function(*sample.args, **sample.kwargs)) if o.requires_grad]
+    inputs = [t for t in tensors_in((sample.args, sample.kwargs)) if t.requires_grad]
+    if outputs:
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
 
 
 class Recorder(Observer):
