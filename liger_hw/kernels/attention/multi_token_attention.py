@@ -54,16 +54,7 @@ from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def multi_token_attention_reference(
-    scores: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> torch.Tensor:
+def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
     """The specification in plain torch. It sums in fp32 (fp64 for fp64), and its backward sees the rounded P."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     masked = scores.masked_fill(_future(scores), -float("inf"))

@@ -58,9 +58,7 @@ class Distillation(NamedTuple):
     hard_weight: float = 0.0
 
 
-def distill_reference(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor | None, options: Distillation
-) -> tuple[torch.Tensor, torch.Tensor]:
+def distill_reference(student, teacher, labels, options: Distillation):
     """(soft, hard) of every row in plain differentiable torch, in fp32 (fp64 for fp64); hard is zero without labels.
 
     teacher: logits, or probabilities for KL.

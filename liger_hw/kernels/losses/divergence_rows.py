@@ -93,9 +93,7 @@ def _log_mixture(x, y, beta):
     return high + torch.log(beta * torch.exp(y - high) + (1 - beta) * torch.exp(x - high))
 
 
-def divergence_reference(
-    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None, options: Divergence
-) -> torch.Tensor:
+def divergence_reference(x, y, labels, options: Divergence):
     """The reduced loss in plain torch, in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     terms = divergence_terms(x.to(wide), y.to(wide), options.kind, options.beta, options.eps)

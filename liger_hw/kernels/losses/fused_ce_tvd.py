@@ -40,9 +40,7 @@ _NAME = "liger_fused_ce_tvd"
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def fused_ce_tvd_reference(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_ce_tvd_reference(student_logits, teacher_logits, target, ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 for fp64."""
     tvd, ce = distill_reference(student_logits, teacher_logits.detach(), target, _options(ignore_index))
     return ce, tvd

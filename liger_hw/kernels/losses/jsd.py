@@ -40,13 +40,7 @@ from .divergence_rows import (
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def jsd_reference(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-) -> torch.Tensor:
+def jsd_reference(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = jsd_options("jsd_reference", beta, ignore_index)
     return divergence_reference(input, target, shift_labels, options).to(input.dtype)

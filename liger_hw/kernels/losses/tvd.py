@@ -36,13 +36,7 @@ from .divergence_rows import (
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def tvd_reference(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    shift_labels: torch.Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-) -> torch.Tensor:
+def tvd_reference(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     options = _options("tvd_reference", reduction, ignore_index)
     return divergence_reference(input, target, shift_labels, options).to(torch.promote_types(input.dtype, target.dtype))

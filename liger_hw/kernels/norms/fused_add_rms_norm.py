@@ -27,15 +27,7 @@ from .rms_norm import CASTING_MODES, LigerRMSNorm, rms_norm_reference
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def fused_add_rms_norm_reference(
-    X: torch.Tensor,
-    R: torch.Tensor,
-    W: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_add_rms_norm_reference(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     S = X + R
     return rms_norm_reference(S, W, eps, offset, casting_mode), S

@@ -53,15 +53,8 @@ CASTING_MODES = ("llama", "gemma")
 
 
 def gated_rms_norm_reference(
-    X: torch.Tensor,
-    gate: torch.Tensor,
-    W: torch.Tensor,
-    eps: float = 1e-6,
-    activation: str = "silu",
-    casting_mode: str = "llama",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-) -> torch.Tensor:
+    X, gate, W, eps=1e-6, activation="silu", casting_mode="llama", norm_before_gate=True, group_size=None
+):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     g = gate.to(wide)

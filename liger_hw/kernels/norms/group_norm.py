@@ -40,14 +40,7 @@ from .group_norm_kernels import (
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def group_norm_reference(
-    X: torch.Tensor,
-    affine_scaling_weight: torch.Tensor | None,
-    affine_shifting_bias: torch.Tensor | None,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> torch.Tensor:
+def group_norm_reference(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     grouped = X.to(wide).reshape(X.shape[0], num_groups, math.prod(X.shape[1:]) // num_groups)

@@ -47,16 +47,7 @@ from .rms_norm import CASTING_MODES, MODE_NAMES, out_dtype
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def modulated_rms_norm_reference(
-    X: torch.Tensor,
-    W: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> torch.Tensor:
+def modulated_rms_norm_reference(X, W, scale, shift=None, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     n_cols = X.shape[-1]

@@ -40,9 +40,7 @@ from ..rows.tuning import bwd_heuristic, bwd_space, persistent_misfit, row_tunab
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def poly_norm_reference(
-    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor | None, eps: float = 1e-6, in_place: bool = True
-) -> torch.Tensor:
+def poly_norm_reference(X, W, B, eps=1e-6, in_place=True):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     x, w = X.to(wide), W.to(wide)

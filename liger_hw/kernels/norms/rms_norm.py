@@ -38,14 +38,7 @@ CASTING_MODES = {"llama": LLAMA, "gemma": GEMMA, "none": NONE}
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def rms_norm_reference(
-    X: torch.Tensor,
-    W: torch.Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> torch.Tensor:
+def rms_norm_reference(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
     """The specification in plain torch; computes in fp32, or in fp64 when `X` is fp64."""
     wide = torch.promote_types(X.dtype, torch.float32)
     x = X.to(wide)

@@ -19,9 +19,7 @@ from .swiglu import check_silu, swiglu_bwd_reference, swiglu_reference
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def fused_gate_up_swiglu_reference(
-    y: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> torch.Tensor:
+def fused_gate_up_swiglu_reference(y, gate_multiplier=1.0, down_multiplier=1.0):
     """The specification of the fused layout."""
     return swiglu_reference(*y.chunk(2, -1), gate_multiplier, down_multiplier)
 

@@ -23,9 +23,7 @@ from .elementwise import activation_tunables, check_gated, gated_operators, gate
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def swiglu_reference(
-    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> torch.Tensor:
+def swiglu_reference(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     """The specification in plain torch; computes in fp32, or in fp64 when `a` is fp64."""
     wide = torch.promote_types(a.dtype, torch.float32)
     gate = (a.to(wide) * gate_multiplier).to(a.dtype)

@@ -25,16 +25,8 @@ from .rotary import PAIRS, SMALL, Form, Rotary, turned
 
 
 def interleaved_rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-    shared_halves: bool = False,
-    to_halves: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
+):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     given = q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves
     cos, sin, rotary_dim, angles = rope_angles(*given, whole=PAIRS)

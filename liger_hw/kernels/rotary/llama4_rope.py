@@ -25,9 +25,7 @@ _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def llama4_rope_reference(
-    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def llama4_rope_reference(xq, xk, freqs_cis):
     """The specification in plain torch; computes in fp32, or in fp64 when `xq` is fp64."""
     freqs = torch.view_as_real(freqs_cis.resolve_conj())
     how = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM

@@ -25,15 +25,7 @@ from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, head
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def qwen2vl_mrope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    mrope_section: Sequence[int],
-    unsqueeze_dim: int = 1,
-    shared_halves: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     how = cos, sin, cos.shape[-1], unsqueeze_dim, _form(mrope_section, shared_halves)
     return turned(q, *how), turned(k, *how)

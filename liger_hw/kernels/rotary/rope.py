@@ -26,16 +26,7 @@ from .rotary import HALVES, SHARED, Form, Rotary, heads_misfit, rotary_sample, t
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None,
-    shared_halves: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     cos, sin, rotary_dim, angles = rope_angles(q, cos, sin, position_ids, unsqueeze_dim, rotary_dim, shared_halves)
     how = cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles)

@@ -25,9 +25,7 @@ _HEAD_AXIS = 2
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def vision_rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def vision_rope_reference(q, k, cos, sin, shared_halves=False):
     """The specification in plain torch; computes in fp32, or in fp64 when `q` is fp64."""
     how = cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
     return turned(q[None], *how)[0], turned(k[None], *how)[0]
