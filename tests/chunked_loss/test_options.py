@@ -70,6 +70,8 @@ def _same(one, other):
     assert all(gradient.norm() > 0 for gradient in one[1])
 
 
+# The kernels' own ignore_index is tests/kernels/test_losses_options.py's.
+@pytest.mark.daily("interpret", ignored="2")
 @pytest.mark.parametrize("ignored", [2, 1 << 40, -1])
 @pytest.mark.parametrize("family", [name for name in MODULES if name != "grpo"])
 def test_another_ignore_index(lane, family, ignored, generator):
@@ -79,6 +81,8 @@ def test_another_ignore_index(lane, family, ignored, generator):
     _same(call(family, call.labels), call(family, moved, ignore_index=ignored))
 
 
+# No argument of this kind reaches a kernel.
+@pytest.mark.lanes("cpu", "gpu")
 @pytest.mark.parametrize("settings", [{"compiled": False}, {"chunk_size": 3}])
 @pytest.mark.parametrize("family", MODULES)
 def test_what_changes_nothing(lane, family, settings, generator):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from harness import few_sizes, make, shipped_tables, small_sizes, verify, wide_sizes
+from harness import ONE_OF_A_FAMILY, few_sizes, make, shipped_tables, small_sizes, verify, wide_sizes
 
 from liger_hw import registry
 from liger_hw.backends import LaunchConfig, known_target
@@ -16,8 +16,9 @@ pytestmark = pytest.mark.interpret
 TARGETS = ("gfx942", "gfx1201", "sm90", "pvc")
 
 
-# Options and targets are independent: every option set on one target, and the default options on one of each width.
-@pytest.mark.daily(options="default", arch=("sm90", "gfx942"))
+# Options and targets are independent: every option set on one target, and the default options on one of the other width
+# of warps for an op of each family.
+@pytest.mark.daily(options="default", arch="gfx942", op=ONE_OF_A_FAMILY)
 @pytest.mark.daily(arch="sm90")
 @pytest.mark.parametrize("arch", TARGETS)
 def test_heuristic(case, arch, seed, clean_registry, record_property):

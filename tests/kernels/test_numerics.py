@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
+from harness import ONE_OF_A_FAMILY, few_sizes, make, real_sizes, small_sizes, verify, wide_sizes
 
 from liger_hw import registry
 
@@ -26,8 +26,10 @@ def test_wide(lane, dtype, case, seed):
     verify(op, make(op, wide_sizes(op), dtype, lane.device, seed, options), seed)
 
 
-# The middle of the search space lies between two corners that are run.
-@pytest.mark.daily("interpret", pick=("safe", "narrowest", "widest"))
+# The middle of the search space lies between two corners that are run, and the narrowest configurations are near the
+# safe ones.
+@pytest.mark.daily("interpret", pick=("safe", "widest"))
+@pytest.mark.daily("interpret", pick="narrowest", op=ONE_OF_A_FAMILY)
 @pytest.mark.lanes("interpret", "gpu")
 @pytest.mark.parametrize("pick", ["safe", "narrowest", "widest", "middle"])
 def test_other_configurations(lane, op, pick, seed, monkeypatch):
