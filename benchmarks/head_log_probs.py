@@ -1,4 +1,4 @@
-"""fused_linear_log_probs and log_probs on one GPU: time, memory, error and batch invariance. Not run yet.
+"""fused_linear_log_probs and log_probs on one GPU: time, memory, error and batch invariance.
 
     python benchmarks/head_log_probs.py --out head-log-probs-h200.json [--tokens 8192] [--hidden 4096] [--vocab 151936]
 
