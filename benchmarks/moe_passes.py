@@ -4,8 +4,7 @@
     python benchmarks/moe_passes.py --device cpu --tiny          does it run? (the interpreter: TRITON_INTERPRET=1)
 
 The library's time includes copying gathered rows, as the op calls it. Routing, gate and sums are timed too. What wins
-is what the heuristic of kernels/moe/products.py should choose. bf16 on a device, fp32 with --tiny. Not run on a
-GPU yet.
+is what the heuristic of kernels/moe/products.py should choose. bf16 on a device, fp32 with --tiny.
 """
 
 from __future__ import annotations
