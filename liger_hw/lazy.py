@@ -5,9 +5,10 @@ Type checkers read the `.pyi` file beside each such package, which `python ci/st
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any, Callable, Mapping
+
+from .locks import import_module
 
 
 def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
@@ -25,7 +26,7 @@ def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str
             near = get_close_matches(name, public, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
-        found = importlib.import_module(home[name])
+        found = import_module(home[name])
         value = found if home[name].endswith(f".{name}") else getattr(found, name)
         setattr(sys.modules[module], name, value)
         return value

@@ -6,7 +6,6 @@ here is also a name of `registry`, which is where callers take it from.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
@@ -14,6 +13,7 @@ from . import env
 from .answers import Candidate, Key
 from .backends import LaunchConfig, Target, backend
 from .kernels import EXPORTS, home_of
+from .locks import import_module
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,7 @@ def registered() -> tuple[Tunable, ...]:
 def ops() -> Mapping[str, Op]:
     """Every op, by name; imports the kernel files on first use."""
     for module in EXPORTS:
-        importlib.import_module(f"{__package__}.kernels.{module}")
+        import_module(f"{__package__}.kernels.{module}")
     return dict(sorted(_ops.items()))
 
 
@@ -239,7 +239,7 @@ def get_op(name: str) -> Op:
         return _ops[name]
     home = home_of(name)
     if home is not None:
-        importlib.import_module(home)
+        import_module(home)
     if name not in _ops:
         import difflib
 
