@@ -132,9 +132,9 @@ def _scan_lanes(
 ):
     """(lse, entropy, total, argmax) of a row, of which X_ptr is the body (rows/edges.py). BIAS begins at column 0.
 
-    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The threads
-    hear of each other once a row, when the lanes are put together. A lane remembers in which tile its largest logit came
-    first, and only the lanes that hold the row's largest one are read again for its column.
+    Every 16 bytes of a tile are a lane with statistics of its own, which one thread keeps in registers. The lanes are
+    put together once a row. A lane remembers in which tile its largest logit came first, and only the lanes that hold
+    the row's largest one are read again for its column.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = min(16 // BYTES, BLOCK_SIZE)
