@@ -18,7 +18,8 @@ import torch
 from .kernels.losses.vocab_parallel_cross_entropy import LigerVocabParallelCrossEntropy
 from .kernels.norms.rms_norm import liger_rms_norm
 from .kernels.pointwise.fused_gate_up_swiglu import liger_fused_gate_up_swiglu
-from .transformers.report import ALREADY, PATCH_LOCK, PATCH_MARK, PATCHED, Patch, PatchReport, PatchRow, is_ours
+from .transformers.marks import is_ours, mark
+from .transformers.report import ALREADY, PATCH_LOCK, PATCHED, Patch, PatchReport, PatchRow
 
 
 class LigerMegatronRMSNorm(torch.nn.Module):
@@ -163,7 +164,7 @@ def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str,
     if is_ours(getattr(owner, name)):
         report.rows.append(PatchRow(part, where, kernel, ALREADY))
         return
-    setattr(replacement, PATCH_MARK, (part, kernel))
+    mark(replacement, part, kernel)
     report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, name, replacement))
 
 

@@ -26,10 +26,12 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
 
 
 def is_ours(held: Any) -> bool:
-    """Whether a function, bound method or view is one that a patch put in place, and no wrapper around it."""
+    """Whether a function, bound method, class or view is one that a patch put in place, and no wrapper around it."""
     function = getattr(held, "__func__", held)
     if isinstance(function, types.FunctionType):
         return function in _OURS
+    if isinstance(held, type):
+        return PATCH_MARK in vars(held)
     return hasattr(type(held), PATCH_MARK)
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 
-from liger_hw.megatron import LigerMegatronCrossEntropy, LigerMegatronRMSNorm, LigerMegatronSwiGLU
+from liger_hw.megatron import (
+    LigerMegatronCrossEntropy,
+    LigerMegatronRMSNorm,
+    LigerMegatronSwiGLU,
+    _layer_norm,
+    _norm_of,
+    _replace,
+)
 from liger_hw.megatron import apply_liger_kernel_to_megatron as apply
+from liger_hw.transformers.report import ALREADY, PATCHED, PatchReport
 
 needs_megatron = pytest.mark.skipif(
     not importlib.util.find_spec("megatron"), reason="needs megatron-core: pip install --no-deps megatron-core"
@@ -128,6 +136,21 @@ def test_modules_without_megatron(lane):
     target = torch.zeros(3, 2, dtype=torch.long, device=lane.device)
     expected = torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
     torch.testing.assert_close(LigerMegatronCrossEntropy()(x, target), expected)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("held", [lambda: None, dict], ids=["function", "class"])
+def test_a_place_is_replaced_once(held):
+    """A function or a class, as Megatron has both; a second call finds the first one's."""
+    place = ModuleType("place")
+    place.name = held
+    for replacement in (_norm_of(held), _layer_norm(held)):
+        report = PatchReport("megatron", "megatron-core")
+        for state in (PATCHED, ALREADY):
+            _replace(report, "part", "kernel", place, "name", replacement)
+            assert place.name is replacement and report.rows[-1].state == state
+        report.revert()
+        assert place.name is held
 
 
 @pytest.mark.cpu
