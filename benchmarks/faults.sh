@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU shows of docs/safety.md, on one GPU with 16 cores in less than three minutes. NOT RUN ON A GPU YET: only
-# `DRY=1` on a CPU was.
+# What only a GPU shows of docs/safety.md, on one GPU with 16 cores in less than three minutes.
 #   bash benchmarks/faults.sh OUT
 # All at once: 200 steps of a training loop with configurations that fail and memory that runs out, against the same loop
 # without; a tuner whose worker hangs and loses the device in the middle of such a loop; the soak, sizes that change while
@@ -10,7 +9,7 @@
 # the table of docs/safety.md. Every part writes what it has so far, so that a run that is cut leaves figures. The exit
 # status is 1 where something did not hold or gave no result.
 #   LIMIT=seconds of wall time for all (165; 1500 gives issue 23's soak of 24 minutes)  WORKERS=5 processes of random
-#   sizes  PARTS=8 processes of the sweep  PY=python3  DRY=1 a few steps on a CPU
+#   sizes  PARTS=8 processes of the sweep  PY=python3  DRY=1 a few steps on a CPU  ONLY=sweep the sweep and the checker
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 OUT=$(realpath -m "${1:?OUT, the folder for results}") LIMIT=${LIMIT:-165} WORKERS=${WORKERS:-5} PARTS=${PARTS:-8}
@@ -32,8 +31,9 @@ sanitizer=$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-s
 checker=()
 if [ -n "$sanitizer" ]; then
     known=$("$sanitizer" --help 2>&1)
-    checker=("$sanitizer" --tool memcheck --error-exitcode 66 --print-limit 20)
-    for option in "--report-api-errors no" "--target-processes application-only" "--launch-timeout 120"; do
+    checker=("$sanitizer" --tool memcheck --error-exitcode 66 --print-limit 100000)
+    # a report ends its kernel and not the process, whose other kernels are to be checked too
+    for option in "--destroy-on-device-error kernel" "--show-backtrace no" "--report-api-errors no" "--target-processes application-only" "--launch-timeout 120"; do
         if grep -q -e "${option% *}" <<< "$known"; then read -ra words <<< "$option" && checker+=("${words[@]}"); fi
     done
     ports=$(grep -c -e --base-port <<< "$known")
@@ -46,9 +46,10 @@ checked() { # number of its ports, name of its files, what tests.fuzz.device doe
     echo "$?" > "$OUT/$2.status"
 }
 
-device faults faults &
-device tuner tuner &
-device soak soak --seconds "$soak" &
+[ -z "${ONLY:-}" ] || WORKERS=0
+[ -n "${ONLY:-}" ] || device faults faults &
+[ -n "${ONLY:-}" ] || device tuner tuner &
+[ -n "${ONLY:-}" ] || device soak soak --seconds "$soak" &
 for w in $(seq "$WORKERS"); do
     run "$PY" -m tests.fuzz --areas numerics --seconds "$numbers" --seed "10$w" \
         --json "$OUT/numbers-$w.json" > "$OUT/numbers-$w.log" 2>&1 &
@@ -63,7 +64,7 @@ done
 wait
 rm -rf "$own"
 for log in "$OUT"/*.log; do # what the compiler says of a configuration that fails is long
-    tail -c 100000 "$log" > "$log.end" && mv "$log.end" "$log"
+    tail -c 2000000 "$log" > "$log.end" && mv "$log.end" "$log"
 done
 
 "$PY" - "$OUT" "$WORKERS" "$PARTS" "${sanitizer:-}" << 'P'
@@ -94,10 +95,12 @@ def said(*command):
         return []
 
 
+REPORT = r"Invalid (__\w+__ \w+ of size \d+) bytes\n=+\s+at (\S+)\+0x\w+(?:.*\n){2,3}?=+\s+and is (inside|\S+ bytes \w+)"
+"""Access, kernel, and whether its first byte is inside an allocation: a vector whose end alone is behind a tensor's."""
 joined = {**versions(), "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 joined["driver"] = next(iter(said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
 joined["sanitizer"] = (said(sanitizer, "--version") or [sanitizer])[-1] if sanitizer else "none on this machine"
-for name in ("faults", "tuner", "soak"):
+for name in ("faults", "tuner", "soak") if workers else ():
     joined[name] = found = read(name)
     if found:
         print(name, {key: value for key, value in found.items() if not isinstance(value, (list, dict))})
@@ -132,6 +135,8 @@ for kind in ("sweep", "memcheck") if sanitizer else ("sweep",):
         logs = [path.read_text(errors="replace") for p in range(parts) if (path := out / f"memcheck-{p}.log").exists()]
         joining["summaries"] = [line for log in logs for line in re.findall(r"ERROR SUMMARY: .*", log)]
         joining["status"] = [path.read_text().strip() for path in sorted(out.glob("memcheck-*.status"))]
+        found = [report for log in logs for report in re.findall(REPORT, log)]
+        joining["reports"] = dict(collections.Counter(f"{access}, {where}, {how}" for access, where, how in found))
         planted = (out / "planted.log").read_text(errors="replace")
         joining["finds_a_planted_error"] = "Invalid __global__ write" in planted
         seen = joining["ops"] == joined["sweep"]["ops"]
