@@ -118,6 +118,16 @@ PAGES = {
 }
 
 
+def on_page_markdown(markdown, **_):
+    """mkdocs calls this with each page. A link to a file outside docs/ becomes its path; to no file, an error."""
+
+    def path_of(found: re.Match) -> str:
+        text, path = found.groups()
+        return f"{text} (`{path}`)" if (ROOT / path).exists() else found.group()
+
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+((?:benchmarks|ci|examples|liger_hw|tests)/[^)\s]+)\)", path_of, markdown)
+
+
 def on_files(files, config):
     """mkdocs calls this when it has found the files of docs/."""
     from mkdocs.structure.files import File
