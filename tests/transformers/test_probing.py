@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import liger_hw
 from liger_hw.transformers import apply_liger_kernel_to_qwen2_5_vl, probing
 from liger_hw.transformers.probing import Match, Refused, rotary
 from liger_hw.transformers.tiny import tiny_model
@@ -188,6 +190,63 @@ def test_near_misses_of_norms(name):
         module._parameters.clear()
     found = probing.recognise(module)
     assert isinstance(found, Refused) and reason in found.reason, found
+
+
+_DOUBLED_WHEN_ASKED = """
+DOUBLED = False
+
+def asked(module):
+    return torch.is_inference_mode_enabled()
+
+class OddRMSNorm(_Norm):
+    twice = False
+
+    @property
+    def as_property(self):
+        return torch.is_inference_mode_enabled()
+
+    def as_method(self):
+        return torch.is_inference_mode_enabled()
+
+    def by_another(self):
+        return self.twice or self.as_method()
+
+    def of_attributes(self):
+        return self.twice or isinstance(self.eps, int)
+
+    def forward(self, x):
+        y = 2 * x if {condition} else x
+        return self.weight * self.normed(y.float()).to(x.dtype)
+"""
+
+
+def _norm_of(condition, file="odd.py"):
+    """A norm of y, twice x where `condition` holds, whose code is in `file`."""
+    names = {"__name__": "odd", "torch": torch, "_Norm": _Norm}
+    exec(compile(_DOUBLED_WHEN_ASKED.replace("{condition}", condition), file, "exec"), names)
+    return names["OddRMSNorm"]()
+
+
+@pytest.mark.parametrize(
+    "condition", ["DOUBLED", "asked(self)", "self.as_property", "self.as_method()", "self.by_another()"]
+)
+def test_a_condition_that_no_guard_holds_is_no_match(condition):
+    found = probing.recognise(_norm_of(condition))
+    assert isinstance(found, Refused) and "may take another branch" in found.reason, found
+
+
+@pytest.mark.parametrize("condition", ["self.twice", "self.of_attributes()", "isinstance(self.eps, int)"])
+def test_a_condition_on_attributes_alone_is_held_by_guards(condition):
+    assert isinstance(probing.recognise(_norm_of(condition)), Match)
+
+
+@pytest.mark.parametrize("folder", ["torchtune", "torchvision", "liger_hw_models"])
+def test_code_of_packages_whose_names_begin_like_torch_s_is_watched(folder):
+    file = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), folder, "odd.py")
+    if folder.startswith("liger_hw"):
+        file = os.path.join(os.path.dirname(os.path.dirname(liger_hw.__file__)), folder, "odd.py")
+    found = probing.recognise(_norm_of("x.shape[-2] > 9999", file))
+    assert isinstance(found, Refused) and "may take another branch" in found.reason, found
 
 
 # -- MLPs ------------------------------------------------------------------------------------------------------------

@@ -10,21 +10,24 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import inspect
 import os
 import sys
 import sysconfig
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_OTHERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-"""Folders of code that is known: torch and liger_hw."""
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OTHERS = tuple(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), _HERE))
+"""Folders of code that is known: torch and liger_hw. They end in a separator, so that torchvision's is another."""
 _AUTOCAST = frozenset({"torch", "amp", "autocast", "is_autocast_enabled", "get_autocast_dtype", "nullcontext"})
 _CONTEXTS = (torch, torch.amp, torch.autocast, contextlib, contextlib.nullcontext)
 """Names and objects of a function that does no more than choose how autocast is entered."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
-_LIBRARY = sysconfig.get_path("stdlib")
+_LOOK_UPS = ("LOAD_ATTR", "LOAD_METHOD")
+_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 _UNGUARDED = frozenset({"training"})
 """Attributes of a module that no guard holds."""
 _NO_BACKEND = "mps"
@@ -44,6 +47,7 @@ class Coverage:
         self.always = {getattr(function, "__code__", None): always}
         self.given = {getattr(function, "__code__", None): given}
         self.ways: dict[types.CodeType, set[tuple[int, int]]] = {}
+        self.scopes: dict[types.CodeType, _Scope] = {}
         self._before: list[Any] = []
 
     def __enter__(self) -> "Coverage":
@@ -56,8 +60,7 @@ class Coverage:
 
     def _called(self, frame: types.FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        file = code.co_filename
-        if file.startswith((*_OTHERS, "<frozen")) or (file.startswith(_LIBRARY) and "-packages" not in file):
+        if _is_known(code):
             return None
         if code.co_name in ("__getattr__", "__getattribute__"):  # a configuration's: guards hold what it answers
             return None
@@ -69,6 +72,7 @@ class Coverage:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         ways, last = self.ways.setdefault(code, set()), -1
+        self.scopes.setdefault(code, _Scope(frame.f_globals, frame.f_locals.get("self")))
 
         def step(frame: types.FrameType, event: str, _: Any) -> Any:
             nonlocal last
@@ -96,17 +100,68 @@ class Coverage:
         return ""
 
     def _is_guarded(self, code: types.CodeType, condition: list[dis.Instruction]) -> bool:
-        """Whether a condition reads attributes of the module alone, or constants."""
+        """Whether a condition reads attributes of the module alone, or constants; methods that it calls, too."""
         me = code.co_varnames[0] if code.co_argcount and code.co_varnames[0] == "self" else None
         known = {me, *self.always.get(code, ())}
         read: set[Any] = set()
         for step in condition:
             if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):
                 read.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
-            if step.argval in _UNGUARDED and step.opname != "LOAD_CONST":
-                return False
         calls = any(step.opname.startswith("CALL") for step in condition)
-        return read <= known and (bool(read) or not calls)
+        alone = read <= known and (bool(read) or not calls)
+        return alone and not _asks_elsewhere(condition, self.scopes[code], set())
+
+
+def _is_known(code: types.CodeType) -> bool:
+    """Whether a function is torch's, liger_hw's or Python's own."""
+    file = code.co_filename
+    return file.startswith((*_OTHERS, "<frozen")) or (file.startswith(_LIBRARY) and "-packages" not in file)
+
+
+class _Scope(NamedTuple):
+    """Where the names of a function are looked up: its globals, and what `self` is in it."""
+
+    names: dict[str, Any]
+    me: Any
+
+
+def _asks_elsewhere(steps: list[dis.Instruction], scope: _Scope, done: set[types.CodeType]) -> bool:
+    """Whether instructions ask for what no guard holds: the mode, a global's value, or what code that is known answers.
+
+    Methods and properties of self and functions are followed. Classes, dtypes and builtins do not change.
+    """
+    steps = [step for step in steps if step.opname != "EXTENDED_ARG"]
+    for i, step in enumerate(steps):
+        code, where = None, scope
+        if step.opname == "IMPORT_NAME" or (step.argval in _UNGUARDED and step.opname != "LOAD_CONST"):
+            return True
+        if isinstance(step.argval, types.CodeType):  # a generator or lambda
+            code = step.argval
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if step.argval not in scope.names and hasattr(builtins, step.argval):
+                continue
+            value = scope.names.get(step.argval)
+            for after in steps[i + 1 :]:
+                if not isinstance(value, types.ModuleType) or after.opname not in _LOOK_UPS:
+                    break
+                value = getattr(value, after.argval, None)
+            if isinstance(value, (type, torch.dtype)):
+                continue
+            if not isinstance(value, types.FunctionType):
+                return True
+            code, where = value.__code__, _Scope(value.__globals__, None)
+        elif step.opname in _LOOK_UPS and i and _names(steps[i - 1])[-1] == "self":
+            member = inspect.getattr_static(scope.me, step.argval, None)
+            member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if not isinstance(member, types.FunctionType):
+                continue
+            code, where = member.__code__, _Scope(member.__globals__, scope.me)
+        if code is None or code in done:
+            continue
+        done.add(code)
+        if _is_known(code) or _asks_elsewhere(list(dis.get_instructions(code)), where, done):
+            return True
+    return False
 
 
 def _enters_autocast_alone(frame: types.FrameType) -> bool:
