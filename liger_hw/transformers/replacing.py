@@ -36,7 +36,7 @@ def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
     """A rotary function: `replacement` where kernels run, else `original`."""
 
     def function(*args, **kwargs):
-        first = args[0] if args else next(iter(kwargs.values()))
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         return (original if keeps_own_code(first) else replacement)(*args, **kwargs)
 
     function.__signature__ = inspect.signature(replacement)

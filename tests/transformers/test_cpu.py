@@ -15,6 +15,17 @@ from liger_hw.transformers.tiny import tiny_config
 pytestmark = pytest.mark.cpu
 
 
+def test_a_rotary_function_may_be_called_with_its_axis_first():
+    """By keyword, in any order: the first value need not be a tensor."""
+
+    def original(q, k, unsqueeze_dim=1):
+        return q
+
+    turn = replacing.where_kernels_run(original, original)
+    q = torch.ones(2)
+    assert turn(unsqueeze_dim=1, k=q, q=q) is q
+
+
 @pytest.fixture
 def own_code(monkeypatch):
     """As for a user: the rest of the tests compare what the kernels' references compute."""
