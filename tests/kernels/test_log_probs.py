@@ -64,6 +64,16 @@ def test_sequences_that_predict_nothing(lane, length):
         assert not torch.autograd.grad(found.sum(), weight)[0].any()
 
 
+def test_no_selected_tokens(lane, generator):
+    """An empty list of ids gets an empty result, and a gradient through it is zero."""
+    x, weight, target = _head(lane, generator)
+    ids = torch.empty(0, dtype=torch.int64, device=lane.device)
+    found = liger_fused_linear_log_probs(x, weight, target, selected_token_ids=ids)
+    assert found.selected.shape == (BATCH * LENGTH, 0)
+    found.selected.sum().backward()
+    assert not x.grad.any() and not weight.grad.any()
+
+
 def test_scaled_cross_entropy_is_another_name(lane, generator):
     x, weight, target = _head(lane, generator)
     ids = torch.tensor([3, 0], device=lane.device)

@@ -221,7 +221,7 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
     """
     same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
     step = max(1, (1 << 24) // max(1, dselected.numel()))
-    parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, len(ids), step)]
+    parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, max(1, len(ids)), step)]
     p = selected.exp()
     found = torch.cat(parts, 1) + dlogp[:, None] * (target[:, None] == ids) - softmax_coef[:, None] * p
     if dentropy is not None:
