@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 from ..text import StatusLine, first_line, fold, json_text
@@ -85,7 +86,7 @@ def _timings(device: Any) -> dict[str, str]:
         copied = meter.copy_rate()
     x, w = torch.ones(16, 128, device=device), torch.ones(128, device=device)
     calls = 1000
-    wait = torch.get_device_module(device).synchronize
+    wait = partial(torch.get_device_module(device).synchronize, device)
     with torch.no_grad():
         for _ in range(2):  # the first is a warm-up
             wait()

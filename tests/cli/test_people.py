@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,6 +197,27 @@ def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
     for model, kind in {"Qwen/Qwen3-8B": "qwen3", "openai/gpt-oss-20b": "gpt_oss", "some/thing": "mistral"}.items():
         code, _, err = said(capsys, "check", model)
         assert code == 2 and "cannot be reached" in err and err.endswith(f"liger-hw check {kind}\n")
+
+
+def test_doctor_waits_for_the_device_that_it_times(monkeypatch):
+    """Which need not be the current one."""
+    import torch
+
+    from liger_hw.bench import timing
+    from liger_hw.cli import doctor
+
+    class Meter(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def copy_rate(self):
+            return 1.0
+
+    waited = []
+    monkeypatch.setattr(timing, "Meter", Meter)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=waited.append))
+    doctor._timings(torch.device("cpu", 0))
+    assert waited and set(waited) == {torch.device("cpu", 0)}
 
 
 def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
