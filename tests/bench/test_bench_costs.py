@@ -21,16 +21,31 @@ def test_a_registry_hit_is_within_its_budget():
     assert "us" in registry_cost.as_text(found)
 
 
-def test_host_compares_arms_and_splits_the_call():
-    found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "quack"])
+def _times_in_order(found) -> bool:
+    """Whether a step takes longer than its forward, and the floor, which computes nothing, less than the op."""
     arms = {row["arm"]: row for row in found["calls"]}
-    for arm in ("liger_hw", "torch", "floor"):
-        assert arms[arm]["full_us"] > arms[arm]["fwd_us"] > 0 and arms[arm]["batch_us"] > 0
-    assert arms["floor"]["full_us"] < arms["liger_hw"]["full_us"]  # it computes nothing
+    (parts,) = found["parts"]
+    timed = [arms[arm] for arm in ("liger_hw", "torch", "floor")]
+    return (
+        all(row["full_us"] > row["fwd_us"] for row in timed)
+        and arms["floor"]["full_us"] < arms["liger_hw"]["full_us"]
+        and parts["full"] > parts["forward"]
+    )
+
+
+def test_host_compares_arms_and_splits_the_call():
+    for _ in range(4):  # other processes of a busy machine can turn microseconds round
+        found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "quack"])
+        if _times_in_order(found):
+            break
+    else:
+        raise AssertionError(found)
+    arms = {row["arm"]: row for row in found["calls"]}
+    assert all(arms[arm]["fwd_us"] > 0 and arms[arm]["batch_us"] > 0 for arm in ("liger_hw", "torch", "floor"))
     if arms["quack"]["status"] == "absent":
         assert "not installed" in arms["quack"]["note"]
     (parts,) = found["parts"]
-    assert parts["full"] > parts["forward"] > 0 and parts["operator"] > 0 and parts["alloc"] > 0
+    assert parts["forward"] > 0 and parts["operator"] > 0 and parts["alloc"] > 0
     assert "rms_norm" in host.as_text(found)
 
 
