@@ -1,8 +1,8 @@
 """TRL's own trainers with `use_liger_kernel=True` through the shim, against the same trainers without it.
 
-Up to 1.13 the switch of DPO, KTO and GRPO means losses of `liger_kernel.chunked_loss` on hidden states, and SFT's the
-fused linear cross entropy; from 1.14 on it means the layers alone, under TRL's own fused head. Both must train as
-without it.
+Up to 1.12 the switch of DPO, KTO and GRPO means losses of `liger_kernel.chunked_loss` on hidden states, and SFT's the
+fused linear cross entropy; 1.13 has copies of these losses, and from 1.14 on it means the layers alone, under TRL's own
+fused head. Each must train as without it.
 
 One process trains all of them, tiny, on the CPU. Skipped where trl and datasets are not installed (TRL=1.16.0 bash
 ci/cpu.sh installs them beside the environment and runs this).
