@@ -270,10 +270,8 @@ class _Strict(Observer):
     def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
         try:
             return proceed(plan, routine, args)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as failure:
-            raise LaunchRefused(plan, failure) from failure
+        except _launch.LaunchFailed as failure:
+            raise LaunchRefused(plan, failure.cause) from failure
 
 
 def strictly() -> contextlib.AbstractContextManager:

@@ -33,6 +33,7 @@ _CONFIG_WORDS = (
     "ooperative launch",  # more programs than can be resident
     "operation not supported",  # a device without that launch
 )
+_DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()  # since torch 2.8
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
@@ -65,12 +66,20 @@ class Routine(NamedTuple):
 
 
 def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
-    """The routine's result. Whoever observes launches sees this too: it is what the plan chose."""
-    return observed("routine", _call_routine, plan, routine, args) if observers else routine.run(*args)
+    """The routine's result. Whoever observes launches sees this too: it is what the plan chose.
+
+    Raises `LaunchFailed` where the library refuses or fails: a kernel may still compute it.
+    """
+    return observed("routine", _call_routine, plan, routine, args) if observers else _call_routine(plan, routine, args)
 
 
 def _call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...]) -> torch.Tensor:
-    return routine.run(*args)
+    try:
+        return routine.run(*args)
+    except (torch.OutOfMemoryError, *_DEVICE_ERRORS) as error:
+        _raise(plan, error)
+    except RuntimeError as error:
+        raise LaunchFailed(plan, error) from error
 
 
 def launch(

@@ -7,13 +7,14 @@ import contextlib
 import pytest
 import torch
 from harness import make, verify
+from torch.torch_version import TorchVersion
 
 from liger_hw import env
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products
 from liger_hw.kernels.moe.fused_moe import fused_moe_fwd, fused_moe_reference, liger_fused_moe
 from liger_hw.kernels.moe.reference import Gate
-from liger_hw.registry import Sample, get_op, override, pretend
+from liger_hw.registry import Sample, backend, get_op, override, pretend
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 9, 24, 16, 6, 2
 ROUTES = {
@@ -232,6 +233,46 @@ def test_the_library(lane, monkeypatch, seed, options):
     with override("fused_moe", config) if lane.device != "cpu" else pretend(known_target("sm80")):
         verify(op, make(op, (40, 64, 32, 9, 2), dtype, lane.device, seed, op.options[options]), seed)
     assert len(called) == 6
+
+
+@pytest.mark.lanes("interpret")
+def test_a_library_that_fails_is_quarantined(lane, monkeypatch, generator, seed, clean_registry, caplog):
+    """The step goes on with the safe configuration's kernels, and does not ask the library again."""
+    called = []
+
+    def refused(*args, **kwargs):
+        called.append(args)
+        raise RuntimeError("torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0")
+
+    monkeypatch.setattr(torch, "_grouped_mm", refused)
+    by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY)
+    monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
+    with caplog.at_level("WARNING", "liger_hw"), override("fused_moe", by_library):
+        for _ in range(2):
+            verify(get_op("fused_moe"), sample(lane, generator, ROUTES["one token"]), seed)
+    assert len(called) == len(products.TUNABLES)
+    assert len([r for r in caplog.records if "quarantined" in r.getMessage()]) == len(products.TUNABLES)
+
+
+@pytest.mark.lanes("interpret")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ValueError])
+def test_what_is_not_the_library_s_fault_is_raised(lane, monkeypatch, generator, clean_registry, error):
+    def failing(*args, **kwargs):
+        raise error("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "_grouped_mm", failing)
+    monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
+    with pytest.raises(error, match="out of memory"):
+        liger_fused_moe(*sample(lane, generator, ROUTES["one token"]).args)
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [("2.8.0+cu128", False), ("2.9.0+cu128", True), ("2.13.1", True)])
+def test_torch_before_2_9_has_no_such_library(monkeypatch, version, is_taken):
+    """Its grouped GEMM served sm90 alone, and at first only multiples of 8 rows."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    for name in ("h200", "b200"):
+        target = known_target(name)
+        assert backend(target.vendor).has_grouped_gemm(target) is is_taken
 
 
 def test_what_the_library_does_not_take():

@@ -7,6 +7,7 @@ Devices: as torch prints them in public logs (tests/backends/recorded.py), GB/s 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +91,7 @@ class CudaBackend(Backend):
     def has_grouped_gemm(self, target: Target) -> bool:
         import torch
 
-        return target.arch in ("sm90", "sm100") and hasattr(torch, "_grouped_mm")
+        return target.arch in ("sm90", "sm100") and _has_grouped_mm(torch.__version__)
 
     def triton_target(self, target: Target) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -107,6 +108,13 @@ class CudaBackend(Backend):
         from .binary import resources
 
         return resources(target, compiled)
+
+
+@functools.cache
+def _has_grouped_mm(torch_version: Any) -> bool:
+    """Whether this torch's `_grouped_mm` takes any number of rows a group, on sm100 too. Older ones served sm90 alone,
+    and the first of them wanted multiples of 8 rows."""
+    return torch_version >= (2, 9)
 
 
 BACKEND = CudaBackend()
