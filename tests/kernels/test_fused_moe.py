@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from liger_hw import env
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products
-from liger_hw.kernels.moe.fused_moe import fused_moe_fwd, fused_moe_reference, liger_fused_moe
+from liger_hw.kernels.moe.fused_moe import fused_moe_bwd, fused_moe_fwd, fused_moe_reference, liger_fused_moe
 from liger_hw.kernels.moe.reference import Gate
 from liger_hw.registry import Sample, backend, get_op, override, pretend
 
@@ -347,6 +347,10 @@ def test_what_it_refuses(lane, generator):
     for options, error in (
         ({"activation": "swish"}, ValueError),
         ({"limit": -1.0}, ValueError),
+        ({"limit": 0.0}, ValueError),
+        ({"limit": float("nan")}, ValueError),
+        ({"limit": "7"}, TypeError),
+        ({"alpha": 0.0}, ValueError),
         ({"alpha": 2.0, "activation": "gelu"}, ValueError),
         ({"alpha": "1"}, TypeError),
     ):
@@ -368,6 +372,18 @@ def test_an_index_out_of_range_is_an_error_on_request(lane, generator, monkeypat
         liger_fused_moe(*made.args)
     rest = [t if t.dtype.is_floating_point and t.dim() == 3 else t[: TOKENS - 1] for t in made.args]
     liger_fused_moe(*rest)  # E itself marks another rank's expert
+
+
+@pytest.mark.lanes("cpu", "interpret", "gpu")
+@pytest.mark.parametrize("route", ["one token", "no token"])
+def test_gradients_that_are_not_wanted_have_their_dtypes(lane, generator, route):
+    """As the fake says: that of the routing weights is theirs, whatever x has."""
+    inputs = [t.detach() for t in sample(lane, generator, ROUTES[route], torch.float16).args]
+    inputs[4] = inputs[4].float()
+    how = *Gate().numbers(), False
+    out, *made = fused_moe_fwd.overload(*inputs, None, None, *how)
+    args = (torch.ones_like(out), *inputs, None, *made, *how, [False] * 6)
+    torch.library.opcheck(fused_moe_bwd.overload, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.lanes("cpu", "interpret", "gpu")

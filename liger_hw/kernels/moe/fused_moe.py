@@ -36,11 +36,10 @@ from ...runtime.operator import (
     define,
     dense,
     first_order,
-    no_weight,
     row_major,
 )
 from . import gates, products, routing, sums
-from .reference import Gate, check_index, experts_bwd_reference, experts_fwd_reference, experts_reference
+from .reference import Gate, check_index, experts_bwd_reference, experts_fwd_reference, experts_reference, only_wanted
 from .routing import Routing
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ def fused_moe_reference(
     rounded: the dtype in which the pre-activations are held, where that is narrower than the inputs'. An exact result
         needs it where a limit makes the gradient jump: there it matters on which side the rounded number lies.
     """
-    gate = Gate(activation, alpha, limit or 0.0, up_offset, has_gate, is_concatenated).checked("fused_moe_reference")
+    gate = Gate.checked("fused_moe_reference", activation, alpha, limit, up_offset, has_gate, is_concatenated)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     return experts_reference(*tensors, gate, is_transposed, rounded)
 
@@ -107,7 +106,7 @@ def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias
     if not n_tokens * top_k:
         zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
         zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
-        return tuple([zero if want else no_weight(x) for zero, want in zip(zeros, wanted)])
+        return only_wanted(zeros, wanted, x, top_k_weights)
 
     # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept.
     if wants_x or wants_up or wants_weights or wants_up_bias:
@@ -130,8 +129,7 @@ def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias
         act = gates.gated(z, None, top_k_weights, top_k_index, gate, where, n_experts)
         p, q, gathered = (act, dout, (False, True)) if is_transposed else (dout, act, (True, False))
         ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
-    found = (dx, dup, ddown, dweights, dup_bias, ddown_bias)
-    return tuple([gradient if want else no_weight(x) for gradient, want in zip(found, wanted)])
+    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), wanted, x, top_k_weights)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def liger_fused_moe(
     top_k_weights: [T, K] in any floating dtype
     activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
     gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None
-    alpha: silu is g * sigmoid(alpha * g); limit: clamps g to at most it and u to [-limit, limit] before the activation;
+    alpha: silu is g * sigmoid(alpha * g), alpha not 0; limit: clamps g to at most it and u to [-limit, limit] first;
         up_offset: the result is act(g) * (u + up_offset). gpt-oss has alpha=1.702, limit=7.0, up_offset=1.0.
     has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
@@ -257,7 +255,7 @@ def liger_fused_moe(
     """
     op = "liger_fused_moe"
     check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
-    gate = Gate(activation, alpha, limit or 0.0, up_offset, has_gate, is_concatenated).checked(op)
+    gate = Gate.checked(op, activation, alpha, limit, up_offset, has_gate, is_concatenated)
     optional = ("gate_up_bias", "down_bias")
     tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
     check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ... import env
-from ...runtime.operator import check, check_numbers
+from ...runtime.operator import check, check_numbers, no_weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Names of the activations; their place in this tuple is what kernels are told."""
@@ -30,13 +30,19 @@ class Gate(NamedTuple):
     has_gate: bool = True
     is_concatenated: bool = True
 
-    def checked(self, op: str) -> "Gate":
-        """Itself with numbers as floats. Raises `ValueError` or `TypeError` for what no gate has."""
-        check(self.activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
-        check_numbers(op, alpha=self.alpha, limit=self.limit, up_offset=self.up_offset)
-        check(self.limit >= 0, op, f"limit must be positive, or None for no limit, got {self.limit}")
-        check(self.alpha == 1 or self.activation == "silu", op, f"alpha is silu's, not {self.activation}'s")
-        return self._replace(alpha=float(self.alpha), limit=float(self.limit), up_offset=float(self.up_offset))
+    @classmethod
+    def checked(cls, op: str, activation, alpha, limit, up_offset, has_gate, is_concatenated) -> "Gate":
+        """The gate of a public function's options, whose limit is None where there is none.
+
+        Raises `ValueError` or `TypeError` for what no gate has.
+        """
+        check(activation in ACTIVATIONS, op, f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+        check_numbers(op, alpha=alpha, limit=1.0 if limit is None else limit, up_offset=up_offset)
+        check(limit is None or limit > 0, op, f"limit must be positive, or None for no limit, got {limit}")
+        check(alpha != 0, op, "alpha must not be 0, for which silu is g / 2")
+        check(alpha == 1 or activation == "silu", op, f"alpha is silu's, not {activation}'s")
+        limit = 0.0 if limit is None else float(limit)
+        return cls(activation, float(alpha), limit, float(up_offset), has_gate, is_concatenated)
 
     def numbers(self) -> tuple:
         """Itself as operators and kernels take it: the activation as its place in `ACTIVATIONS`."""
@@ -201,4 +207,10 @@ def experts_bwd_reference(dout, x, gate_up_proj, down_proj, top_k_index, top_k_w
     if not is_transposed:
         dup, ddown = dup.mT.contiguous(), ddown.mT.contiguous()
     found = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
-    return tuple(gradient if want else x.new_empty(0) for gradient, want in zip(found, wanted))
+    return only_wanted(found, wanted, x, top_k_weights)
+
+
+def only_wanted(gradients, wanted, x, top_k_weights) -> tuple[torch.Tensor, ...]:
+    """The six gradients, each that is not wanted as an empty tensor of the dtype that it would have."""
+    likes = x, x, x, top_k_weights, x, x
+    return tuple([g if want else no_weight(like) for g, want, like in zip(gradients, wanted, likes)])
