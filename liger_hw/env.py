@@ -131,7 +131,7 @@ def _parsed(variable: Variable) -> Any:
     try:
         return variable.default if text is None else variable.parse(text)
     except ValueError as error:
-        raise SettingError(f"{variable.name}={text!r}: {error}. {variable.help}") from None
+        raise SettingError(f"{variable.name}={text!r}: {error}. The variable means: {variable.help}") from None
 
 
 def launcher_number(name: str, default: int) -> int:

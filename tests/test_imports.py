@@ -137,4 +137,5 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert "LIGER_HW_FAST_LAUNCH='maybe': expected 1 or 0" in _python(code, LIGER_HW_FAST_LAUNCH="maybe")
+    said = _python(code, LIGER_HW_FAST_LAUNCH="maybe")
+    assert "LIGER_HW_FAST_LAUNCH='maybe': expected 1 or 0. The variable means: launch compiled" in said

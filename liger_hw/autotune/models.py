@@ -23,7 +23,7 @@ class Model:
     """What decides the sizes of a decoder's kernels, and what its layers keep for backward.
 
     tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
-    window: of attention that slides, 0 for none
+    window: of attention that slides, 0 for none; positions: the longest sequence that it was made for, 0 if unknown
     """
 
     name: str
@@ -42,20 +42,24 @@ class Model:
     softcap: bool = False
     experts: int = 0
     window: int = 0
+    positions: int = 0
 
 
 KNOWN = {
-    "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768),
-    "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256),
-    "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True, layers=36),
+    "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768, positions=32768),
+    "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, positions=8192),
+    "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True, layers=36, positions=40960),
     "google/gemma-2-2b": Model(
         *("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, "gelu_pytorch_tanh"),
         layers=26,
         tied=True,
         sandwich=True,
         softcap=True,
+        positions=8192,
     ),
-    "meta-llama/Llama-3.2-1B": Model("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, layers=16, tied=True),
+    "meta-llama/Llama-3.2-1B": Model(
+        "llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, layers=16, tied=True, positions=131072
+    ),
 }
 """Models whose facts need no file and no network: public id -> facts; the short name works too."""
 
@@ -204,4 +208,5 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         softcap=bool(config.get("attn_logit_softcapping")),
         window=max(0, field("sliding_window", default=0, least=-1)) if config.get("use_sliding_window", True) else 0,
         experts=field("num_local_experts", "num_experts", "n_routed_experts", default=0, least=0),
+        positions=field("max_position_embeddings", "n_positions", default=0, least=0),
     )

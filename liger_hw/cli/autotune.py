@@ -14,6 +14,7 @@ Interrupt it at any time: every measurement is kept, and `--resume` goes on from
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import sys
@@ -127,7 +128,7 @@ def _device(name: str | None) -> str:
     import torch
 
     from .. import registry
-    from ..backends import backends, target_of
+    from ..backends import VENDORS, backend, backends, target_of
 
     here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
     names = ", ".join(b.vendor for b in here) or "none"
@@ -157,6 +158,11 @@ def _device(name: str | None) -> str:
             return f"{one.device_type}:{index or 0}"
         if one.is_called(target_of(torch.device(one.device_type, 0)), name):
             return f"{one.device_type}:0"
+    kinds = [*VENDORS, *(one for v in VENDORS for one in (*backend(v).known_archs(), *backend(v).known_devices()))]
+    if kind not in kinds:  # what is known and not here was answered before
+        near = difflib.get_close_matches(kind.lower(), kinds, 1)
+        hint = f"did you mean {near[0]}?" if near else "`liger-hw autotune --list` has the names"
+        raise UsageError(f"autotune: {name!r} is no known device or architecture (GPUs here: {names}); {hint}")
     raise UsageError(
         f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
         "Name a device or an architecture, as in --device mi300x, to choose for one that is not here"

@@ -245,6 +245,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if not arguments.output:
         print(text, end="")
         return 0
+    if not (folder := Path(arguments.output).parent).exists():
+        raise UsageError(f"cache export: there is no folder {folder}; make it first, or name another with -o")
     files.write_text(arguments.output, text)
     left_out = f", {skipped} out of date left out" if skipped else ""
     print(f"{arguments.output}: {len(found)} entries{left_out}, digest {tables.digest(found)}")

@@ -124,6 +124,11 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
         "eager": "eager attention (its scores in memory)",
     }
     attention = attention.get(planner.attention, "flash attention")
+    if 0 < model.positions < planner.seq:
+        failed.append(
+            f"{model.name} was made for sequences of at most {model.positions} tokens. Memory is predicted for --seq "
+            f"{planner.seq} all the same; the position embeddings have to be extended first."
+        )
     if planner.given.shards > 1:
         failed.append(
             f"--shards {planner.given.shards} divides parameters, gradients and optimizer states evenly, as FSDP or "

@@ -156,6 +156,16 @@ def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys
     assert code == 0 and header["kind"] == "table" and "note" not in header
 
 
+def test_an_export_into_no_folder_makes_none(clean_registry, capsys, tmp_path):
+    fwd = tunable()
+    assert store.save(H200, NAME, entry(fwd.safe(H200, KEY), fwd))
+    path = tmp_path / "nodir" / "table.json"
+    code, _, err = said(capsys, "cache", "export", "--device", "h200", "-o", str(path))
+    assert code == 2 and f"there is no folder {path.parent}" in err and not path.parent.exists()
+    path.parent.mkdir()
+    assert said(capsys, "cache", "export", "--device", "h200", "-o", str(path))[0] == 0 and path.exists()
+
+
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
 

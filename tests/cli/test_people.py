@@ -166,6 +166,12 @@ def test_plan_says_what_shards_leave_out(capsys):
     assert "Not in it" not in said(capsys, *words)[1]
 
 
+def test_plan_says_where_the_model_ends(capsys):
+    words = ("plan", "--model", "llama-3-8b", "--batch", "1", "--memory", "80GiB", "--seq")
+    assert "at most 8192 tokens" in " ".join(said(capsys, *words, "65536")[1].split())
+    assert "at most" not in said(capsys, *words, "8192")[1]
+
+
 def test_check_says_what_would_be_patched(capsys, tmp_path):
     pytest.importorskip("transformers")
     from transformers import OPTConfig, Qwen3Config
@@ -184,6 +190,12 @@ def test_check_says_what_would_be_patched(capsys, tmp_path):
     assert code == 0 and "liger_hw.patch(model)" in out
     code, _, err = said(capsys, "check", str(tmp_path / "nothing.json"))
     assert code == 2 and "no configuration of" in err and err.count("\n") == 1
+
+
+def test_check_of_a_path_that_is_not_there(capsys, tmp_path):
+    for path in (tmp_path / "nosuch.json", tmp_path / "nosuch"):
+        code, _, err = said(capsys, "check", str(path))
+        assert code == 2 and "no such file (looked in" in err and "Repo id" not in err
 
 
 def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
@@ -252,6 +264,12 @@ def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch
     finally:
         monkeypatch.undo()
         registry.reload()
+
+
+@pytest.mark.parametrize(("typed", "hint"), [("mi300", "did you mean mi300"), ("zzzz", "--list` has the names")])
+def test_autotune_answers_a_misspelt_device(capsys, typed, hint):
+    code, _, err = said(capsys, "autotune", "--device", typed, "--ops", "rms_norm")
+    assert code == 2 and f"{typed!r} is no known device or architecture" in err and hint in err
 
 
 def test_the_list_names_every_architecture_and_device(capsys):
