@@ -136,6 +136,19 @@ def replacement(name: str) -> str | None:
     return next((instead for pattern, instead in REPLACED.items() if re.fullmatch(pattern, name)), None)
 
 
+def name_of_transformers(name: str) -> Any:
+    """What `liger_kernel.transformers.<name>` is, for liger_hw.transformers, or None where there is no such name.
+
+    Raises `ImportError` where something else is to be used.
+    """
+    found = _lookup(tuple(home for home in MODULES["transformers"] if home != _TRANSFORMERS), name)
+    if found is not _ABSENT:
+        return found
+    if instead := replacement(f"transformers.{name}"):
+        raise ImportError(f"{name} is not in {_TRANSFORMERS}: {instead}")
+    return None
+
+
 def refuse_to_shadow() -> None:
     """Raise `ImportError` when a real liger-kernel is installed too, unless LIGER_HW_SHADOW_LIGER=1 allows it."""
     real = installed()
@@ -199,6 +212,8 @@ _ABSENT = object()
 def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
     for home in behind:
         for module in _searched(home):
+            if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
+                continue  # it would look here
             found = getattr(module, attribute, _ABSENT)
             if found is not _ABSENT:
                 return found

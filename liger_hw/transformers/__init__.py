@@ -9,6 +9,8 @@ print(report); report.revert()
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..kernels import EXPORTS
 from ..lazy import lazy
 from .models import specs
@@ -32,4 +34,18 @@ HOME = {
 }
 """Public name -> module that defines it; loaded on first use, so importing this package loads no torch."""
 
-__all__, __getattr__, __dir__ = lazy(__name__, HOME)
+__all__, _find, __dir__ = lazy(__name__, HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or another that the shim answers as one of `liger_kernel.transformers`.
+
+    Raises `ImportError` for a name of Liger's that has a replacement: its words reach whoever imports the name, and
+    those of an `AttributeError` do not.
+    """
+    if name in HOME or not name.lower().startswith(("liger", "apply_liger", "autoliger")):
+        return _find(name)
+    from .. import compat
+
+    found = compat.name_of_transformers(name)
+    return _find(name) if found is None else found

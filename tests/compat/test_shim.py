@@ -139,6 +139,29 @@ for code in (
     assert others == ["No module named 'liger_kernel.ops.nothing'", "No module named 'liger_kernel.ops._op'"]
 
 
+def test_liger_hw_transformers_answers_what_the_shim_s_does():
+    """A program that changes its import finds the same names, or the same words of what to use."""
+    done = python(
+        """
+import sys
+import liger_hw.transformers
+assert "torch" not in sys.modules
+from liger_hw.transformers import LigerBlockSparseTop2MLP, LigerRMSNorm, liger_rope, liger_rotary_pos_emb
+from liger_hw.compat import modules
+assert modules.LigerBlockSparseTop2MLP is LigerBlockSparseTop2MLP
+assert liger_hw.transformers.functional.liger_rope is liger_rope
+try:
+    from liger_hw.transformers import LigerTiledGEGLUMLP
+except ImportError as error:
+    assert "activations=" in str(error), error
+else:
+    raise AssertionError
+assert not hasattr(liger_hw.transformers, "LigerNothing") and not hasattr(liger_hw.transformers, "nothing")
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_utils():
     passes("""
 from liger_kernel import utils
