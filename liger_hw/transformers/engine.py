@@ -90,6 +90,8 @@ class _Patcher:
     def __init__(self, report: PatchReport) -> None:
         self.report = report
         self.recognised: dict[tuple, Match | Refused | None] = {}
+        self.paths: dict[Any, str] = {}
+        """Of a live model's modules."""
 
     def patch(self, options: dict[str, bool]) -> None:
         wanted = {part for part, on in options.items() if on}
@@ -125,10 +127,10 @@ class _Patcher:
                 )
             if found_mark is not None or not head:
                 state = ALREADY if found_mark is not None else "left alone: it has no output head of its own"
-                self.keep(part, where, part, state)
+                self.keep(part, where, part, state, owner)
                 continue
             if _is_foreign(owner, current):
-                self.keep(part, where, part, _REPLACED)
+                self.keep(part, where, part, _REPLACED, owner)
                 continue
             original, switch = getattr(current, "__func__", current), [True]
             forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
@@ -152,14 +154,14 @@ class _Patcher:
         if gate is not None:
             guards += probing.guards_of(module, gate, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
-        key = (type(module), forward, shapes, tuple(module._modules), _hashable(guards))
+        key = (type(module), forward, shapes, tuple(module._modules), tuple(module._buffers), _hashable(guards))
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)
         return self.recognised[key]
 
-    def keep(self, part: str, where: str, kernel: str, state: str) -> None:
-        """Note a place that keeps the code it has."""
-        self.report.rows.append(PatchRow(part, where, kernel, state))
+    def keep(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
+        """Note a place that keeps the code it has; module: of a live model, for its name."""
+        self.report.rows.append(PatchRow(part, where, kernel, state, path=self.paths.get(module, "")))
 
     def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:
         self.report.change(PatchRow(part, where, kernel, PATCHED, variant), patch)
@@ -209,6 +211,7 @@ class _ModelPatcher(_Patcher):
     def __init__(self, model: nn.Module, report: PatchReport) -> None:
         super().__init__(report)
         self.model = model
+        self.paths = {module: name for name, module in model.named_modules()}
         self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
         self.views: dict[int, Any] = {}  # of configurations, by their ids
 
@@ -225,10 +228,15 @@ class _ModelPatcher(_Patcher):
                 yield module, module
 
     def without_causal_lm(self) -> str:
-        return f"this {type(self.model).__name__} has no causal LM in it"
+        return (
+            f"this {type(self.model).__name__} has no causal LM of transformers in it; "
+            "a loss of one's own calls liger_fused_linear_cross_entropy"
+        )
 
     def patch_modules(self, options: dict[str, bool]) -> None:
         for module in self.model.modules():
+            if probing.is_overlooked(module):
+                self.report.unnamed.append(type(module).__name__)
             for slot in (forward_slot(module), "_apply_gate"):
                 if getattr(module, slot, None) is not None:
                     self._patch_module(module, slot, options)
@@ -239,7 +247,7 @@ class _ModelPatcher(_Patcher):
         found_mark = getattr(current, PATCH_MARK, None)
         if found_mark is not None:
             if options.get(found_mark[0]) and found_mark[0] not in ("rope", *_LOSSES):
-                self.keep(found_mark[0], where, found_mark[1], ALREADY)
+                self.keep(found_mark[0], where, found_mark[1], ALREADY, module)
             return
         found = self.recognise(module)
         part = _wanted_part(found.kernel, options) if found else None
@@ -254,7 +262,7 @@ class _ModelPatcher(_Patcher):
             if not its_own or current.__func__ is not getattr(type(module), found.slot):
                 found = Refused("its forward was replaced by something else", found.kernel)
         if isinstance(found, Refused):
-            self.keep(part, where, found.kernel, f"left alone: {found.reason}")
+            self.keep(part, where, found.kernel, f"left alone: {found.reason}", module)
             return
         forward = self._forward(module, part, found, current.__func__)
         self.change(part, where, found.kernel, Patch(module, slot, types.MethodType(forward, module)), found.variant)
@@ -288,7 +296,7 @@ class _ModelPatcher(_Patcher):
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
                 if rotary.functions_called(type(module).forward):
-                    self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED)
+                    self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
                 continue
             forward = probing.current_forward(module, slot)
             where = f"{type(module).__name__}.forward"
@@ -304,13 +312,13 @@ class _ModelPatcher(_Patcher):
                     results[function] = rotary.recognise(function, rotary.halves_are_shared(modules, function))
                 found = results[function]
                 if isinstance(found, Refused):
-                    self.keep("rope", function_at, "rope", f"left alone: {found.reason}")
+                    self.keep("rope", function_at, "rope", f"left alone: {found.reason}", module)
                     continue
                 key = (forward, name)
                 if key not in copies:
                     copies[key] = _copy_calling(forward, name, function, found)
                 if isinstance(copies[key], str):
-                    self.keep("rope", where, "rope", copies[key])
+                    self.keep("rope", where, "rope", copies[key], module)
                     continue
                 forward = copies[key]  # may call a second rotary function
                 bound = types.MethodType(forward, module)

@@ -52,6 +52,7 @@ class PatchRow:
     """One place: `part` is the keyword of the public function, `kernel` the op, `state` what happened there.
 
     variant: which of the kernel's variants the module computes, in words
+    path: of a part of a live model, the module's name in it (`model.layers.0.mlp`)
     """
 
     part: str
@@ -59,6 +60,7 @@ class PatchRow:
     kernel: str
     state: str
     variant: str = ""
+    path: str = ""
 
 
 @dataclass
@@ -116,12 +118,20 @@ def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
 
     model: a live model, whichever call patched it, also a deep or an unpickled copy, which no report knows; its classes
     stay patched. Or a class of transformers (`revert(LlamaForCausalLM)`): every call that patched the classes of its
-    family is taken back, also one whose report is lost.
+    family is taken back, also one whose report is lost. A warning says so where a live model's classes are patched.
     """
     if isinstance(model, type):
         return _revert_classes(model)
     if not callable(getattr(model, "modules", None)):
         raise TypeError(f"revert: model must be a loaded model or a class of models, got {type(model).__name__}")
+    count = _revert_model(model)
+    if cls := _patched_class(model):
+        words = "liger_hw: the classes of this %s are patched, and stay so; liger_hw.revert(%s) takes that back"
+        log.warning(words, type(model).__name__, cls.__name__)
+    return count
+
+
+def _revert_model(model: torch.nn.Module) -> int:
     count = 0
     with PATCH_LOCK:
         for module in model.modules():
@@ -142,6 +152,18 @@ def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
 
 _class_reports: list["PatchReport"] = []
 """What is patched on classes now, oldest call first: for `revert(cls)`, which has no report."""
+
+
+def _patched_class(model: torch.nn.Module) -> type | None:
+    """A class to `revert` where classes of a model are patched: its own, else that of a part of it."""
+    classes = {base: None for module in model.modules() for base in type(module).__mro__}
+    with PATCH_LOCK:
+        for cls in classes:
+            ours = any(is_ours(vars(cls).get(slot)) for slot in ("forward", "_apply_gate"))
+            if ours and any(report.module == cls.__module__ for report in _class_reports):
+                named = {base.__module__ for base in type(model).__mro__}
+                return type(model) if cls.__module__ in named else cls
+    return None
 
 
 def _revert_classes(cls: type) -> int:
@@ -221,7 +243,7 @@ class NewModels:
     def revert(self) -> bool:
         self.patches = [patch for patch in self.patches if not patch.revert()]
         for model in list(self.models):
-            revert(model)
+            _revert_model(model)
         self.models.clear()
         return not self.patches
 
@@ -234,6 +256,7 @@ class PatchReport:
     what its own call changed: after a second, idempotent call the first report still undoes everything.
 
     module: of a patch of classes, the module of transformers that defines them
+    unnamed: of a live model, classes of modules that were not looked at for their names (`probing.is_overlooked`)
     """
 
     family: str
@@ -241,6 +264,7 @@ class PatchReport:
     rows: list[PatchRow] = field(default_factory=list)
     patches: list[Patch | NewModels | PickleNote] = field(default_factory=list)
     module: str = ""
+    unnamed: list[str] = field(default_factory=list)
 
     @property
     def patched(self) -> list[PatchRow]:
@@ -303,19 +327,28 @@ class PatchReport:
         """A header, and one row for all places that are alike."""
         sources = {kernel: config_source(kernel) for kernel in {row.kernel for row in self.rows}}
         groups = Counter((r.part, r.where, r.kernel, r.state, r.variant) for r in self.rows)
+        paths = {(r.part, r.where, r.kernel, r.state, r.variant): r.path for r in reversed(self.rows)}  # the first
         cells = [("part", "where", "kernel", "state", "configuration")]
-        for (part, where, kernel, state, variant), n in groups.items():
+        for group, n in groups.items():
+            part, where, kernel, state, variant = group
             source = sources[kernel] if state in (PATCHED, ALREADY) else "-"
             words = f"{kernel} ({variant})" if variant else kernel
-            cells.append((part, f"{where} x{n}" if n > 1 else where, words, state, source))
+            place = f"{where} x{n}" if n > 1 else where
+            if paths[group] and state not in (PATCHED, ALREADY):
+                place += f" ({'first ' if n > 1 else ''}{paths[group]})"
+            cells.append((part, place, words, state, source))
         return cells
 
     def _others(self) -> list[str]:
-        """What was launched besides: by the kernels above, or by other code of this process."""
+        """What was not looked at, and what was launched besides, by the kernels above or by other code."""
+        lines = []
+        if self.unnamed:
+            classes = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.unnamed).items())
+            lines.append(f"not looked at, as the names say neither norm nor MLP: {classes}")
         others = sorted(_launched_ops() - {row.kernel for row in self.rows})
-        if not others:
-            return []
-        return ["also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others)]
+        if others:
+            lines.append("also launched: " + "; ".join(f"{kernel} ({config_source(kernel)})" for kernel in others))
+        return lines
 
 
 def _launched_ops() -> set[str]:

@@ -175,6 +175,10 @@ NOT_NORMS = {
     "another length": (_other_when_long, "may take another branch"),
     "autocast by length": (_in_context(_autocast_when_long), "may take another branch"),
     "a second condition": (_other_by_the_second_of_two, "may take another branch"),
+    "epsilon of None": (
+        lambda self, x: F.rms_norm(x, (WIDTH,), self.weight),
+        "make it with one (eps=1e-6)",
+    ),
     "raises": (lambda self, x: x.no_such_thing + self.eps, "cannot be run alone"),
 }
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -30,6 +31,59 @@ def test_repr_is_short_and_the_notebook_has_a_table(model):
     shown = report._repr_html_()
     assert shown.count("<tr>") == 1 + len({(r.part, r.where, r.kernel, r.state, r.variant) for r in report.rows})
     assert "<td>rms_norm</td>" in shown and "rms_norm" in str(report)
+
+
+def test_what_is_left_alone_is_named_by_its_path(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.Mish()
+    model.model.layers[1].input_layernorm.register_buffer("more", torch.ones(1))
+    model.model.layers[1].post_attention_layernorm.register_buffer("more", torch.ones(1))
+    report = liger_hw.patch(model)
+    rows = [row for row in report.rows if row.state.startswith("left alone")]
+    assert [row.path for row in rows if row.part == "swiglu"] == ["model.layers.0.mlp"]
+    shown = report._repr_html_()  # as str(report), and never folded
+    assert "<td>LlamaMLP.forward (model.layers.0.mlp)</td>" in shown
+    assert "<td>LlamaRMSNorm.forward x2 (first model.layers.1.input_layernorm)</td>" in shown
+
+
+class Ln(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+
+class FeedFwd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+
+class SomeNorm(Ln):
+    def forward(self, x):
+        return self.weight * x
+
+
+def test_what_is_not_looked_at_for_its_name_is_listed():
+    own = torch.nn.Sequential(Ln(), FeedFwd(), FeedFwd(), SomeNorm(), torch.nn.Linear(8, 8), torch.nn.Embedding(2, 8))
+    text = " ".join(str(liger_hw.patch(own)).split())
+    assert "not looked at, as the names say neither norm nor MLP: Ln, FeedFwd x2" in text
+    assert "SomeNorm.forward" in text and "liger_fused_linear_cross_entropy" in text
+
+
+def test_nothing_of_a_llama_is_overlooked(model):
+    assert "not looked at" not in str(liger_hw.patch(model))
+
+
+def test_reverting_a_model_says_where_its_classes_are_patched(model, caplog):
+    from transformers import LlamaForCausalLM
+
+    with apply_liger_kernel_to_llama():
+        liger_hw.patch(model)
+        assert liger_hw.revert(model) == 0
+        assert "liger_hw.revert(LlamaForCausalLM)" in caplog.text
+        assert liger_hw.revert(LlamaForCausalLM) > 0
+    caplog.clear()
+    liger_hw.patch(model)
+    assert liger_hw.revert(model) > 0 and not caplog.text
 
 
 def test_a_discarded_report_is_found_by_the_class():

@@ -17,17 +17,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Callable
 
+from torch import nn
+
+from ...distributed import owners
 from . import experts, mlps, norms
 from .guards import EVERYTHING, Guards, guards_of, holds, reads
 from .probe import Match, Refused, current_forward, quiet
 
-__all__ = ["EVERYTHING", "Guards", "Match", "Refused", "current_forward", "guards_of", "holds", "reads", "recognise"]
+__all__ = [
+    "EVERYTHING",
+    "Guards",
+    "Match",
+    "Refused",
+    "current_forward",
+    "guards_of",
+    "holds",
+    "is_overlooked",
+    "reads",
+    "recognise",
+]
+_KINDS = (norms, experts, mlps)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
     """The kernel that computes what `module` does; `forward` is the function to probe, default its class's own."""
     forward = forward or type(module).forward
-    for kind in (norms, experts, mlps):
+    for kind in _KINDS:
         if kind.is_candidate(module):
             with quiet():
                 found = kind.recognise(module, forward)
@@ -35,6 +50,20 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
                     return _gate_of_experts(module, forward, found)
             return found
     return None
+
+
+def is_overlooked(module: Any) -> bool:
+    """Whether a module has the parts of a norm or of an MLP, and is none of those that are probed, for its name.
+
+    A norm's are one or two vectors of one width and nothing else; an MLP's two or three linear layers and nothing else.
+    """
+    if type(module).__module__.startswith("torch.") or any(kind.is_candidate(module) for kind in _KINDS):
+        return False
+    shapes = [shape for shape in owners.parameter_shapes(module).values() if shape is not None]
+    children = [child for child in module._modules.values() if child is not None]
+    if not children:
+        return not module._buffers and len(shapes) in (1, 2) and len(shapes[0]) == 1 and len(set(shapes)) == 1
+    return not shapes and len(children) in (2, 3) and all(type(child) is nn.Linear for child in children)
 
 
 def _gate_of_experts(module: Any, forward: Callable, refused: Refused) -> Match | Refused:

@@ -214,7 +214,7 @@ class _Probe:
     def answer(self, kind: str) -> Match | Refused:
         """The first epsilon and variant that agree in fp32, where their rounding and gradients agree too."""
         epsilons = self._epsilons()
-        reason = "" if epsilons else "it has no epsilon of its own"
+        reason = "" if epsilons else "it has no epsilon of its own; make it with one (eps=1e-6)"
         for eps in epsilons:
             wanted = self._original(eps, _HIGH, _HIGH)
             if isinstance(wanted, str):
