@@ -134,6 +134,10 @@ class _Choosing:
         chosen = self._experts_implementation_internal
         return NAME if chosen == self.instead_of else chosen
 
+    @_experts_implementation.setter
+    def _experts_implementation(self, value: Any) -> None:
+        self.original._experts_implementation = value
+
     def __deepcopy__(self, memo: dict) -> Any:
         return choosing(copy.deepcopy(self.original, memo), *getattr(self, PATCH_MARK))
 

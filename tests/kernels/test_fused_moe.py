@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from torch.torch_version import TorchVersion
 from liger_hw import env
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products
-from liger_hw.kernels.moe.fused_moe import fused_moe_bwd, fused_moe_fwd, fused_moe_reference, liger_fused_moe
+from liger_hw.kernels.moe.fused_moe import (
+    LigerExperts,
+    fused_moe_bwd,
+    fused_moe_fwd,
+    fused_moe_reference,
+    liger_fused_moe,
+)
 from liger_hw.kernels.moe.reference import Gate
 from liger_hw.registry import Sample, backend, get_op, override, pretend
 
@@ -359,6 +366,33 @@ def test_what_it_refuses(lane, generator):
     for args in ((x.tolist(), up, down, index, weights), (x, None, down, index, weights)):
         with pytest.raises(TypeError):
             liger_fused_moe(*args)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_what_the_layer_takes(generator, dtype):
+    """The products are autocast's, the result has the dtype of x, and gradients those of what they belong to."""
+    lane = SimpleNamespace(device="cpu")
+    x, up, down, index, weights = sample(lane, generator, ROUTES["all to one expert"]).args
+    x = x.detach().to(dtype).requires_grad_()
+    layer = LigerExperts(SimpleNamespace(hidden_act="silu", hidden_size=HIDDEN, intermediate_size=INNER, num_experts=6))
+    layer.load_state_dict({"gate_up_proj": up, "down_proj": down})
+    biases = {"gate_up_bias": torch.ones(EXPERTS, 2 * INNER), "down_bias": torch.ones(EXPERTS, HIDDEN)}
+    low = [t.detach().bfloat16() for t in (x, up, down)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, biased = layer(x, index, weights), liger_fused_moe(x, up, down, index, weights, **biases)
+    assert out.dtype is biased.dtype is dtype
+    assert torch.equal(out, liger_fused_moe(*low, index, weights).to(dtype))
+    biases = {name: bias.bfloat16() for name, bias in biases.items()}
+    assert torch.equal(biased, liger_fused_moe(*low, index, weights, **biases).to(dtype))
+    out.sum().backward()
+    assert x.grad.dtype is dtype and layer.gate_up_proj.grad.dtype is layer.down_proj.grad.dtype is torch.float32
+
+
+@pytest.mark.cpu
+def test_a_configuration_without_experts_is_refused():
+    with pytest.raises(ValueError, match="num_experts, num_local_experts or n_routed_experts"):
+        LigerExperts(SimpleNamespace(hidden_act="silu", hidden_size=8, intermediate_size=8))
 
 
 @pytest.mark.lanes("cpu", "interpret", "gpu")

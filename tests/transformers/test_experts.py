@@ -17,6 +17,7 @@ interface = pytest.importorskip("transformers.integrations.moe", reason="transfo
 
 import liger_hw  # noqa: E402
 import liger_hw.transformers  # noqa: E402
+from liger_hw.kernels.moe import fused_moe  # noqa: E402
 from liger_hw.transformers import experts, functional, probing  # noqa: E402
 from liger_hw.transformers.tiny import tiny_config, tiny_model  # noqa: E402
 
@@ -288,15 +289,19 @@ def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(calls, c
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_autocast_computes_in_its_dtype(family, calls):
+def test_autocast_computes_in_its_dtype(family, monkeypatch):
+    """What the operator takes, under the public function: x, both projections, and the biases where there are some."""
+    taken, original = [], fused_moe.fused_moe_fwd
+    monkeypatch.setattr(fused_moe, "fused_moe_fwd", lambda *args: taken.append(args) or original(*args))
     module = of(family, KINDS[family][0])
     x, index, weights = inputs(module)
     expected = step(module, x, index, weights)
     patched(module)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = step(module, x, index, weights)
-    assert {t.dtype for t in calls[0][0] if t.is_floating_point()} == {torch.bfloat16, torch.float32}
-    assert calls[0][0][0].dtype is calls[0][0][1].dtype is torch.bfloat16
+    ((x_taken, up, down, _, routing_weights, *biases),) = (args[:7] for args in taken)
+    assert {t.dtype for t in (x_taken, up, down, *biases) if t is not None} == {torch.bfloat16}
+    assert routing_weights.dtype is torch.float32
     assert found[0].dtype == x.dtype and all(g.dtype == torch.float32 for g in found[1])
     assert_same(found, expected, 0.06, 0.03)
 
@@ -485,6 +490,8 @@ def test_a_view_shares_everything_but_the_choice():
     assert pickle.loads(pickle.dumps(view))._experts_implementation == "grouped_mm"
     config._experts_implementation = "eager"
     assert view._experts_implementation == "eager"
+    view._experts_implementation = "batched_mm"
+    assert view._experts_implementation == config._experts_implementation == "batched_mm"
 
 
 def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choice(calls):

@@ -30,6 +30,7 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import (
     Function,
+    autocast_dtype,
     check,
     check_flags,
     check_tensors,
@@ -235,7 +236,8 @@ def liger_fused_moe(
 ) -> torch.Tensor:
     """The experts of a mixture-of-experts layer, after its router.
 
-    x: [T, H] in fp32, fp16 or bf16 (fp64 too on the CPU); weights and biases have the same dtype
+    x: [T, H] in fp32, fp16 or bf16 (fp64 too on the CPU); weights and biases have the same dtype, or any under
+        autocast, which casts all of them to its own
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
     top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
@@ -259,12 +261,16 @@ def liger_fused_moe(
     optional = ("gate_up_bias", "down_bias")
     tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
     check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)
+    own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
+    if dtype is not None and torch.float64 not in (x.dtype, down_proj.dtype):
+        x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
+        gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     if reason := _misfit(
         x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, gate, is_transposed
     ):
         check(False, op, reason)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed))
+    return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed)).to(own_dtype)
 
 
 def _misfit(
@@ -303,7 +309,8 @@ class LigerExperts(torch.nn.Module):
     """The experts of Mixtral, Qwen3-MoE and their like in transformers 5, with the parameters of those modules.
 
     config: needs hidden_size; num_experts, num_local_experts or n_routed_experts; moe_intermediate_size or
-    intermediate_size; and hidden_act, one of silu and swish, else `ValueError`.
+    intermediate_size; and hidden_act, one of silu and swish. Raises `ValueError` for another hidden_act and without a
+    number of experts.
     """
 
     def __init__(self, config) -> None:
@@ -311,7 +318,10 @@ class LigerExperts(torch.nn.Module):
         if config.hidden_act not in ("silu", "swish"):
             raise ValueError(f"LigerExperts: hidden_act must be silu or swish, got {config.hidden_act!r}")
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+        numbers = [getattr(config, name) for name in names if hasattr(config, name)]
+        if not numbers:
+            raise ValueError(f"LigerExperts: config must have {', '.join(names[:-1])} or {names[-1]}, got none of them")
+        self.num_experts = numbers[0]
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         up_shape = self.num_experts, 2 * self.intermediate_dim, self.hidden_dim

@@ -65,19 +65,14 @@ def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
 
     def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         up, down, up_bias, down_bias = formula.weights(self)
-        dtype = autocast_dtype(x.device.type) or up.dtype
-        if x.dtype is dtype and up.dtype is dtype:
-            return liger_fused_moe(
-                x, up, down, top_k_index, top_k_weights, gate_up_bias=up_bias, down_bias=down_bias, **options
-            )
-        up_bias, down_bias = (b if b is None else b.to(dtype) for b in (up_bias, down_bias))
-        rows = liger_fused_moe(
-            *(x.to(dtype), up.to(dtype), down.to(dtype), top_k_index, top_k_weights),
-            gate_up_bias=up_bias,
-            down_bias=down_bias,
-            **options,
+        rows = x
+        if x.dtype is not up.dtype and autocast_dtype(x.device.type) is None:  # under autocast the op casts
+            rows, down = x.to(up.dtype), down.to(up.dtype)
+            up_bias, down_bias = (b if b is None else b.to(up.dtype) for b in (up_bias, down_bias))
+        out = liger_fused_moe(
+            rows, up, down, top_k_index, top_k_weights, gate_up_bias=up_bias, down_bias=down_bias, **options
         )
-        return rows.to(x.dtype)  # as transformers' own
+        return out.to(x.dtype)  # as transformers' own
 
     return experts
 
