@@ -26,6 +26,7 @@ import logging
 import os
 import re
 import stat
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Collection, Iterator
@@ -33,7 +34,7 @@ from typing import Any, Collection, Iterator
 from .. import env, files
 from ..answers import Entry
 from ..backends import LaunchConfig, Target, known_target
-from ..text import printable
+from ..text import first_line, printable
 from . import lock_file, tables
 from .tables import SCHEMA, Name
 
@@ -61,6 +62,20 @@ def root() -> Path | None:
         return Path.home() / ".cache" / "liger_hw"
     except RuntimeError:
         return None
+
+
+def unwritable() -> str:
+    """Why nothing can be stored in the user cache, or "". It is tried, and nothing is left behind."""
+    base = root()
+    if base is None:
+        return "the cache has no folder: there is no home; LIGER_HW_CACHE_DIR names another"
+    try:
+        there = next(folder for folder in (base, *base.absolute().parents) if folder.exists())
+        with tempfile.TemporaryDirectory(prefix=".liger_hw_", dir=there):
+            return ""
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        return f"the cache {base} cannot be written ({reason}): what is tuned is lost; LIGER_HW_CACHE_DIR names another"
 
 
 def slug(name: str) -> str:

@@ -1,8 +1,8 @@
 """`liger-hw doctor`: whether liger_hw works on this machine, in a minute, and what to paste into a bug report.
 
 Every op runs once, forward and backward, and is compared with its reference in plain torch. Then the speed of a copy in
-device memory, the host time of a small launch, and the health of the cache. Without a GPU the ops run their references,
-and nothing is timed. Ends with 1 when anything is wrong.
+device memory, the host time of a small launch, the health of the cache and whether it can be written. Without a GPU the
+ops run their references, and nothing is timed. Ends with 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device = usable_device("doctor", arguments.device)
+    from .. import compat
     from ..autotune import store
+    from ..bench.report import git_commit
     from . import info
     from .cache import health
 
@@ -33,16 +35,33 @@ def run(arguments: argparse.Namespace) -> int:
     ops = _check_ops(device)
     wrong = {name: reason for name, reason in ops.items() if reason}
     timings = _timings(device) if device.type != "cpu" else {}
-    own, shipped, broken, outdated = health(store.device_folders())
+    unusable = [unwritable] if (unwritable := store.unwritable()) else []
+    try:
+        folders = store.device_folders()
+    except OSError as error:
+        folders = []
+        unusable.append(f"the cache cannot be read: {first_line(error)}")
+    own, shipped, broken, outdated = health(folders)
     seconds = round(time.monotonic() - began, 1)
     problems = [f"{name}: {reason}" for name, reason in wrong.items()] + broken
     problems += [facts["triton"]["warning"]] if facts["triton"]["warning"] else []
+    problems += unusable
+    commit, shim = git_commit(), compat.use()
     if arguments.json:
-        found = {"device": str(device), "ops": ops, **timings, "cache": {"entries": own, "shipped": shipped}}
+        found = {
+            "commit": commit,
+            "shim": shim,
+            "device": str(device),
+            "ops": ops,
+            **timings,
+            "cache": {"entries": own, "shipped": shipped},
+        }
         print(json_text({**facts, **found, "problems": problems, "seconds": seconds}, indent=1))
         return 1 if problems else 0
     print("Paste this into a bug report, between two lines of three backticks:\n")
     print(info.as_text(facts))
+    print(fold(f"commit        {commit or 'not a checkout'}", " " * 14))
+    print(fold(f"shim          {shim}", " " * 14))
     runs = "kernels" if device.type != "cpu" or info.interprets() else "references: no GPU, no kernel is launched"
     agree = f"{len(ops) - len(wrong)} of {len(ops)} agree with their reference on {device}, as {runs}"
     print(fold(f"ops           {agree}", " " * 14))

@@ -36,11 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _check() -> int:
     from .. import compat
 
-    try:
-        import liger_kernel
-    except ImportError as error:
-        print(f"not in use: {error}")
-        return 1
-    ours = getattr(liger_kernel, "__file__", None) and str(compat.PATH) in str(liger_kernel.__file__)
-    print("in use" if ours else f"not in use: liger_kernel is {liger_kernel.__file__}")
-    return 0 if ours else 1
+    used = compat.use()
+    print(used)
+    return 0 if used == "in use" else 1

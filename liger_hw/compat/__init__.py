@@ -116,6 +116,15 @@ REPLACED = {
 _RENAMED = {"experimental.embedding": "embedding", "experimental.mm_int8int2": "mm_int8int2"}
 
 
+def use() -> str:
+    """`in use` where `import liger_kernel` gives this package, else `not in use` and why; it is imported to see."""
+    try:
+        found = importlib.import_module(NAME).__file__
+    except ImportError as error:
+        return f"not in use: {error}"
+    return "in use" if str(PATH) in str(found) else f"not in use: {NAME} is {found}"
+
+
 def homes(name: str) -> tuple[str, ...] | None:
     """Modules of liger_hw that stand behind `liger_kernel.<name>`; None when there is no such module."""
     if name in MODULES:

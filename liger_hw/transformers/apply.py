@@ -16,7 +16,7 @@ import sys
 import warnings
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any, Callable, Union
+from typing import Any, Callable, Collection, TypeVar, Union, cast
 
 import torch
 
@@ -32,6 +32,31 @@ Model = Union[torch.nn.Module, "type[torch.nn.Module]"]
 """A live model, or a class of a transformers model."""
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """What is said of a keyword that a function does not have: the nearest one that it has, else all."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
+
+
+def _suggests_keywords(function: _F) -> _F:
+    """The same function; the error about a keyword that it does not have names the nearest one."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                hint = _nearest(name, known)
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+        return function(*args, **kwargs)
+
+    return cast(_F, checked)
+
+
+@_suggests_keywords
 def patch(
     model: Model,
     *,
@@ -105,8 +130,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
 
     def function(*args: Any, **kwargs: Any) -> PatchReport:
         for name in [name for name in kwargs if name not in known]:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its keywords are {', '.join(known)}"
+            hint = _nearest(name, known)
             said = f"{spec.function_name}() got an unexpected keyword argument {name!r}"
             if not spec.also:
                 raise TypeError(f"{said}; {hint}")

@@ -246,6 +246,32 @@ def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
     assert code == 1 and "1 of 2 agree" in out and "PROBLEM       softmax: result 0: relative error" in out
 
 
+@pytest.mark.parametrize("beneath", ["file", "file/below", ""])
+def test_doctor_tries_to_write_the_cache(capsys, monkeypatch, tmp_path, beneath):
+    from liger_hw.autotune import store
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(registry, "ops", lambda: {})
+    monkeypatch.setattr(store, "root", lambda: tmp_path / beneath / "cache" if beneath else tmp_path / "new" / "cache")
+    code, out, _ = said(capsys, "doctor", "--device", "cpu")
+    assert code == (1 if beneath else 0) and ("all is well" in out) == (not beneath)
+    assert ("cannot be written (Not a directory)" in " ".join(out.split())) == bool(beneath)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_doctor_names_the_commit_and_the_shim(capsys, monkeypatch):
+    from liger_hw import compat
+    from liger_hw.bench import report
+
+    monkeypatch.setattr(registry, "ops", lambda: {})
+    monkeypatch.setattr(report, "git_commit", lambda: "0123abcd+")
+    _, out, _ = said(capsys, "doctor", "--device", "cpu")
+    assert "commit        0123abcd+" in out and "shim          not in use: " in out
+    monkeypatch.setattr(compat, "use", lambda: "in use")
+    found = json.loads(said(capsys, "doctor", "--device", "cpu", "--json")[1])
+    assert found["shim"] == "in use" and found["commit"] == "0123abcd+"
+
+
 def test_autotune_chooses_for_every_architecture_of_a_vendor(capsys, monkeypatch, tmp_path):
     """Intel's, which the stock Triton brings to TTIR: each known architecture is planned, nothing is measured."""
     from liger_hw import registry

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+import liger_hw
 from liger_hw.transformers import PatchReport
 from liger_hw.transformers.rebind import private_name
 from liger_hw.transformers.report import PickleNote, config_source
@@ -237,6 +238,14 @@ def test_a_later_patch_of_somebody_else_is_left_in_place(family, caplog):
         report.revert()
     assert family.norm.forward is theirs and "was changed after patching" in caplog.text
     family.norm.forward = original
+
+
+def test_patch_suggests_a_keyword():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"patch\(\) got an unexpected keyword argument 'ropee'; did you mean 'rope'\?"):
+        liger_hw.patch(model, ropee=True)
+    with pytest.raises(TypeError, match=r"'zzz'; its keywords are model, rope, "):
+        liger_hw.patch(model, zzz=True)
 
 
 def test_unknown_keyword_suggests(family):
