@@ -14,6 +14,7 @@ match that was found on one module applies to another.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -53,11 +54,13 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
 
 
 def is_overlooked(module: Any) -> bool:
-    """Whether a module has the parts of a norm or of an MLP, and is none of those that are probed, for its name.
+    """Whether a module has the parts and the one input of a norm or of an MLP, and is not probed, for its name.
 
     A norm's are one or two vectors of one width and nothing else; an MLP's two or three linear layers and nothing else.
     """
     if type(module).__module__.startswith("torch.") or any(kind.is_candidate(module) for kind in _KINDS):
+        return False
+    if len(inspect.signature(type(module).forward).parameters) != 2:
         return False
     shapes = [shape for shape in owners.parameter_shapes(module).values() if shape is not None]
     children = [child for child in module._modules.values() if child is not None]
