@@ -389,7 +389,8 @@ class LigerFusedLinearCrossEntropyTPFunction(Function):
             dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
             *grads, share = ctx.saved_tensors
-            grad_output = grad_output * share if ctx.late else grad_output
+            if ctx.late:  # 1 / 0 where every row is ignored; the saved gradients are zero then
+                grad_output = grad_output * torch.where(share.isfinite(), share, 0.0)
             dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, absent(share))
         return dx, dweight, None, dbias, None, None
 
