@@ -203,11 +203,18 @@ def _norm_of(original: Any) -> type:
     return LayerNormImpl
 
 
+def _tensor_parallel_group(given: Any) -> Any:
+    """The group of a call: where it names none, the model's, as in Megatron's own losses."""
+    if given is not None:
+        return given
+    return _module("megatron.core.parallel_state").get_tensor_model_parallel_group(check_initialized=False)
+
+
 def _fused_loss() -> Callable:
     loss = LigerMegatronCrossEntropy()
 
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
-        return loss(vocab_parallel_logits, target, tp_group)
+        return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
     return fused_vocab_parallel_cross_entropy
 
@@ -216,9 +223,8 @@ def _loss() -> Callable:
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> Any:
-        if tp_group is None:  # Megatron's own then takes the model's tensor-parallel group
-            tp_group = _module("megatron.core.parallel_state").get_tensor_model_parallel_group(check_initialized=False)
-        return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, tp_group)
+        loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
+        return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
     return vocab_parallel_cross_entropy
 

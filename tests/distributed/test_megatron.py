@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from liger_hw.megatron import (
     LigerMegatronCrossEntropy,
     LigerMegatronRMSNorm,
     LigerMegatronSwiGLU,
+    _fused_loss,
     _layer_norm,
+    _loss,
     _norm_of,
     _replace,
 )
@@ -136,6 +139,19 @@ def test_modules_without_megatron(lane):
     target = torch.zeros(3, 2, dtype=torch.long, device=lane.device)
     expected = torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
     torch.testing.assert_close(LigerMegatronCrossEntropy()(x, target), expected)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("build_loss", [_fused_loss, _loss])
+def test_without_a_group_a_loss_takes_the_models(build_loss, monkeypatch):
+    """Releases of Megatron-core call their losses without one; None alone would stand for a whole vocabulary."""
+    state = ModuleType("megatron.core.parallel_state")
+    state.get_tensor_model_parallel_group = lambda check_initialized=True: "the model's group"
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, logits, target, tp_group=None: tp_group)
+    loss, logits, target = build_loss(), torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
+    assert loss(logits, target) == "the model's group"
+    assert loss(logits, target, tp_group="its own") == "its own"
 
 
 @pytest.mark.cpu
