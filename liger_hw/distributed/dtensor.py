@@ -285,7 +285,8 @@ def _log_probs(call: _Call) -> Any:
     if axis is None:
         parts = {"a0": call.local(x, rows), "a1": call.weight(weight, rows), "a2": call.local(target, rows)}
         found = call.run(**parts, a3=call.weight(bias, rows), a4=call.local(ids, everywhere))
-        return tuple(call.whole(t, rows, (x.shape[0], *t.shape[1:])) if t.numel() else t for t in found)
+        wanted = True, options.entropy, options.top, ids is not None
+        return tuple(call.whole(t, rows, (x.shape[0], *t.shape[1:])) if w else t for t, w in zip(found, wanted))
     if bias is not None or ids is not None or options.top or options.softcap or options.wide or options.batch_invariant:
         known = "temperature, ignore_index and return_entropy"
         call.fail(f"the tensor-parallel head has no options but {known}", "gather the weight")
