@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
-from ...runtime.operator import cdiv, launch
+from ...runtime.operator import cdiv, launch, with_fallback
 from ...runtime.triton_import import tl, triton
 
 MOST_UNSORTED = 64
@@ -377,26 +377,56 @@ def sum_rows(
     scale: fp32, a factor for each row of dy; a row whose factor is 0 is not read
     scratch: fp32 memory that may be overwritten, used if it is large enough
     """
-    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    key = row_key(n_tokens, n_cols, dy.itemsize)
-    plan, join = BWD.plan(dy.device, key), JOIN.plan(dy.device, key)
+    # each launch is repeated alone where its configuration fails: what the first one added must not be added again
+    chunk, parts = with_fallback(_sum_chunks)(dw, dy, rows, order, padding_idx, scale, accumulate, scratch)
+    if parts.shape[1] > 1:
+        with_fallback(_join_chunks)(dw, dy, rows, parts, chunk, padding_idx, accumulate)
+
+
+def _sum_chunks(
+    dw: torch.Tensor,
+    dy: torch.Tensor,
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    padding_idx: int,
+    scale: torch.Tensor | None,
+    accumulate: bool,
+    scratch: torch.Tensor | None,
+) -> tuple[int, torch.Tensor]:
+    """Sum the chunks of the sorted tokens; (tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
+    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
+    plan = BWD.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
     chunk = plan.config.blocks["CHUNK"]
     n_chunks = cdiv(n_tokens, chunk)
-    parts = 2 * n_chunks * n_cols
-    if scratch is None or scratch.numel() < parts:
-        scratch = dy.new_empty(parts, dtype=torch.float32)
-    earlier, later = scratch[:parts].view(2, n_chunks, n_cols)
+    size = 2 * n_chunks * n_cols
+    if scratch is None or scratch.numel() < size:
+        scratch = dy.new_empty(size, dtype=torch.float32)
+    parts = scratch[:size].view(2, n_chunks, n_cols)
     top = 1 << (n_tokens.bit_length() - 1)
     n_sums = n_chunks * cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
     n_programs = n_sums + (0 if accumulate else cdiv(n_rows, plan.config.blocks["ROWS"]))
     numbers = dy.stride(0), n_tokens, top, n_sums, n_rows, n_cols, padding_idx
-    args = (dy, rows, order, scale, dw, earlier, later, *numbers)
+    args = (dy, rows, order, scale, dw, *parts, *numbers)
     launch(plan, _embedding_bwd_kernel, (n_programs,), args, (accumulate,))
-    if n_chunks > 1:
-        args = (rows, dw, earlier, later, n_tokens, n_rows, n_cols, padding_idx)
-        grid = n_chunks - 1, cdiv(n_cols, join.config.blocks["BLOCK_SIZE"])
-        launch(join, _embedding_join_kernel, grid, args, (accumulate, chunk))
+    return chunk, parts
+
+
+def _join_chunks(
+    dw: torch.Tensor,
+    dy: torch.Tensor,
+    rows: torch.Tensor,
+    parts: torch.Tensor,
+    chunk: int,
+    padding_idx: int,
+    accumulate: bool,
+) -> None:
+    """Join the sums that `_sum_chunks` left of rows that span chunks."""
+    (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
+    plan = JOIN.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
+    args = (rows, dw, *parts, n_tokens, n_rows, n_cols, padding_idx)
+    grid = parts.shape[1] - 1, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
+    launch(plan, _embedding_join_kernel, grid, args, (accumulate, chunk))
 
 
 def sum_unsorted(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:

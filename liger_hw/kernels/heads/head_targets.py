@@ -11,6 +11,7 @@ exact, so one GEMM over all rows rounds once, and every further chunk adds an er
   over all rows nearly cancels that of the target's entries, and either alone, rounded, has an error as large as itself
   over their difference.
 
+A launch whose configuration fails is repeated alone, since a head that exchanges between ranks must not begin again.
 Nothing waits for the device, and no order of summation depends on timing. The sums of frequent targets take
 `most_frequent` x hidden fp32, and their columns of a chunk take memory like so many more vocabulary entries;
 `plan_chunks` counts both. benchmarks/rounding.py has the errors against one GEMM's.
@@ -23,7 +24,7 @@ from typing import Callable
 import torch
 
 from ...registry import Key, LaunchConfig, Target, Tunable
-from ...runtime.operator import cdiv, launch
+from ...runtime.operator import cdiv, launch, with_fallback
 from ...runtime.triton_import import tl, triton
 from ..embedding.row_sums import sum_rows
 from ..embedding.stable_sort import sort_indices
@@ -84,7 +85,7 @@ class TargetEntries:
     def __init__(self, targets: torch.Tensor, vocab: int, hidden: int, plain: bool) -> None:
         n_rows, device = targets.shape[0], targets.device
         self.plain = plain
-        self.sorted, self.rows = sort_indices(targets, vocab, plain)
+        self.sorted, self.rows = with_fallback(sort_indices)(targets, vocab, plain)
         self.entries = torch.empty(n_rows, dtype=torch.float32, device=device)
         slots = most_frequent(n_rows, vocab)
         self.frequent = self.sums = None
@@ -109,10 +110,7 @@ class TargetEntries:
             self.entries[rows] = torch.where(inside, entry, 0.0)
             dlogits.scatter_(1, column, entry.masked_fill(inside, 0.0)[:, None])
         else:
-            plan = TAKE.plan(dlogits.device, _key(0, 0, 0, dlogits.itemsize))
-            grid = (cdiv(n_rows, plan.config.blocks["BLOCK_SIZE"]),)
-            args = (dlogits, self.rare, self.entries, dlogits.stride(0), start, n_rows, vocab)
-            launch(plan, _head_target_kernel, grid, args)
+            with_fallback(_take)(dlogits, self.rare, self.entries, start)
         if self.frequent is not None:
             add_product(self.sums, dlogits.index_select(1, self.frequent).t(), x, start == 0)
 
@@ -140,6 +138,14 @@ class TargetEntries:
             dweight.index_copy_(0, columns, (dweight[columns].float() + total).to(dweight.dtype))
         else:
             sum_rows(dweight, x, self.sorted, rows, scale=entries, accumulate=True, scratch=scratch)
+
+
+def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, start: int) -> None:
+    """Move the entries of dlogits, the rows `start`.. of the sweep, at their targets into `entries`."""
+    n_rows, vocab = dlogits.shape
+    plan = TAKE.plan(dlogits.device, _key(0, 0, 0, dlogits.itemsize))
+    grid = (cdiv(n_rows, plan.config.blocks["BLOCK_SIZE"]),)
+    launch(plan, _head_target_kernel, grid, (dlogits, targets, entries, dlogits.stride(0), start, n_rows, vocab))
 
 
 def _frequent(ordered: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
