@@ -16,7 +16,6 @@ import datetime
 import hashlib
 import json
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 from .. import env, registry
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("liger_hw")
-_exchanges: Counter = Counter()
-"""How often each group of ranks has exchanged something: every rank counts alike."""
 _stepped: Any = None
-"""The store of the process group whose first step was seen."""
+"""The store of the process group that needs no comparison any more: its ranks agree, or are not to be compared."""
 
 
 def sync(
@@ -89,8 +86,12 @@ def _sync(
         facts.update(facts_of(target))
         return {**facts, "configurations": _hash(facts["configurations"]), **more}
 
-    everyone = _exchange(tell, ranks, seconds)
-    reports = _exchange(apply, ranks, seconds)
+    store = _store()
+    if store is None:
+        raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
+    where = _turn(store, ranks)
+    everyone = _exchange(store, f"{where}/tables", tell, ranks, seconds)
+    reports = _exchange(store, f"{where}/facts", apply, ranks, seconds)
     wrong = [
         f"rank {number}: {difference}"
         for number, report in zip(ranks, reports)
@@ -112,7 +113,9 @@ def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"],
     """Called by a patched causal LM's forward that trains: `sync` before the first step among several ranks.
 
     parts: counts a model's patched places by kernel. Ranks whose models have the same modules must have the same
-    kernels on them. Once a process group; LIGER_HW_SYNC_SECONDS=0 leaves it out. Raises as `sync` does.
+    kernels on them. Once a process group, when they agreed: a step that is captured in a graph or traced by
+    torch.compile leaves it to the next one, and a step after one that raised compares again. LIGER_HW_SYNC_SECONDS=0
+    leaves it out. Raises as `sync` does.
     """
     global _stepped
     import torch.distributed as dist
@@ -122,13 +125,10 @@ def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"],
     store = _store()
     if store is None or store is _stepped:
         return
-    _stepped = store
-    if (
-        dist.get_world_size() == 1
-        or dist.get_backend() == "fake"
-        or not env.get("LIGER_HW_SYNC_SECONDS")
-        or registry.is_quiet()
-    ):
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake" or not env.get("LIGER_HW_SYNC_SECONDS"):
+        _stepped = store
+        return
+    if registry.is_quiet():
         return
     device = next((p.device for p in model.parameters()), None)
     modules = _hash([f"{name} {type(module).__name__}" for name, module in model.named_modules()])
@@ -139,6 +139,7 @@ def at_first_step(model: "torch.nn.Module", parts: Callable[["torch.nn.Module"],
             f"{error}. (A patched model's first step compares the ranks; LIGER_HW_SYNC_SECONDS=0 leaves that out, for "
             "jobs whose ranks differ on purpose)"
         ) from error
+    _stepped = store
 
 
 def digest(target: Target | None = None) -> str:
@@ -202,18 +203,28 @@ def _as_json(target: Target) -> list[Any]:
     ]
 
 
-def _exchange(tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+def _turn(store: Any, ranks: Sequence[int]) -> str:
+    """The prefix of one `sync`'s keys, the same on every rank of the group.
+
+    Each rank counts its turns in the store: a new process group has a new one, in which a rank whose process outlived
+    the last group counts from the start, like a rank whose process is new.
+    """
+    import torch.distributed as dist
+
+    group = f"liger_hw/{_hash(list(ranks))}"
+    return f"{group}/{store.add(f'{group}/turns/{dist.get_rank()}', 1)}"
+
+
+def _exchange(
+    store: Any, where: str, tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
     """`tell()` of every rank, in their order. What one raises is told too, so that no other waits for it.
 
+    where: prefix of the keys in the store.
     Raises `RuntimeError` on every rank that is left: where a rank failed, or has not answered after `seconds`.
     """
     import torch.distributed as dist
 
-    store = _store()
-    if store is None:
-        raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
-    where = f"liger_hw/{_hash(list(ranks))}/{_exchanges[tuple(ranks)]}"
-    _exchanges[tuple(ranks)] += 1
     try:
         mine = tell()
     except Exception as error:  # whatever it is, raised alone it would leave the other ranks waiting

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from liger_hw import distributed, registry
 from liger_hw.autotune import inline, notes, store
+from liger_hw.distributed import agreement
 from tests.autotune.fakes import H200, entry, tunable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,11 +161,71 @@ os._exit(0)
     ],
 )
 def test_a_patched_models_first_step_compares_the_ranks(clean_registry, monkeypatch, tmp_path, what, word):
+    """And so does the next one of a loop that goes on after an error."""
     if what == "off":
         monkeypatch.setenv("LIGER_HW_SYNC_SECONDS", "0")
     for output in ranks(tmp_path, what, STEP):
         first, second = output.splitlines()
-        assert re.fullmatch(word, first) and second.startswith("trained"), output
+        assert re.fullmatch(word, first) and re.fullmatch(word, second), output
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This process as one rank of a group of two, which has a store."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    yield
+    monkeypatch.undo()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_first_step_that_can_compare_does(two_ranks, monkeypatch):
+    """Not one under graph capture, where nothing may be exchanged; nor does an error end the comparing."""
+    asked, quiet, failing = [], True, True
+
+    def sync(*args):
+        asked.append(args)
+        if failing:
+            raise RuntimeError("the ranks differ")
+
+    monkeypatch.setattr(agreement, "_sync", sync)
+    monkeypatch.setattr(registry, "is_quiet", lambda: quiet)
+    step = partial(agreement.at_first_step, torch.nn.Linear(2, 2), lambda model: {})
+    step()
+    assert not asked
+    quiet = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the ranks differ"):
+            step()
+    failing = False
+    step()
+    step()
+    assert len(asked) == 3
+
+
+REJOIN = """
+import os, sys, torch.distributed as dist
+import liger_hw.distributed
+rank, folder = int(sys.argv[1]), sys.argv[2]
+def join(number):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=2)
+    print("agreed", liger_hw.distributed.sync(device="cpu", seconds=60 if number == 0 else 5))
+    sys.stdout.flush()
+    dist.destroy_process_group()
+if rank == 0 or os.fork() == 0:
+    join(0)
+    if rank:
+        os._exit(0)
+else:
+    assert os.wait()[1] == 0
+join(1)
+"""
+
+
+def test_a_new_process_joins_one_that_was_in_a_group_before(clean_registry, tmp_path):
+    """As after an elastic restart: rank 0's process has synchronised before, rank 1's has not."""
+    for output in ranks(tmp_path, str(tmp_path), REJOIN):
+        assert re.fullmatch(r"(agreed \w{16}\n?){2}", output), output
 
 
 def test_one_rank_tunes_for_all(clean_registry, monkeypatch):
