@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from liger_hw import env
 from liger_hw.backends import known_target
-from liger_hw.kernels.moe import products
+from liger_hw.kernels.moe import products, routing
 from liger_hw.kernels.moe.fused_moe import (
     LigerExperts,
     fused_moe_bwd,
@@ -199,6 +199,13 @@ def test_which_engine():
     assert not library(h200, few) and not library(h200, (*LARGE[:4], 4))
     for other in ("sm80", "sm120", "gfx942", "pvc"):
         assert not library(known_target(other), LARGE), other
+
+
+def test_routing_has_as_many_threads_on_every_device():
+    """So half the warps where a warp has 64 threads."""
+    for tunable in routing.TUNABLES:
+        on_32, on_64 = (tunable.heuristic(known_target(name), (256, 18)).num_warps for name in ("h200", "gfx942"))
+        assert on_64 == max(1, on_32 // 2), tunable.name
 
 
 def test_the_tuner_is_offered_both_engines():

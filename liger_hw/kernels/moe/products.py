@@ -245,7 +245,7 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
 _SMALL_EXPERT = 1 << 22
-"""Elements of a down projection below which an expert is small (docs/moe.md has what was measured)."""
+"""Elements of a down projection below which an expert is small: its products have few steps."""
 _FEEDS_FROM_SHARED = 200 << 10
 """Devices with so much shared memory have matrix units that read it, so a thread's registers can be for sums alone."""
 

@@ -14,6 +14,7 @@ them; how many there really are only the device knows, so the grid has that many
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -144,18 +145,23 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
     return next_power_of_2(n_experts + 1), (max(1, n_tokens * top_k) - 1).bit_length()
 
 
-def _tunable(variant: str, kernel, heuristic: LaunchConfig, space: list[LaunchConfig]) -> Tunable:
-    """All of them change where integers are computed, never a result."""
+def _tunable(
+    variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int, space: list[LaunchConfig]
+) -> Tunable:
+    """All of them change where integers are computed, never a result.
+
+    blocks: the heuristic's; tile: how many integers a program holds at a time; per_thread: how many of them a thread
+    """
     return Tunable(
         "fused_moe",
         variant,
         kernels=(kernel,),
         key=_key,
         dims=DIMS,
-        heuristic=lambda target, key: heuristic,
-        safe=lambda target, key: LaunchConfig(dict.fromkeys(heuristic.blocks, 16), 1),
+        heuristic=lambda target, key: LaunchConfig(dict(blocks), target.warps(tile, per_thread)),
+        safe=lambda target, key: LaunchConfig(dict.fromkeys(blocks, 16), target.warps(16, 16)),
         space=lambda target, key: space,
-        neutral=frozenset({"num_warps", "num_stages", "hint", *heuristic.blocks}),
+        neutral=frozenset({"num_warps", "num_stages", "hint", *blocks}),
     )
 
 
@@ -165,18 +171,18 @@ _COLS = 16
 """Columns of a program of prefix."""
 
 
-def _of(warps: int, **blocks: int) -> LaunchConfig:
-    return LaunchConfig(blocks, warps)
+def _space(warps: tuple[int, ...], **blocks: tuple[int, ...]) -> list[LaunchConfig]:
+    """Every number of warps with every choice of block sizes."""
+    choices = itertools.product(warps, *blocks.values())
+    return [LaunchConfig(dict(zip(blocks, sizes)), n_warps) for n_warps, *sizes in choices]
 
 
 # Microseconds in all beside the products' milliseconds: a handful of candidates each.
-COUNT = _tunable("count", _fused_moe_count_kernel, _of(4), [_of(w) for w in (1, 2, 4, 8)])
-PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, _of(4, BLOCK_T=64), [_of(4, BLOCK_T=n) for n in (32, 128)])
-OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, _of(4, BLOCK_T=16), [_of(8, BLOCK_T=n) for n in (16, 32)])
-PLACE = _tunable(
-    "place", _fused_moe_place_kernel, _of(8, CHUNK=16), [_of(w, CHUNK=n) for w in (4, 8) for n in (16, 32)]
-)
-TILES = _tunable("tiles", _fused_moe_tiles_kernel, _of(1, BLOCK_T=32), [_of(w, BLOCK_T=32) for w in (2, 4)])
+COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2, _space((1, 2, 4, 8)))
+PREFIX = _tunable("prefix", _fused_moe_prefix_kernel, {"BLOCK_T": 64}, 64 * _COLS, 8, _space((4,), BLOCK_T=(32, 128)))
+OFFSETS = _tunable("offsets", _fused_moe_offsets_kernel, {"BLOCK_T": 16}, 16 * 256, 32, _space((8,), BLOCK_T=(16, 32)))
+PLACE = _tunable("place", _fused_moe_place_kernel, {"CHUNK": 16}, 16 * _SLOTS, 16, _space((4, 8), CHUNK=(16, 32)))
+TILES = _tunable("tiles", _fused_moe_tiles_kernel, {"BLOCK_T": 32}, 32, 1, _space((2, 4), BLOCK_T=(32,)))
 TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
