@@ -123,7 +123,7 @@ def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias
     if wants_x:
         rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
         dx = sums.combine(rows, None, None, top_k_index, where)
-    p = q = dz = rows = None
+    p = q = dz = rows = None  # their memory is the next product's; below this line they are not read again
     if wants_down_bias:
         ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
     if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
