@@ -144,6 +144,29 @@ def test_every_op_is_complete(op):
         assert re.fullmatch(r"_\w+_kernel", launched), f"{tunable.name}: {launched} should be _<op>_<variant>_kernel"
 
 
+# Sizes of a model rather than of a batch: a kernel may be specialised on what divides them.
+MODEL_SIZES = set("n_cols n_channels n_experts n_heads n_inner n_k_heads n_q_heads n_p n_q n_stored".split())
+SPECIALISED = {
+    ("_scale_kernel", "n_elements"),  # its flag TAIL says whether 16 divides it, which is what is specialised
+    *((f"_embedding_{what}_kernel", "n_rows") for what in ("fwd", "unsorted", "bwd", "join")),  # of the vocabulary
+    *((f"_{how}_softmax_{way}_kernel", "n_keys") for how in ("causal", "channels") for way in ("fwd", "bwd")),
+    *((f"_{how}_fill_kernel", "n_keys") for how in ("causal", "channels")),  # columns of a row, accessed widely
+}
+
+
+def test_a_new_batch_size_compiles_nothing(op):
+    """A count in a kernel's arguments is no constant, and is in `do_not_specialize` unless it is a size of the model."""
+    for kernel in {id(k): k for tunable in op.tunables for k in tunable.kernels}.values():
+        name = getattr(kernel, "fn", kernel).__name__
+        counts = {p.name for p in getattr(kernel, "params", ()) if _is_specialised(p)} - MODEL_SIZES
+        wrong = {count for count in counts if (name, count) not in SPECIALISED}
+        assert not wrong, f"{name}: put {sorted(wrong)} into do_not_specialize, or into MODEL_SIZES"
+
+
+def _is_specialised(parameter) -> bool:
+    return parameter.name.startswith("n_") and not parameter.is_constexpr and not parameter.do_not_specialize
+
+
 def test_no_two_vendors_ship_the_same_table():
     files = {vendor: sorted((PACKAGE / "backends" / vendor / "configs").glob("*.json")) for vendor in VENDORS}
     for one, other in combinations(VENDORS, 2):
