@@ -155,7 +155,7 @@ SPECIALISED = {
 
 
 def test_a_new_batch_size_compiles_nothing(op):
-    """A count in a kernel's arguments is no constant, and is in `do_not_specialize` unless it is a size of the model."""
+    """A count among a kernel's arguments is in `do_not_specialize`, unless it is a size of the model."""
     for kernel in {id(k): k for tunable in op.tunables for k in tunable.kernels}.values():
         name = getattr(kernel, "fn", kernel).__name__
         counts = {p.name for p in getattr(kernel, "params", ()) if _is_specialised(p)} - MODEL_SIZES
