@@ -188,19 +188,24 @@ def measured() -> dict[str, dict[str, dict[str, str]]]:
         document = json.loads(path.read_text())
         if not isinstance(document, dict):
             continue
-        machine = document.get("machine")
-        if not isinstance(machine, dict) or "arch" not in machine or machine.get("device_type") == "cpu":
-            continue
-        facts = {key: str(machine[key]) for key in ("device", "torch", "triton")} | {
-            "date": machine["date"][:10],
-            "file": path.name,
-        }
-        for row in document.get("rows", ()):
-            if row.get("arm") == "liger_hw" and row.get("status") == "ok" and "error_out" in row:
-                before = found[row["op"]].get(machine["arch"])
-                if before is None or before["date"] <= facts["date"]:
-                    found[row["op"]][machine["arch"]] = facts
+        runs = document.get("runs")  # a file holds one run, or a list of several with what each was for
+        for run in (document, *(runs if isinstance(runs, list) else ())):
+            if isinstance(run, dict):
+                _add_measured(found, run, path.name)
     return found
+
+
+def _add_measured(found: dict[str, dict[str, dict[str, str]]], run: dict[str, Any], name: str) -> None:
+    machine = run.get("machine")
+    if not isinstance(machine, dict) or "arch" not in machine or machine.get("device_type") == "cpu":
+        return
+    facts = {key: str(machine[key]) for key in ("device", "torch", "triton")}
+    facts |= {"date": machine["date"][:10], "file": name}
+    for row in run.get("rows", ()):
+        if row.get("arm") == "liger_hw" and row.get("status") == "ok" and "error_out" in row:
+            before = found[row["op"]].get(machine["arch"])
+            if before is None or before["date"] <= facts["date"]:
+                found[row["op"]][machine["arch"]] = facts
 
 
 def page() -> str:
