@@ -44,9 +44,10 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
         for case, launch in aot.trace_cases(registry.get_op(op), known_target(arch), depth):
             job = aot.request_of(launch)
             source = registry.get_tunable(launch.tunable).kernel_hash()
-            what = arch, source, launch.kernel, job["args"], sorted(job["options"].items())
+            op_name = launch.tunable.split(".")[0]  # two ops that launch one kernel each have it proven
+            what = op_name, arch, source, launch.kernel, job["args"], sorted(job["options"].items())
             about = {
-                "op": launch.tunable.split(".")[0],
+                "op": op_name,
                 "target": arch,
                 "tunable": launch.tunable,
                 "key": list(launch.key),

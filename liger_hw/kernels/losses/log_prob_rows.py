@@ -137,7 +137,7 @@ def _scan_lanes(
     the row's largest one are read again for its column.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
-    WIDTH: tl.constexpr = min(16 // BYTES, BLOCK_SIZE)
+    WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
     LANES: tl.constexpr = BLOCK_SIZE // WIDTH
     scale = inv_temperature * 1.4426950408889634  # log2(e)
     if VECTOR > 1:
