@@ -12,6 +12,7 @@ the collectives of the training, no GPU is waited for, and a rank that does not 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("liger_hw")
+_LINGER = 10.0
+"""Seconds for which a rank that has read every answer waits for the others to have read them: it may hold the store."""
 _stepped: Any = None
 """The store of the process group that needs no comparison any more: its ranks agree, or are not to be compared."""
 
@@ -220,7 +223,8 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     """`tell()` of every rank, in their order. What one raises is told too, so that no other waits for it.
 
-    where: prefix of the keys in the store.
+    where: prefix of the keys in the store. A rank whose process holds the store may end as soon as this returns or
+    raises, so each waits a little until the others have read as well.
     Raises `RuntimeError` on every rank that is left: where a rank failed, or has not answered after `seconds`.
     """
     import torch.distributed as dist
@@ -236,6 +240,9 @@ def _exchange(
         told = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     except Exception as error:  # torch's stores raise each its own
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
+    with contextlib.suppress(Exception):  # the answers are here; a rank that ends meanwhile is no reason to stop
+        store.set(f"{where}/{dist.get_rank()}/read", "")
+        store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, _LINGER)))
     everyone = [json.loads(one) for one in told]
     refused = [f"rank {rank}: {one['refused']}" for rank, one in zip(ranks, everyone) if "refused" in one]
     if refused:

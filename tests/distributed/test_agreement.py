@@ -169,6 +169,35 @@ def test_a_patched_models_first_step_compares_the_ranks(clean_registry, monkeypa
         assert re.fullmatch(word, first) and re.fullmatch(word, second), output
 
 
+SLOW_READER = """
+import os, sys, time, torch.distributed as dist
+from liger_hw.distributed import agreement
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
+store = agreement._store()
+class Slow:
+    def __getattr__(self, name):
+        return getattr(store, name)
+    def wait(self, *args):
+        store.wait(*args)
+        time.sleep(1.5 * rank)
+def tell():
+    raise KeyError("a key")
+try:
+    agreement._exchange(Slow(), "here", tell if rank else dict, [0, 1], 60)
+except RuntimeError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_the_rank_with_the_store_does_not_end_before_all_have_read(clean_registry, tmp_path):
+    """Else the others would be told that the store is gone, and not what is wrong."""
+    for output in ranks(tmp_path, "-", SLOW_READER):
+        assert "rank 1: KeyError: 'a key'" in output
+
+
 @pytest.fixture
 def two_ranks(monkeypatch):
     """This process as one rank of a group of two, which has a store."""
