@@ -1,9 +1,10 @@
-"""Megatron-core with liger_hw's kernels: RMSNorm, SwiGLU and the cross entropy over a vocabulary split between ranks.
+"""Megatron-core with liger_hw's kernels: RMSNorm, SwiGLU, and the loss over a vocabulary split between ranks.
 
     from liger_hw.megatron import apply_liger_kernel_to_megatron
-    apply_liger_kernel_to_megatron(cross_entropy=True, swiglu=True)      # before the model is built
+    apply_liger_kernel_to_megatron(linear_cross_entropy=True, swiglu=True)      # before the model is built
 
-The names and arguments are those of `liger_kernel.megatron` of Liger Kernel 0.8.5. Megatron-core is imported by
+The names and arguments are those of `liger_kernel.megatron` of Liger Kernel 0.8.5, and `linear_cross_entropy`, which is
+ours: the output layer and the loss in one (megatron_head.py). Megatron-core is imported by
 `apply_liger_kernel_to_megatron` alone: the modules below need only a config with the attributes that they read.
 """
 
@@ -120,17 +121,23 @@ _UNFUSED = (
     ("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
     ("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),
 )
-"""Where releases of megatron-core hold the two functions: defined first, then the copies that modules imported."""
+_LINEAR = (
+    ("megatron.core.fusions.fused_linear_cross_entropy", "linear_cross_entropy"),
+    ("megatron.core.transformer.linear_cross_entropy", "linear_cross_entropy"),
+    ("megatron.core.models.common.language_module.language_module", "linear_cross_entropy"),
+)
+"""Where releases of megatron-core hold the functions: defined first, then the copies that modules imported."""
 
 
 def apply_liger_kernel_to_megatron(
-    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False
+    rms_norm: bool = True, cross_entropy: bool = False, swiglu: bool = False, linear_cross_entropy: bool = False
 ) -> PatchReport:
     """Put the kernels into megatron-core, for models that are built afterwards. Doing it twice changes nothing more.
 
     rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm; those of
     Transformer Engine and Apex stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
-    fused SwiGLU without bias, fp8 store and offloading.
+    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel that is given labels computes
+    no logits, and where the release has a linear cross entropy of its own, that is replaced as well.
     Returns a report; `revert()` takes everything back. Raises `ImportError` where megatron-core, or what is to be
     replaced in it, is not there.
     """
@@ -149,7 +156,27 @@ def apply_liger_kernel_to_megatron(
         if swiglu:
             fused = _module("megatron.core.fusions.fused_bias_swiglu")
             _replace(report, "swiglu", "fused_gate_up_swiglu", fused, "SwiGLUFunction", _swiglu(fused.SwiGLUFunction))
+        if linear_cross_entropy:
+            _patch_heads(report)
     return report
+
+
+def _patch_heads(report: PatchReport) -> None:
+    from . import megatron_head as head
+
+    part, kernel = "linear_cross_entropy", "fused_linear_cross_entropy_tp"
+    language = _module("megatron.core.models.common.language_module.language_module").LanguageModule
+    gpt = _module("megatron.core.models.gpt.gpt_model").GPTModel
+    if not hasattr(gpt, "_postprocess"):
+        raise ImportError("apply_liger_kernel_to_megatron(linear_cross_entropy=True) needs megatron-core 0.13 or later")
+    name = "compute_language_model_loss"
+    _replace(report, part, kernel, language, name, head.loss_of_deferred(getattr(language, name)))
+    _replace(report, part, kernel, gpt, "_postprocess", head.deferring(gpt._postprocess))
+    try:
+        importlib.import_module(_LINEAR[0][0])
+    except ImportError:
+        return  # a release before it had one
+    _replace_copies(report, _LINEAR, head.linear_cross_entropy, part, kernel)
 
 
 def _module(name: str) -> Any:
@@ -168,7 +195,13 @@ def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str,
     report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, name, replacement))
 
 
-def _replace_copies(report: PatchReport, places: tuple, replacement: Any) -> None:
+def _replace_copies(
+    report: PatchReport,
+    places: tuple,
+    replacement: Any,
+    part: str = "cross_entropy",
+    kernel: str = "vocab_parallel_cross_entropy",
+) -> None:
     """Replace a function where it is defined, and the copies of it that other modules imported by name."""
     original = None
     for module_name, name in places:
@@ -181,7 +214,7 @@ def _replace_copies(report: PatchReport, places: tuple, replacement: Any) -> Non
         held = getattr(module, name, None)
         original = original or held
         if held is not None and (held is original or is_ours(held)):
-            _replace(report, "cross_entropy", "vocab_parallel_cross_entropy", module, name, replacement)
+            _replace(report, part, kernel, module, name, replacement)
 
 
 def _layer_norm(original: Callable) -> Callable:

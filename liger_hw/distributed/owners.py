@@ -1,9 +1,10 @@
-"""Who owns a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism, or nobody but its module.
+"""Who owns a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism, Megatron, or just its module.
 
 `find_access(head)` answers for an output head. Sharded data parallelism gathers a weight around its module's forward,
 so there the loss runs in the place of that forward, hooks and all (`Access.caller`). Tensor parallelism never gathers
-it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `whole_shape` is the shape that a parameter
-has when it is gathered, which says what a module computes while it holds a shard, or nothing.
+it: the loss runs on this rank's slice of the vocabulary (`Access.group`). `find_slice` answers for Megatron's output
+layer, whose weight is such a slice at any time. `whole_shape` is the shape that a parameter has when it is gathered,
+which says what a module computes while it holds a shard, or nothing.
 
 torch.distributed.tensor, FSDP and DeepSpeed are recognised by the names of their hooks and classes and imported only
 where one of them is found.
@@ -95,14 +96,18 @@ def head_loss(
     the head's forward. Call it inside the forward of the model that the engine wraps. loss must return one tensor.
     Raises `ValueError` for a head that is not read so: tensor parallel, quantised, with an adapter or foreign hooks.
     """
-    access = find_access(head.module if type(head).__name__ == "OutputHead" else head)  # a patched forward's stand-in
+    head = head.module if type(head).__name__ == "OutputHead" else head  # a patched forward's stand-in
+    access = find_slice(head) if is_megatron(head) else find_access(head)
     if isinstance(access, str):
         raise ValueError(f"liger_hw.distributed.head_loss: this output head cannot be read; {access}")
+    split = "liger_hw.distributed.head_loss: the weight of this output head is split over ranks and never whole;"
+    if isinstance(access, VocabSlice):
+        if access.group is not None:
+            remedy = "liger_fused_linear_scaled_cross_entropy_tp takes this rank's slice and the group"
+            raise ValueError(f"{split} {remedy}")
+        return loss(hidden, access.weight, None)
     if access.mesh is not None:
-        raise ValueError(
-            "liger_hw.distributed.head_loss: the weight of this output head is split over ranks and never whole; give "
-            "liger_fused_linear_log_probs the hidden states and the weight as DTensors"
-        )
+        raise ValueError(f"{split} give liger_fused_linear_log_probs the hidden states and the weight as DTensors")
     return access.run(loss, hidden)
 
 
@@ -268,6 +273,53 @@ def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
 
 def _split_by_rows(weight: torch.Tensor) -> bool:
     return is_dtensor(weight) and len(weight.placements) == 1 and weight.placements[0].is_shard(0)
+
+
+# -- Megatron --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """Megatron-core's output layer: what its loss needs, there at any time between the layer's call and backward.
+
+    weight: [part, hidden], this rank's rows; group: the process group between whose ranks the vocabulary is split, or
+    None for a whole one; sequence_parallel: the layer is called with this rank's rows of the hidden states
+    """
+
+    weight: torch.Tensor
+    group: Any
+    sequence_parallel: bool
+
+
+def is_megatron(head: Any) -> bool:
+    """Whether a module is Megatron-core's ColumnParallelLinear or made from it; imports nothing."""
+    return _column_parallel(head) is not None
+
+
+def _column_parallel(head: Any) -> type | None:
+    of_megatron = (c for c in type(head).__mro__ if c.__module__ == "megatron.core.tensor_parallel.layers")
+    return next((c for c in of_megatron if c.__name__ == "ColumnParallelLinear"), None)
+
+
+def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSlice | str:
+    """This rank's slice of the vocabulary in Megatron's output layer; or why the fused loss may not read it.
+
+    weight: what the layer is called with, where the embedding and the layer share one
+    """
+    weight = layer.weight if weight is None else weight
+    if type(layer).forward is not _column_parallel(layer).forward:
+        return f"it is a {type(layer).__name__}, which computes its logits in its own way; {_CORRECT}"
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return _HOOKS  # Megatron's own, which gather parameters, come before the forward
+    if weight is None or is_dtensor(weight) or weight.dim() != 2:
+        return f"its weight is sharded by another owner (Megatron's FSDP); {_CORRECT}"
+    if layer.bias is not None or layer.gather_output or layer.disable_grad_reduce or layer.is_expert:
+        return f"it has a bias, gathers its logits or does not sum its gradient over the ranks; {_CORRECT}"
+    if layer.config.defer_embedding_wgrad_compute:
+        return f"its weight's gradient is deferred (defer_embedding_wgrad_compute); {_CORRECT}"
+    group = layer.tp_group
+    split = group is not None and group.size() > 1
+    return VocabSlice(weight, group if split else None, bool(layer.sequence_parallel) and split)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
+from liger_hw.distributed import head_loss
 from liger_hw.megatron import (
     LigerMegatronCrossEntropy,
     LigerMegatronRMSNorm,
@@ -23,6 +24,8 @@ from liger_hw.megatron import (
     _replace,
 )
 from liger_hw.megatron import apply_liger_kernel_to_megatron as apply
+from liger_hw.runtime.observe import Observer, observing
+from liger_hw.transformers.marks import is_ours
 from liger_hw.transformers.report import ALREADY, PATCHED, PatchReport
 
 needs_megatron = pytest.mark.skipif(
@@ -31,8 +34,11 @@ needs_megatron = pytest.mark.skipif(
 CONFIG = SimpleNamespace(normalization="RMSNorm", sequence_parallel=True, layernorm_zero_centered_gamma=True)
 
 
-def build(device, fused, sequence_parallel=False):
-    """(model, its losses) of a small GPTModel, the same weights for every way to run it."""
+def build(device, fused, sequence_parallel=False, shared=False, hook=None):
+    """(model, losses, gradients) of a small GPTModel, the same weights for every way to run it.
+
+    shared: the embedding's weight is the output layer's; hook: a forward hook of the output layer
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -65,7 +71,10 @@ def build(device, fused, sequence_parallel=False):
         vocab_size=64,
         max_sequence_length=16,
         position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=shared,
     ).to(device)
+    if hook:
+        model.output_layer.register_forward_hook(hook)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device), 1)
     positions = torch.arange(16, device=device)[None].expand(2, -1)
@@ -113,7 +122,48 @@ def check_gpt_model(rank, device):
                 for name, grad in grads.items():
                     torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
     assert fused_bias_swiglu.SwiGLUFunction.__module__.startswith("megatron")
+    check_linear_cross_entropy(device, world)
     parallel_state.destroy_model_parallel()
+
+
+class Calls(Observer):
+    """The names of the operators that ran."""
+
+    def __init__(self):
+        self.names = []
+
+    def operator(self, proceed, call, args):
+        self.names.append(call.__name__)
+        return proceed(call, args)
+
+
+def check_linear_cross_entropy(device, world):
+    """The output layer and the loss in one, also where the embedding shares the weight; else Megatron's own path."""
+    operator = "fused_linear_cross_entropy_tp_fwd" if world > 1 else "fused_linear_cross_entropy_fwd"
+    seen = []
+    for shared, sequence_parallel, hook in (
+        (False, False, None),
+        (True, False, None),
+        (False, world > 1, None),
+        (False, False, lambda layer, given, found: seen.append(type(found[0]))),
+    ):
+        _, losses, grads = build(device, False, shared=shared)
+        calls = Calls()
+        # torch's norm refuses sequence parallelism
+        with apply(sequence_parallel, linear_cross_entropy=True) as report, observing(calls, every_thread=True):
+            assert {row.part for row in report.patched} == {"linear_cross_entropy", *["rms_norm"] * sequence_parallel}
+            assert not apply(sequence_parallel, linear_cross_entropy=True).patched
+            model, found, found_grads = build(device, not hook, sequence_parallel, shared, hook)
+            assert "forward" not in model.output_layer.__dict__
+            with torch.no_grad():  # without labels it gives logits
+                tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
+                mask = torch.zeros(1, 1, 16, 16, dtype=torch.bool, device=device)
+                assert model(tokens, tokens, mask).shape == (1, 16, 64 // world)
+        assert calls.names.count(operator) == (0 if hook else 1), calls.names
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
+        for name, grad in grads.items():
+            torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert seen and set(seen) == {torch.Tensor}, "a hook of the output layer sees its logits"
 
 
 @pytest.mark.cpu
@@ -167,6 +217,113 @@ def test_a_place_is_replaced_once(held):
             assert place.name is replacement and report.rows[-1].state == state
         report.revert()
         assert place.name is held
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """What the adapter reads of Megatron-core's layer, on one rank."""
+
+    __module__ = "megatron.core.tensor_parallel.layers"
+
+    def __init__(self, **changed):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(12, 8))
+        self.config = SimpleNamespace(defer_embedding_wgrad_compute=False)
+        self.tp_group, self.bias, self.sequence_parallel = None, None, False
+        self.gather_output = self.disable_grad_reduce = self.is_expert = False
+        for name, value in changed.items():
+            setattr(self, name, value)
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_ @ (self.weight if weight is None else weight).T, None
+
+
+@pytest.fixture
+def gpt_model(monkeypatch):
+    """A class with the places of GPTModel that are replaced, in a release with a linear cross entropy of its own."""
+
+    class LanguageModule(torch.nn.Module):
+        def compute_language_model_loss(self, labels, logits):
+            rows, target = logits.flatten(0, 1), labels.transpose(0, 1).flatten()
+            losses = torch.nn.functional.cross_entropy(rows, target, reduction="none")
+            return losses.view(logits.shape[:2]).transpose(0, 1).contiguous()
+
+    class GPTModel(LanguageModule):
+        post_process = True
+
+        def __init__(self, read=lambda logits: logits, **changed):
+            super().__init__()
+            self.output_layer, self.read = ColumnParallelLinear(**changed), read
+
+        def _postprocess(self, hidden_states, labels=None):
+            logits, _ = self.output_layer(hidden_states, weight=None, runtime_gather_output=None)
+            logits = self.read(logits)
+            return logits if labels is None else self.compute_language_model_loss(labels, logits)
+
+    places = {
+        "models.common.language_module.language_module": {"LanguageModule": LanguageModule},
+        "models.gpt.gpt_model": {"GPTModel": GPTModel},
+        "fusions.fused_linear_cross_entropy": {"linear_cross_entropy": lambda *args, **kwargs: "Megatron's"},
+    }
+    for name, held in places.items():
+        module = ModuleType(f"megatron.core.{name}")
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return GPTModel
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "read, changed, fused",
+    [
+        (lambda logits: logits, {}, 1),
+        (lambda logits: logits * 2.0, {}, 0),  # as a release may scale them: they are computed
+        (lambda logits: logits.clone(), {}, 0),
+        (lambda logits: logits, {"gather_output": True}, 0),
+        (lambda logits: logits, {"config": SimpleNamespace(defer_embedding_wgrad_compute=True)}, 0),
+    ],
+)
+def test_logits_that_somebody_reads_are_computed(gpt_model, read, changed, fused):
+    model, hidden = gpt_model(read, **changed), torch.randn(5, 2, 8, requires_grad=True)
+    labels = torch.randint(12, (2, 5))
+
+    def step():
+        loss = model._postprocess(hidden_states=hidden, labels=labels)
+        return loss, *torch.autograd.grad(loss.sum(), (hidden, model.output_layer.weight))
+
+    expected, calls = step(), Calls()
+    with apply(rms_norm=False, linear_cross_entropy=True), observing(calls, every_thread=True):
+        found, logits = step(), model._postprocess(hidden)
+    assert calls.names.count("fused_linear_cross_entropy_fwd") == fused
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits, read(hidden @ model.output_layer.weight.T))
+    assert not is_ours(gpt_model._postprocess) and "forward" not in model.output_layer.__dict__
+
+
+@pytest.mark.cpu
+def test_a_linear_cross_entropy_of_megatrons_own_is_replaced(gpt_model):
+    fusion = sys.modules["megatron.core.fusions.fused_linear_cross_entropy"]
+    x, w, y = torch.randn(2, 3, 8), torch.randn(12, 8), torch.tensor([[0, 5, -100], [11, 2, 3]])
+    with apply(rms_norm=False, linear_cross_entropy=True):
+        for reduction in ("none", "sum", "mean"):
+            found = fusion.linear_cross_entropy(x, w, y, None, reduction=reduction)
+            rows = (x @ w.T).flatten(0, 1)
+            torch.testing.assert_close(found, torch.nn.functional.cross_entropy(rows, y.flatten(), reduction=reduction))
+    assert fusion.linear_cross_entropy(x, w, y) == "Megatron's"
+    del gpt_model._postprocess
+    with pytest.raises(ImportError, match="needs megatron-core 0.13"):
+        apply(rms_norm=False, linear_cross_entropy=True)
+
+
+@pytest.mark.cpu
+def test_a_loss_of_ones_own_on_the_output_layer():
+    layer, x = ColumnParallelLinear(), torch.randn(3, 8)
+    assert head_loss(layer, x, lambda x, weight, bias: (x @ weight.T).sum()).requires_grad
+    layer.tp_group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match="split over ranks.*scaled_cross_entropy_tp"):
+        head_loss(layer, x, lambda x, weight, bias: x.sum())
+    layer.bias = torch.zeros(12)
+    with pytest.raises(ValueError, match="cannot be read; it has a bias"):
+        head_loss(layer, x, lambda x, weight, bias: x.sum())
 
 
 @pytest.mark.cpu
