@@ -11,8 +11,6 @@ ops.py            case x peer -> rows
 moe.py            the experts of a layer: routings and rates
 report.py         machine facts, table, JSON
 plots.py          plots
-registry_cost.py  what a registry hit costs
-host.py           where a call's host time goes
 training.py       one Hugging Face model trained under one arm
 agreement.py      whether two trainings agree
 e2e.py            real Hugging Face models, trained

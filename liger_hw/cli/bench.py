@@ -1,8 +1,6 @@
-"""`liger-hw bench`: the ops against their peers, and four benchmarks with a name of their own.
+"""`liger-hw bench`: the ops against their peers, and two benchmarks with a name of their own.
 
     liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger, quack, CCE
-    liger-hw bench registry          what a registry hit costs (`hit_us`)
-    liger-hw bench host [OP ...]     where the host time of an eager call goes
     liger-hw bench moe               the experts of a layer: liger_hw, transformers' implementations, Liger
     liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
 
@@ -22,7 +20,7 @@ from ..text import fold, json_text, time_left
 from . import UsageError
 from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
-OTHERS = ("registry", "host", "moe", "e2e")
+OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
 
 
@@ -45,7 +43,7 @@ def _numbers(text: str) -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: registry, host, moe, e2e")
+    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e")
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
     parser.add_argument(
@@ -58,13 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
     parser.add_argument("--commit", help="commit to record (default: the git checkout's, if it is one)")
 
-    ops = parser.add_argument_group("ops and host")
+    ops = parser.add_argument_group("ops")
     ops.add_argument(
         "--against",
         type=_words,
         metavar="PEERS",
-        help="default torch,compile,liger,quack,cce, for host liger,torch, for moe eager,grouped_mm,"
-        "batched_mm,liger; also aten, cce_exact",
+        help="default torch,compile,liger,quack,cce, for moe eager,grouped_mm,batched_mm,liger; also aten, cce_exact",
     )
     ops.add_argument(
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
@@ -120,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = usable_device("bench", arguments.device)
     what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
     ops = arguments.what[1:] if what != "ops" else arguments.what
-    return {"ops": _ops, "registry": _registry, "host": _host, "moe": _moe, "e2e": _e2e}[what](arguments, device, ops)
+    return {"ops": _ops, "moe": _moe, "e2e": _e2e}[what](arguments, device, ops)
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
@@ -246,37 +243,6 @@ def _where(facts: dict[str, Any]) -> str:
         copied += f" ({facts['copy_gb_s_after']:.0f} after)"
     versions = f"torch {facts['torch']}, triton {facts['triton']}, driver {facts['driver']}"
     return f"{facts['device']} ({facts['vendor']} {facts['arch']}), {copied}; {versions}; commit {facts['commit']}"
-
-
-def _registry(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import registry_cost, report
-
-    found = registry_cost.measure(device)
-    document = {"machine": report.machine(device, arguments.commit), **found}
-    if arguments.json:
-        report.save(arguments.json, document)
-    if arguments.json != "-":
-        print(registry_cost.as_text(found))
-    return 0
-
-
-def _host(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import host, report, timing
-
-    against = _peers(arguments, ["liger", "torch"])
-    try:
-        with timing.Meter(device) as meter:
-            found = host.measure(
-                names, meter, torch_dtype(arguments.dtype), against, timing.Budget(arguments.budget), _progress
-            )
-            document = {"machine": report.machine(meter.device, arguments.commit), **found}
-    except ValueError as error:
-        raise UsageError(f"bench: {error}") from None
-    if arguments.json:
-        report.save(arguments.json, document)
-    if arguments.json != "-":
-        print(host.as_text(found))
-    return 130 if found["ended"] == "interrupted" else 0
 
 
 def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:

@@ -1,12 +1,13 @@
-"""`bench registry` and `bench host`: the figures are there and mean what they say."""
+"""benchmarks/registry_cost.py and host_time.py: the figures are there and mean what they say."""
 
 from __future__ import annotations
 
+import host_time as host
 import pytest
+import registry_cost
 import torch
 
 from liger_hw import registry
-from liger_hw.bench import host, registry_cost
 from liger_hw.bench.timing import Budget, Meter
 
 pytestmark = pytest.mark.cpu

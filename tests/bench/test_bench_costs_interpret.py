@@ -1,12 +1,13 @@
-"""`bench host` over real launches, in Triton's interpreter."""
+"""benchmarks/host_time.py over real launches, in Triton's interpreter."""
 
 from __future__ import annotations
 
+import host_time as host
 import pytest
 import torch
 
 from liger_hw import registry
-from liger_hw.bench import host, ops
+from liger_hw.bench import ops
 from liger_hw.bench.timing import Meter
 from liger_hw.runtime.observe import observers
 

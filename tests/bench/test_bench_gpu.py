@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import host_time as host
 import pytest
 import torch
 
-from liger_hw.bench import host, ops
+from liger_hw.bench import ops
 from liger_hw.bench.timing import Meter
 
 pytestmark = pytest.mark.gpu

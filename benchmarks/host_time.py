@@ -1,5 +1,7 @@
 """Where the host time of an eager call goes: under small batches this, not the kernel, is the training speed.
 
+    python benchmarks/host_time.py [OP ...] [--json results/host-<device>.json]
+
 `calls` compares each op with its peers in one process, the arms' blocks in turn, so that what slows the machine for a
 while slows all of them:
 
@@ -27,21 +29,27 @@ Liger's time, it says which share can be reached at all.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from .. import registry
-from ..runtime import launch as _launch
-from ..runtime.observe import Observer, observing
-from ..text import first_line, table
-from . import ops, peers
-from .inputs import Inputs, Work
-from .timing import Budget, Meter, OutOfBudget
+from liger_hw import registry
+from liger_hw.bench import ops, peers, report
+from liger_hw.bench.inputs import Inputs, Work
+from liger_hw.bench.timing import Budget, Meter, OutOfBudget
+from liger_hw.cli.arguments import dtype_name, name_list, seconds, torch_dtype, usable_device
+from liger_hw.runtime import launch as _launch
+from liger_hw.runtime.observe import Observer, observing
+from liger_hw.text import first_line, table
 
 
 def measure(
@@ -304,3 +312,27 @@ def _shares(rows: dict[str, dict[str, Any]]) -> tuple[list[float], list[float]]:
     if not all("full_us" in row for row in (ours, theirs, floor)):
         return [], []
     return [ours[w] / theirs[w] for w in WAYS], [(ours[w] - floor[w]) / (theirs[w] - floor[w]) for w in WAYS]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops (default: all)")
+    parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
+    parser.add_argument("--against", type=name_list, default=["liger", "torch"], help="peers of `liger-hw bench`")
+    parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="start no op after this long")
+    parser.add_argument("--json", metavar="FILE", help="write every figure; - prints them instead of the tables")
+    arguments = parser.parse_args()
+    with Meter(usable_device("host_time", arguments.device)) as meter:
+        dtype, budget = torch_dtype(arguments.dtype), Budget(arguments.budget)
+        found = measure(arguments.ops, meter, dtype, arguments.against, budget, partial(print, file=sys.stderr))
+        document = {"machine": report.machine(meter.device), **found}
+    if arguments.json:
+        report.save(arguments.json, document)
+    if arguments.json != "-":
+        print(as_text(found))
+    return 130 if found["ended"] == "interrupted" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,27 @@
 """What the registry costs on a hit: `Tunable.plan(device, key)`, the one lookup between a launcher and its kernel.
 
+    python benchmarks/registry_cost.py [--json results/registry-<device>.json]
+
 A loop of many hits is timed by `time.perf_counter`; the same loop without the lookup is its floor and is subtracted.
 Both are reported, with the cost of reading the clock itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any, Callable
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from .. import registry
+from liger_hw import registry
+from liger_hw.bench import report
+from liger_hw.cli.arguments import usable_device
 
 BUDGET_US = 0.5
 
@@ -88,3 +97,20 @@ def as_text(found: dict[str, Any]) -> str:
             f"subtracted         {floor:.4f} us of loop from each; reading the clock costs {clock:.3f} us",
         )
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
+    parser.add_argument("--json", metavar="FILE", help="write every figure; - prints them instead")
+    arguments = parser.parse_args()
+    device = usable_device("registry_cost", arguments.device)
+    found = measure(device)
+    if arguments.json:
+        report.save(arguments.json, {"machine": report.machine(device), **found})
+    if arguments.json != "-":
+        print(as_text(found))
+
+
+if __name__ == "__main__":
+    main()
