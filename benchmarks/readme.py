@@ -335,12 +335,12 @@ def draw_end_to_end(path: Path) -> None:
             for arm in ("liger", "liger_hw")
         }
         axes.plot(*zip(*points.values()), color="0.75", linewidth=1, zorder=1)
-        axes.scatter(*points["liger"], color=plots.COLOURS["liger"], s=34, zorder=2)
-        axes.scatter(*points["liger_hw"], color=plots.COLOURS["liger_hw"], s=54, zorder=3)
+        axes.scatter(*points["liger"], color=size_plots.COLOURS["liger"], s=34, zorder=2)
+        axes.scatter(*points["liger_hw"], color=size_plots.COLOURS["liger_hw"], s=54, zorder=3)
         axes.annotate(title.split(",")[0], points["liger_hw"], (6, 4), textcoords="offset points", fontsize=8)
     axes.scatter(1, 1, color="0.3", marker="s", s=40, label="Hugging Face")
-    axes.scatter([], [], color=plots.COLOURS["liger"], label="+ Liger 0.8.5")
-    axes.scatter([], [], color=plots.COLOURS["liger_hw"], label="+ liger_hw")
+    axes.scatter([], [], color=size_plots.COLOURS["liger"], label="+ Liger 0.8.5")
+    axes.scatter([], [], color=size_plots.COLOURS["liger_hw"], label="+ liger_hw")
     axes.set_xlabel("peak memory, share of Hugging Face's")
     axes.set_ylabel("tokens/s, share of Hugging Face's")
     axes.set_xlim(0.5, 1.06)
@@ -427,7 +427,7 @@ def draw() -> None:
             for row in report.load(published.RESULTS / published.TABLE)["rows"]
             if row["share"] and row["arm"] in (*ARMS, "torch", "cce")
         ]
-        plots.bars(rows, ROOT / "docs" / "ops.png")
+        size_plots.bars(rows, ROOT / "docs" / "ops.png")
     if (published.RESULTS / published.MANY).exists():
         rows = report.load(published.RESULTS / published.MANY)["rows"]
         size_plots.share_by_size(rows, ROOT / "docs" / "shapes-share.png")

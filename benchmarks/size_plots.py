@@ -1,7 +1,8 @@
-"""Plots over many shapes: a panel an op, against the bytes it must move. `benchmarks/readme.py` draws them."""
+"""Plots of the docs: a bar an op, and over many shapes a panel an op. `benchmarks/readme.py` draws them."""
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, Callable, Sequence
 
@@ -9,6 +10,10 @@ from published import against_best
 
 from liger_hw.bench import plots
 from liger_hw.bench.peers import OURS
+
+ARMS = (OURS, "torch", "compile", "aten", "liger", "quack", "cce", "cce_exact", "eager", "grouped_mm", "batched_mm")
+COLOURS = {name: f"C{place}" for place, name in enumerate(ARMS)}
+"""An arm has the same colour in every plot."""
 
 
 def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
@@ -22,7 +27,7 @@ def share_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
                 if row["arm"] == arm
             ]
             style = {"s": 12, "zorder": 5} if arm == OURS else {"s": 9, "alpha": 0.7, "marker": "x", "linewidths": 0.8}
-            axes.scatter(*zip(*points), color=plots.COLOURS[arm], label=arm, **style)
+            axes.scatter(*zip(*points), color=COLOURS[arm], label=arm, **style)
         axes.axhline(100, color="0.6", linestyle=":", linewidth=0.8)
         axes.set_ylim(0, 130)
 
@@ -35,7 +40,7 @@ def speed_by_size(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> No
     def panel(axes: Any, mine: list[dict[str, Any]]) -> None:
         for peer in dict.fromkeys(one["peer"] for one in mine):
             points = [(one["mib"], one["speed"]) for one in mine if one["peer"] == peer]
-            axes.scatter(*zip(*points), color=plots.COLOURS[peer], s=10, label=f"over {peer}")
+            axes.scatter(*zip(*points), color=COLOURS[peer], s=10, label=f"over {peer}")
         axes.axhline(1, color="0.4", linewidth=0.8)
         axes.set_yscale("log")
         axes.set_yticks([0.5, 1, 2, 4, 8, 16, 32], ["0.5", "1", "2", "4", "8", "16", "32"])
@@ -68,5 +73,31 @@ def _panels(
     for axes in list(grid.flat)[len(ops) :]:
         axes.set_axis_off()
     figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
+    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its
+    own."""
+    plt = plots.pyplot()
+    if plt is None:
+        return
+    ops, arms = list(dict.fromkeys(row["op"] for row in rows)), list(dict.fromkeys(row["arm"] for row in rows))
+    figure, axes = plt.subplots(figsize=(max(6, 0.55 * len(ops) + 2), 4.6), layout="constrained")
+    width = 0.85 / len(arms)
+    for number, arm in enumerate(arms):
+        for place, op in enumerate(ops):
+            shares = [row["share"] for row in rows if row["op"] == op and row["arm"] == arm]
+            if shares:
+                mean = math.exp(sum(map(math.log, shares)) / len(shares))
+                axes.bar(place + (number + 0.5) * width - 0.425, 100 * mean, width, color=COLOURS[arm])
+        axes.bar(0, 0, color=COLOURS[arm], label=arm)
+    axes.set_xticks(range(len(ops)), ops, rotation=40, ha="right", fontsize=8)
+    axes.set_xlim(-0.6, len(ops) - 0.4)
+    axes.axhline(100, color="0.6", linestyle=":")
+    axes.set_ylabel("% of the measured floor\n(geometric mean over sizes)")
+    axes.set_title(f"{rows[0]['mode']}: {rows[0].get('device', '')}", fontsize=10)
+    axes.legend(ncols=len(arms), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.32))
     figure.savefig(path, dpi=80)
     plt.close(figure)

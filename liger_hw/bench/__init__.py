@@ -4,11 +4,10 @@ timing.py         how a call is measured: graph replay, eager wall time, host ti
 runners.py        what takes turns in a measurement
 inputs.py         the inputs of a call, in as many sets as keep them out of L2
 cases.py          what is measured: an op at sizes
-peers/            the same computation by torch, torch.compile, Liger, quack and CCE, a file each
+peers/            the same computation by torch, torch.compile and Liger
 accuracy.py       error of an arm against the reference in fp64
 floors.py         the least time a case can take
 ops.py            case x peer -> rows
-moe.py            the experts of a layer: routings and rates
 report.py         machine facts, table, JSON
 plots.py          plots
 training.py       one Hugging Face model trained under one arm

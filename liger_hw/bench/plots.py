@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from .. import files
-from .peers import OURS, PEERS
-
-COLOURS = {name: f"C{place}" for place, name in enumerate((OURS, *PEERS))}
-"""An arm has the same colour in every plot."""
+from .peers import OURS
 
 
 def pyplot() -> Any:
@@ -29,7 +26,7 @@ def pyplot() -> Any:
 
 
 def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Path]:
-    """A roofline plot per op (share against size) and a bar chart over the ops; returns the files written.
+    """A roofline plot per op and mode, share against size; returns the files written.
 
     Needs matplotlib; without it, says so and returns nothing.
     """
@@ -61,33 +58,4 @@ def plots(rows: Sequence[dict[str, Any]], folder: str | os.PathLike) -> list[Pat
             written.append(folder / f"{op}-{mode}.png")
             files.write_figure(written[-1], figure, 120)
             plt.close(figure)
-    for mode in dict.fromkeys(row["mode"] for row in timed):
-        written.append(folder / f"ops-{mode}.png")
-        bars([row for row in timed if row["mode"] == mode], written[-1])
     return written
-
-
-def bars(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> None:
-    """Each op's geometric mean over its sizes of the share of the floor, a bar an arm; the size an arm has are its
-    own."""
-    plt = pyplot()
-    if plt is None:
-        return
-    ops, arms = list(dict.fromkeys(row["op"] for row in rows)), list(dict.fromkeys(row["arm"] for row in rows))
-    figure, axes = plt.subplots(figsize=(max(6, 0.55 * len(ops) + 2), 4.6), layout="constrained")
-    width = 0.85 / len(arms)
-    for number, arm in enumerate(arms):
-        for place, op in enumerate(ops):
-            shares = [row["share"] for row in rows if row["op"] == op and row["arm"] == arm]
-            if shares:
-                mean = math.exp(sum(map(math.log, shares)) / len(shares))
-                axes.bar(place + (number + 0.5) * width - 0.425, 100 * mean, width, color=COLOURS[arm])
-        axes.bar(0, 0, color=COLOURS[arm], label=arm)
-    axes.set_xticks(range(len(ops)), ops, rotation=40, ha="right", fontsize=8)
-    axes.set_xlim(-0.6, len(ops) - 0.4)
-    axes.axhline(100, color="0.6", linestyle=":")
-    axes.set_ylabel("% of the measured floor\n(geometric mean over sizes)")
-    axes.set_title(f"{rows[0]['mode']}: {rows[0].get('device', '')}", fontsize=10)
-    axes.legend(ncols=len(arms), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.32))
-    files.write_figure(path, figure, 80)
-    plt.close(figure)

@@ -36,15 +36,15 @@ def _times_in_order(found) -> bool:
 
 def test_host_compares_arms_and_splits_the_call():
     for _ in range(4):  # other processes of a busy machine can turn microseconds round
-        found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "quack"])
+        found = host.measure(["rms_norm"], Meter("cpu"), torch.float32, ["torch", "liger"])
         if _times_in_order(found):
             break
     else:
         raise AssertionError(found)
     arms = {row["arm"]: row for row in found["calls"]}
     assert all(arms[arm]["fwd_us"] > 0 and arms[arm]["batch_us"] > 0 for arm in ("liger_hw", "torch", "floor"))
-    if arms["quack"]["status"] == "absent":
-        assert "not installed" in arms["quack"]["note"]
+    if arms["liger"]["status"] == "absent":
+        assert "not installed" in arms["liger"]["note"]
     (parts,) = found["parts"]
     assert parts["forward"] > 0 and parts["operator"] > 0 and parts["alloc"] > 0
     assert "rms_norm" in host.as_text(found)

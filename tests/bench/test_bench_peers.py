@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import types
 
+import more_peers  # noqa: F401  adds them to peers.PEERS
 import pytest
 import torch
 

@@ -1,12 +1,12 @@
 """The same computation by others: one file a peer, each op's function with the argument list of `liger_<op>`.
 
-    torch    eager, as models write it            liger  liger-kernel's functional API, its defaults
-    compile  torch.compile of the same            quack  quack-kernels (CuTe DSL, NVIDIA only)
-    aten     torch's own fused op, where it has   cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
-    eager, grouped_mm, batched_mm                 experts as transformers 5 runs them
+    torch    eager, as models write it
+    compile  torch.compile of the same
+    liger    liger-kernel's functional API, its defaults
 
 A new op needs a line in `eager.EAGER` only when models write it differently from its reference, and a line in the file
-of each peer that has it. A peer that is not installed is reported absent; an option it has not raises `Unsupported`.
+of each peer that has it; `benchmarks/more_peers.py` adds further ones. A peer that is not installed is reported absent;
+an option it has not raises `Unsupported`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Callable
 import torch
 
 from ...registry import Op
-from . import cce, eager, experts, liger, quack
+from . import eager, liger
 from .common import Absent, Unsupported  # noqa: F401  callers take both from here
 
 OURS = "liger_hw"
@@ -78,12 +78,7 @@ PEERS = {
     for peer in (
         Peer("torch", "torch", "torch", _torch),
         Peer("compile", "torch", "torch", _compile),
-        Peer("aten", "torch", "torch", table_of(eager.ATEN, "aten")),
         Peer("liger", "liger_kernel", "liger-kernel", liger.build),
-        Peer("quack", "quack", "quack-kernels", table_of(quack.QUACK, "quack")),
-        Peer("cce", "cut_cross_entropy", "cut-cross-entropy", table_of(cce.table("high"), "cce")),
-        Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", table_of(cce.table(None), "cce")),
-        *(Peer(name, "transformers", "transformers", experts.of(name)) for name in experts.IMPLEMENTATIONS),
     )
 }
-DEFAULT = ("torch", "compile", "liger", "quack", "cce")
+DEFAULT = ("torch", "compile", "liger")

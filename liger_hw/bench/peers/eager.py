@@ -1,4 +1,4 @@
-"""torch: each op eager, as models write it, and torch's own fused ops.
+"""torch: each op eager, as models write it.
 
 An op that models write as its reference does needs no entry in `EAGER`.
 """
@@ -178,22 +178,4 @@ EAGER: dict[str, Callable[..., Any]] = {
     "multi_token_attention": _multi_token_attention,
     "cross_entropy": _cross_entropy,
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
-}
-
-# -- torch's own fused ops -------------------------------------------------------------------------------------------
-
-
-def _aten_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    only({"offset": 0.0}, offset=offset)
-    return F.rms_norm(X, X.shape[-1:], W, eps)
-
-
-def _aten_layer_norm(X, W, B, eps):
-    return F.layer_norm(X, X.shape[-1:], W, B, eps)
-
-
-ATEN: dict[str, Callable[..., Any]] = {
-    "rms_norm": _aten_rms_norm,
-    "layer_norm": _aten_layer_norm,
-    "softmax": lambda x: F.softmax(x, -1),
 }

@@ -1,4 +1,9 @@
-"""quack-kernels (CuTe DSL, NVIDIA only)."""
+"""Peers beside those of `liger-hw bench`; importing this file adds them to `liger_hw.bench.peers.PEERS`.
+
+aten   torch's own fused op, where it has one
+quack  quack-kernels (CuTe DSL, NVIDIA only)
+cce    cut-cross-entropy (and `cce_exact`, gradients unfiltered)
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,12 @@ import importlib
 from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 
-from .common import only
+from liger_hw.bench import peers
+from liger_hw.bench.peers.common import only
+
+# -- quack-kernels ---------------------------------------------------------------------------------------------------
 
 
 def _rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -97,4 +106,51 @@ QUACK: dict[str, Callable[..., Any]] = {
     "interleaved_rope": _interleaved_rope,
     "cross_entropy": _cross_entropy,
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
+}
+
+
+# -- cut-cross-entropy -----------------------------------------------------------------------------------------------
+
+
+def _cce(filter_eps: str | None) -> dict[str, Callable[..., Any]]:
+    """filter_eps: its filter of small gradients; None computes them all"""
+
+    def fused_linear_cross_entropy(
+        input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean", softcap=None, **more
+    ):
+        only({}, bias=bias, ce_weight=ce_weight, **{name: value for name, value in more.items() if value})
+        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        options = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "filter_eps": filter_eps}
+        return function(input, weight, target, **options)
+
+    return {"fused_linear_cross_entropy": fused_linear_cross_entropy}
+
+
+# -- torch's own fused ops -------------------------------------------------------------------------------------------
+
+
+def _aten_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+    only({"offset": 0.0}, offset=offset)
+    return F.rms_norm(X, X.shape[-1:], W, eps)
+
+
+def _aten_layer_norm(X, W, B, eps):
+    return F.layer_norm(X, X.shape[-1:], W, B, eps)
+
+
+ATEN: dict[str, Callable[..., Any]] = {
+    "rms_norm": _aten_rms_norm,
+    "layer_norm": _aten_layer_norm,
+    "softmax": lambda x: F.softmax(x, -1),
+}
+
+
+peers.PEERS |= {
+    peer.name: peer
+    for peer in (
+        peers.Peer("aten", "torch", "torch", peers.table_of(ATEN, "aten")),
+        peers.Peer("quack", "quack", "quack-kernels", peers.table_of(QUACK, "quack")),
+        peers.Peer("cce", "cut_cross_entropy", "cut-cross-entropy", peers.table_of(_cce("high"), "cce")),
+        peers.Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", peers.table_of(_cce(None), "cce")),
+    )
 }
