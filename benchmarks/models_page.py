@@ -1,4 +1,4 @@
-"""docs/models.md, or with rows of `--converge` docs/convergence.md, from what `liger-hw models --json` printed.
+"""docs/models.md from what `liger-hw models --json` printed, or docs/convergence.md from rows of `convergence.py`.
 
     liger-hw models --json > rows.jsonl
     python benchmarks/models_page.py rows.jsonl --output docs/models.md
@@ -33,7 +33,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def page_of(rows: list[dict[str, Any]]) -> str:
     made = f"liger_hw {__version__}, transformers {version('transformers')}, torch {version('torch')}"
-    if rows and rows[0]["converge"]:
+    if rows and rows[0].get("converge"):
         return _converge_page(rows, made)
     lines = [
         "# Models",
@@ -68,12 +68,16 @@ def _cells(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
+def _verified(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['outcome'] == 'verified' for row in rows)} of {len(rows)} verified"
+
+
 def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
     lines = [
         "# Convergence",
         "",
-        f"Made by `benchmarks/models_page.py` on {date.today()} with {made}, from rows of `liger-hw models --converge "
-        "--json` in several places (`--device cuda --dtype bfloat16`); do not edit.",
+        f"Made by `benchmarks/models_page.py` on {date.today()} with {made}, from rows of "
+        "`benchmarks/convergence.py --json` in several places (`--device cuda --dtype bfloat16`); do not edit.",
         "",
         "Tiny models trained 32 steps on Python's documentation, byte by byte, patched and unpatched from the same "
         "weights. Largest differences: losses (relative), parameters, log-probabilities of the 10 likeliest tokens. A "
@@ -91,7 +95,7 @@ def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
         lines += [
             f"## {dtype} on {first['device_name']}",
             "",
-            f"{summary(chosen)}. {versions}".strip(),
+            f"{_verified(chosen)}. {versions}".strip(),
             "",
             "| family | class | outcome | first loss | last loss | losses | parameters | log-probabilities | control |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -113,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rows = [row for path in arguments.rows for row in read(path)]
     arguments.output.write_text(page_of(rows))
-    print(summary(rows))
+    print(_verified(rows) if rows and rows[0].get("converge") else summary(rows))
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
 
 

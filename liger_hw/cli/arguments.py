@@ -93,14 +93,6 @@ def shapes(text: str) -> list[tuple[int, ...]]:
     return [shape(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def part(text: str) -> tuple[int, int]:
-    """argparse type: `0/4` -> (0, 4), the first of four parts."""
-    first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4 for four processes")
-    return int(first), int(count)
-
-
 def name_list(text: str) -> list[str]:
     """argparse type: names joined by commas, at least one."""
     found = [word.strip() for word in text.split(",") if word.strip()]

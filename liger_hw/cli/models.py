@@ -12,24 +12,13 @@ from typing import Any, Iterator
 
 from ..text import StatusLine, fold, json_text
 from . import UsageError, needs
-from .arguments import part, seconds, usable_device
+from .arguments import seconds, usable_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("families", nargs="*", help="names as in config.model_type (default: all)")
     parser.add_argument("--named", action="store_true", help="only the families with a function of their own")
-    parser.add_argument("--converge", action="store_true", help="train each 32 steps on real text, patched and not")
     parser.add_argument("--device", default="cpu", help="where (default cpu)")
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="for --converge (default float32)"
-    )
-    parser.add_argument(
-        "--part",
-        type=part,
-        default="0/1",
-        metavar="I/N",
-        help="each N-th family from the I-th on, counted from 0, for N processes (default 0/1: all)",
-    )
     parser.add_argument("--json", action="store_true", help="one JSON object a family, for machines")
     parser.add_argument("--timeout", type=seconds, default=120.0, help="seconds a family may take (default 120)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -43,18 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         return _work()
-    if arguments.dtype != "float32" and not arguments.converge:
-        raise UsageError("models: one step is compared in float32 only; --dtype goes with --converge")
     needs("models", "transformers")
     usable_device("models", arguments.device)
     rows = []
-    first, step = arguments.part
     with _Worker(arguments.timeout) as worker:
-        jobs = list(_jobs(worker.ask({"list": True}), arguments.families, arguments.named, arguments.converge))
-        mine, screen = jobs[first::step], StatusLine()
-        for number, job in enumerate(mine):
-            screen.progress(number, len(mine), job["family"])
-            row = worker.ask({**job, "device": arguments.device, "dtype": arguments.dtype})
+        jobs = list(_jobs(worker.ask({"list": True}), arguments.families, arguments.named))
+        screen = StatusLine()
+        for number, job in enumerate(jobs):
+            screen.progress(number, len(jobs), job["family"])
+            row = worker.ask({**job, "device": arguments.device})
             rows.append(row)
             screen.end()
             print(json_text(row) if arguments.json else fold(_line(row), " " * 36), flush=True)
@@ -63,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(row["outcome"] == "differs" for row in rows) else 0
 
 
-def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bool) -> Iterator[dict[str, Any]]:
+def _jobs(listed: dict[str, Any], families: list[str], named: bool) -> Iterator[dict[str, Any]]:
     """(family, class, how) of every check, in order: through functions of their own first."""
     from ..transformers.models import specs
 
@@ -75,11 +61,11 @@ def _jobs(listed: dict[str, Any], families: list[str], named: bool, converge: bo
             raise UsageError(f"models: transformers has no causal LM family {name!r}; see `liger-hw models --named`")
     for name, spec in specs().items():
         if not families or name in families:
-            yield {"family": name, "class": spec.models[0], "named": True, "converge": converge}
+            yield {"family": name, "class": spec.models[0], "named": True}
     if not named:
         for name, class_name in listed["classes"].items():
             if not families or name in families:
-                yield {"family": name, "class": class_name, "named": False, "converge": converge}
+                yield {"family": name, "class": class_name, "named": False}
 
 
 class _Worker:
@@ -141,13 +127,8 @@ def _work() -> int:
             answers.flush()
             continue
         function = getattr(public, specs()[job["family"]].function_name) if job["named"] else None
-        if job["converge"]:
-            row = verify.check_training(job["family"], job["class"], function, device=job["device"], dtype=job["dtype"])
-        else:
-            row = verify.check_step(
-                job["family"], job["class"], function, classes=job["named"], device=job["device"]
-            ).as_dict()
-        answers.write(json.dumps({**row, "named": job["named"], "converge": job["converge"]}) + "\n")
+        row = verify.check_step(job["family"], job["class"], function, classes=job["named"], device=job["device"])
+        answers.write(json.dumps({**row.as_dict(), "named": job["named"]}) + "\n")
         answers.flush()
     return 0
 
@@ -159,8 +140,6 @@ def _line(row: dict[str, Any]) -> str:
     kind = "function" if row.get("named") else "patch()"
     if row["outcome"] != "verified":
         return f"{row['family']:<26} {kind:<8} {row['outcome']}: {row['reason']}"
-    if row["converge"]:
-        return f"{row['family']:<26} {kind:<8} {row['reason']}"
     done = ", ".join(f"{kernel} x{n}" for kernel, n in row["patched"].items())
     left = f"; left alone: {len(row['left'])} kinds" if row["left"] else ""
     return f"{row['family']:<26} {kind:<8} verified: {done}{left}"
@@ -169,11 +148,10 @@ def _line(row: dict[str, Any]) -> str:
 def summary(rows: list[dict[str, Any]]) -> str:
     """How many rows of `--json` are verified."""
     verified = [row for row in rows if row["outcome"] == "verified"]
-    text = f"{len(verified)} of {len(rows)} verified"
-    if rows and not rows[0]["converge"]:
-        others = [row for row in rows if not row["named"]]
-        both = sum(row["outcome"] == "verified" and row["norms"] and row["loss"] for row in others)
-        own = [row for row in rows if row["named"]]
-        text += f"; {both} of {len(others)} causal LM families with norms and loss on kernels"
-        text += f"; {sum(row['outcome'] == 'verified' for row in own)} of {len(own)} functions"
-    return text
+    others = [row for row in rows if not row["named"]]
+    both = sum(row["outcome"] == "verified" and row["norms"] and row["loss"] for row in others)
+    own = [row for row in rows if row["named"]]
+    return (
+        f"{len(verified)} of {len(rows)} verified; {both} of {len(others)} causal LM families with norms and loss on "
+        f"kernels; {sum(row['outcome'] == 'verified' for row in own)} of {len(own)} functions"
+    )

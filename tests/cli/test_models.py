@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from liger_hw.cli import UsageError, main, models
-from liger_hw.cli.arguments import part
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.cpu
@@ -67,19 +66,13 @@ def test_a_family_that_hangs_or_dies_is_one_row(monkeypatch):
 
 def test_unknown_families_and_no_transformers():
     with pytest.raises(UsageError, match="no causal LM family 'lama'"):
-        list(models._jobs({"classes": {"llama": "LlamaForCausalLM"}}, ["lama"], False, False))
+        list(models._jobs({"classes": {"llama": "LlamaForCausalLM"}}, ["lama"], False))
     with pytest.raises(UsageError, match="its process died"):
-        list(models._jobs({"reason": "its process died"}, [], False, False))
+        list(models._jobs({"reason": "its process died"}, [], False))
 
 
-def test_parts_and_one_page_of_them(tmp_path, capsys):
-    listed = {"classes": {f"f{i}": "X" for i in range(5)}}
-    jobs = list(models._jobs(listed, [], True, True))
-    parts = [jobs[first::step] for first, step in map(part, ("0/3", "1/3", "2/3"))]
-    assert sorted(job["family"] for some in parts for job in some) == sorted(job["family"] for job in jobs)
-    for wrong in ("3/3", "1", "-1/2", "a/b"):
-        assert main(["models", f"--part={wrong}"]) == 2 and "is no part" in capsys.readouterr().err
-    base = {"model_class": "X", "outcome": "verified", "reason": "", "converge": True, "named": True, "loss_error": 0.5}
+def test_one_page_of_trainings_in_several_places(tmp_path, capsys):
+    base = {"model_class": "X", "outcome": "verified", "reason": "", "converge": True, "loss_error": 0.5}
     for number, (device, dtype) in enumerate((("cpu", "float32"), ("cuda", "bfloat16"), ("cuda", "bfloat16"))):
         row = {**base, "family": f"f{number}", "device": device, "dtype": dtype, "device_name": device.upper()}
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
@@ -94,7 +87,6 @@ def test_parts_and_one_page_of_them(tmp_path, capsys):
         < text.index("| f1 |")
     )
     assert "2 of 2 verified" in text and "3 of 3 verified" in capsys.readouterr().out
-    assert main(["models", "--dtype", "bfloat16"]) == 2 and "--converge" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="no.json: .*`liger-hw models --json > FILE` writes one"):
         models_page.main(["no.json", "--output", str(page)])
 

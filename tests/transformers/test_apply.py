@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import convergence
 import pytest
 import torch
 import transformers
 
 import liger_hw
 import liger_hw.transformers
-from liger_hw.transformers import apply, verify
+from liger_hw.transformers import apply
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_model
 
@@ -110,14 +111,16 @@ def test_auto_model(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_patched_and_unpatched_learn_alike(name):
     spec = specs()[name]
-    row = verify.check_training(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name))
+    row = convergence.check_training(name, spec.models[0], getattr(liger_hw.transformers, spec.function_name))
     assert row["outcome"] == "verified", row["reason"]
-    assert row["last"] < 0.7 * row["first"] and row["calls"]["fused_linear_cross_entropy"] == verify.STEPS
+    assert row["last"] < 0.7 * row["first"] and row["calls"]["fused_linear_cross_entropy"] == convergence.STEPS
 
 
 def test_a_vision_encoder_on_its_own_learns_to_name_bytes():
     spec = specs()["pixtral"]
-    row = verify.check_training("pixtral", spec.models[0], getattr(liger_hw.transformers, spec.function_name), steps=8)
+    row = convergence.check_training(
+        "pixtral", spec.models[0], getattr(liger_hw.transformers, spec.function_name), steps=8
+    )
     assert row["outcome"] == "verified", row["reason"]
     assert row["last"] < 0.7 * row["first"] and row["calls"]["rms_norm"] and row["calls"]["rope"]
 
@@ -125,7 +128,7 @@ def test_a_vision_encoder_on_its_own_learns_to_name_bytes():
 def test_a_reader_sees_each_byte_in_its_own_patch():
     """Another byte changes the pixels of its patch and of no other."""
     model = tiny_model(transformers.PixtralVisionModel)
-    reader = verify.Reader(model, 0)
+    reader = convergence.Reader(model, 0)
     seen = []
     model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["pixel_values"]), with_kwargs=True)
     ids = torch.arange(48).repeat(2, 1)
