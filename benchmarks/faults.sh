@@ -1,24 +1,34 @@
 #!/usr/bin/env bash
 # What only a GPU shows of docs/safety.md, on one GPU with 16 cores in less than three minutes.
 #   bash benchmarks/faults.sh OUT
+#   ONLY=soak SOAK=480 STATE=soak.json bash benchmarks/faults.sh OUT      a third of the soak of 24 minutes: three times
 # All at once: 200 steps of a training loop with configurations that fail and memory that runs out, against the same loop
 # without; a tuner whose worker hangs and loses the device in the middle of such a loop; the soak, sizes that change while
 # host and device memory are watched; random sizes of every op against fp64, in several processes; every kernel at odd
 # sizes, then the same under compute-sanitizer (memcheck), which must also find an error that is planted.
-# Leaves OUT/*.json and logs, and joins them into OUT/trust-<device>.json, which belongs in benchmarks/results/ and into
-# the table of docs/safety.md. Every part writes what it has so far, so that a run that is cut leaves figures. The exit
-# status is 1 where something did not hold or gave no result.
-#   LIMIT=seconds of wall time for all (165; 1500 gives issue 23's soak of 24 minutes)  WORKERS=5 processes of random
-#   sizes  PARTS=8 processes of the sweep  PY=python3  DRY=1 a few steps on a CPU  ONLY=sweep the sweep and the checker
+# Leaves OUT/*.json and logs, and joins them into OUT/trust-<device>.json, beside what runs of other parts left there. It
+# belongs in benchmarks/results/ and into the table of docs/safety.md. Every part writes what it has so far, so that a run
+# that is cut leaves figures. The exit status is 1 where something did not hold or gave no result.
+#   LIMIT=seconds of wall time for all (165)  WORKERS=5 processes of random sizes  PARTS=8 processes of the sweep
+#   ONLY="faults tuner soak numbers sweep" which of these; sweep is with the memory checker  SOAK=seconds of the soak
+#   (LIMIT - 50)  STATE=FILE the record that this soak is a piece of (tests/fuzz/soak.py)  PY=python3  DRY=1 a few steps
+#   on a CPU
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-OUT=$(realpath -m "${1:?OUT, the folder for results}") LIMIT=${LIMIT:-165} WORKERS=${WORKERS:-5} PARTS=${PARTS:-8}
+OUT=$(realpath -m "${1:?OUT, the folder for results}") ONLY=${ONLY:-faults tuner soak numbers sweep}
+LIMIT=${LIMIT:-$([ "$ONLY" = soak ] && echo $((${SOAK:-480} + 60)) || echo 165)} WORKERS=${WORKERS:-5} PARTS=${PARTS:-8}
+for what in $ONLY; do
+    case $what in faults | tuner | soak | numbers | sweep) ;; *) echo "faults.sh: ONLY has no $what" >&2 && exit 2 ;; esac
+done
+wants() { [[ " $ONLY " == *" $1 "* ]]; }
+wants numbers || WORKERS=0
+wants sweep || PARTS=0
 mkdir -p "$OUT"
 PY=$("${PY:-python3}" -c 'import sys; print(sys.executable)')
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 own=$(mktemp -d)
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$own}
-dry=() soak=$((LIMIT - 50)) numbers=$((LIMIT - 45))
+dry=() soak=${SOAK:-$((LIMIT - 50))} numbers=$((LIMIT - 45))
 if [ -n "${DRY:-}" ]; then dry=(--dry); else export FUZZ_DEVICE=cuda; fi
 
 left() { echo $((LIMIT - SECONDS)); }
@@ -27,7 +37,7 @@ device() { run "$PY" -m tests.fuzz.device "$1" "$OUT/$2.json" "${@:3}" ${dry[@]+
 
 # memory errors are what is asked for: that torch asks a driver for a function it has not is no error
 sanitizer=$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2> /dev/null | head -1)
-[ -z "${DRY:-}" ] || sanitizer=""
+[ -z "${DRY:-}" ] && wants sweep || sanitizer=""
 checker=()
 if [ -n "$sanitizer" ]; then
     known=$("$sanitizer" --help 2>&1)
@@ -41,15 +51,15 @@ fi
 checked() { # number of its ports, name of its files, what tests.fuzz.device does
     local port=()
     [ "$ports" = 0 ] || port=(--base-port $((49200 + 20 * $1)))
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "${checker[@]}" ${port[@]+"${port[@]}"} \
-        "$PY" -m tests.fuzz.device "$3" "$OUT/$2.json" "${@:4}" > "$OUT/$2.log" 2>&1
+    run "${checker[@]}" ${port[@]+"${port[@]}"} \
+        "$PY" -m tests.fuzz.device "$3" "$OUT/$2.json" --checked "${@:4}" > "$OUT/$2.log" 2>&1
     echo "$?" > "$OUT/$2.status"
 }
 
-[ -z "${ONLY:-}" ] || WORKERS=0
-[ -n "${ONLY:-}" ] || device faults faults &
-[ -n "${ONLY:-}" ] || device tuner tuner &
-[ -n "${ONLY:-}" ] || device soak soak --seconds "$soak" &
+for what in faults tuner; do
+    ! wants "$what" || device "$what" "$what" &
+done
+! wants soak || device soak soak --seconds "$soak" ${STATE:+--state "$STATE"} &
 for w in $(seq "$WORKERS"); do
     run "$PY" -m tests.fuzz --areas numerics --seconds "$numbers" --seed "10$w" \
         --json "$OUT/numbers-$w.json" > "$OUT/numbers-$w.log" 2>&1 &
@@ -67,13 +77,14 @@ for log in "$OUT"/*.log; do # what the compiler says of a configuration that fai
     tail -c 2000000 "$log" > "$log.end" && mv "$log.end" "$log"
 done
 
-"$PY" - "$OUT" "$WORKERS" "$PARTS" "${sanitizer:-}" << 'P'
-import collections, json, re, subprocess, sys, time
+"$PY" - "$OUT" "$WORKERS" "$PARTS" "${sanitizer:-}" "$ONLY" << 'P'
+import collections, json, os, re, subprocess, sys, time
 from pathlib import Path
 
 from tests.fuzz.__main__ import versions
 
 out, workers, parts, sanitizer = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+only = sys.argv[5].split()
 bad = []
 
 
@@ -99,8 +110,10 @@ REPORT = r"Invalid (__\w+__ \w+ of size \d+) bytes\n=+\s+at (\S+)\+0x\w+(?:.*\n)
 """Access, kernel, and whether its first byte is inside an allocation: a vector whose end alone is behind a tensor's."""
 joined = {**versions(), "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 joined["driver"] = next(iter(said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")), "")
-joined["sanitizer"] = (said(sanitizer, "--version") or [sanitizer])[-1] if sanitizer else "none on this machine"
-for name in ("faults", "tuner", "soak") if workers else ():
+if parts:
+    joined["sanitizer"] = (said(sanitizer, "--version") or [sanitizer])[-1] if sanitizer else "none on this machine"
+    bad += [] if sanitizer or os.environ.get("DRY") else ["memcheck"]
+for name in [name for name in ("faults", "tuner", "soak") if name in only]:
     joined[name] = found = read(name)
     if found:
         print(name, {key: value for key, value in found.items() if not isinstance(value, (list, dict))})
@@ -116,10 +129,11 @@ for area in areas:
                 shapes[what] += times * int(count)
             else:
                 shapes[part] += times
-joined["numbers"] = {"attempts": sum(area["attempts"] for area in areas), "shapes": shapes, "findings": findings}
-print("numbers", joined["numbers"]["attempts"], "attempts, shapes", dict(shapes), len(findings), "findings")
+if workers:
+    joined["numbers"] = {"attempts": sum(area["attempts"] for area in areas), "shapes": shapes, "findings": findings}
+    print("numbers", joined["numbers"]["attempts"], "attempts, shapes", dict(shapes), len(findings), "findings")
 bad += ["numbers"] * bool(findings)
-for kind in ("sweep", "memcheck") if sanitizer else ("sweep",):
+for kind in [] if not parts else ["sweep", "memcheck"] if sanitizer else ["sweep"]:
     found = [each for p in range(parts) if (each := read(f"{kind}-{p}"))]
     joined[kind] = joining = {
         "planned": sum(part["planned"] for part in found),
@@ -138,14 +152,24 @@ for kind in ("sweep", "memcheck") if sanitizer else ("sweep",):
         found = [report for log in logs for report in re.findall(REPORT, log)]
         joining["reports"] = dict(collections.Counter(f"{access}, {where}, {how}" for access, where, how in found))
         planted = (out / "planted.log").read_text(errors="replace")
+        behind = json.loads((out / "planted.json").read_text())["held"] if (out / "planted.json").exists() else False
+        joining["poison_is_read_behind_a_tensor"] = behind and "Invalid __global__ read" not in planted
         joining["finds_a_planted_error"] = "Invalid __global__ write" in planted
         seen = joining["ops"] == joined["sweep"]["ops"]
         clean = seen and len(joining["summaries"]) == parts and all(" 0 errors" in line for line in joining["summaries"])
-        bad += [] if clean and set(joining["status"]) == {"0"} and joining["finds_a_planted_error"] else [kind]
+        sound = joining["poison_is_read_behind_a_tensor"] and joining["finds_a_planted_error"]
+        bad += [] if clean and sound and set(joining["status"]) == {"0"} else [kind]
     print(kind, {**joining, "failed": joining["failed"][:3]})
-    bad += [kind] * bool(joining["failed"])
-joined["did_not_hold"] = sorted(set(bad))
+    if joining["not_launched"]:
+        print(kind, "launched never:", ", ".join(joining["not_launched"]))
+    whole = joining["cases"] == joining["planned"] and not joining["cut"]
+    bad += [] if whole and not joining["failed"] and not joining["not_launched"] else [kind]
 target = out / f"trust-{re.sub(r'[^a-z0-9]+', '-', joined['device'].lower()).strip('-')}.json"
+if target.exists():  # of a run before, with other parts
+    before = json.loads(target.read_text())
+    bad += [name for name in before["did_not_hold"] if name not in joined]
+    joined = {**before, **joined}
+joined["did_not_hold"] = sorted(set(bad))
 target.write_text(json.dumps(joined, indent=1) + "\n")
 print(target, "did not hold: " + ", ".join(joined["did_not_hold"]) if bad else "all held")
 sys.exit(bool(bad))

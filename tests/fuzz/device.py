@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.device faults OUT.json
     python -m tests.fuzz.device tuner OUT.json
-    python -m tests.fuzz.device soak OUT.json --seconds 180
-    compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --part 0/4 --seconds 60
-    compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json      an error that it must find
+    python -m tests.fuzz.device soak OUT.json --seconds 480 --state soak.json      a piece of a soak: soak.py
+    compute-sanitizer --tool memcheck python -m tests.fuzz.device sweep OUT.json --checked --part 0/4 --seconds 60
+    compute-sanitizer --tool memcheck python -m tests.fuzz.device planted OUT.json --checked      what it must find
 
 Each prints one line and writes JSON, what it has so far every few seconds; the exit status is 1 where something did not
 hold. `--dry` is a few steps on a CPU, with TRITON_INTERPRET=1 those of the kernels.
@@ -15,23 +15,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
-import random
-import resource
 import sys
 import tempfile
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["LIGER_HW_CACHE_DIR"] = tempfile.mkdtemp(prefix="liger_hw-fuzz-")
 
 import torch
-from harness import few_sizes, make, real_sizes, run, wide_sizes
 
 from liger_hw import registry
 from liger_hw.autotune import workers
@@ -39,10 +35,13 @@ from liger_hw.autotune.jobs import Job
 from liger_hw.autotune.tuner import Effort, Tuner
 from liger_hw.backends import LaunchConfig, target_of
 from tests.fuzz.__main__ import ROOT, versions
+from tests.fuzz.soak import soak
+from tests.fuzz.sweep import planted, round_allocations, sweep
 
 STEPS = 200
 WIDE, VOCAB, TOKENS = 256, 32000, (2, 256)
 Event = dict[str, Any]
+Save = Callable[[dict[str, Any]], None]
 
 
 class Report:
@@ -69,11 +68,17 @@ def main() -> int:
     parser.add_argument("out", help="JSON file")
     parser.add_argument("--seconds", type=float, default=180.0, help="of the soak, at most of the sweep (default 180)")
     parser.add_argument("--part", default="0/1", help="of the sweep, as 0/4 (default 0/1)")
+    parser.add_argument("--state", metavar="FILE", help="of the soak: the record that this piece is added to")
+    parser.add_argument(
+        "--checked", action="store_true", help="memory of the sweep as a memory checker wants it: sweep.py"
+    )
     parser.add_argument("--dry", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
+    if arguments.checked:
+        round_allocations()
     report = Report(arguments.out)
     does = {"faults": faults, "tuner": tuner, "soak": soak, "sweep": sweep, "planted": planted}
-    found = does[arguments.what](arguments, report)
+    found = does[arguments.what](arguments, report.save)
     report.save(found, finished=True)
     print(arguments.what, {name: value for name, value in found.items() if not isinstance(value, (list, dict))})
     return 0 if found["held"] else 1
@@ -86,14 +91,14 @@ def device_of(arguments: argparse.Namespace) -> str:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def faults(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+def faults(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     """A training loop without faults and one with a fault every few steps: losses and weights are the same. Where they
     are not, one without faults again says whether the loop repeats itself at all."""
     device, steps = device_of(arguments), 8 if arguments.dry else STEPS
     found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
     plain, weights = train(device, steps, {}, [])
-    report.save(found)
-    faulty, same = train(device, steps, _faults(steps, device), found["log"], lambda: report.save(found))
+    save(found)
+    faulty, same = train(device, steps, _faults(steps, device), found["log"], lambda: save(found))
     found["apart_with_faults"] = _apart(plain, faulty)
     found["weights_equal"] = all(torch.equal(a, b) for a, b in zip(weights, same))
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
@@ -101,7 +106,7 @@ def faults(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     registry.reset()  # as a new process, which reads what this one noted
     found["quarantined"] = {"in_this_process": failed, "read_by_the_next": len(registry.quarantined(target))}
     found["faults"] = len(found["log"])
-    report.save(found)
+    save(found)
     if found["apart_with_faults"]:
         found["apart_without_faults"] = _apart(plain, train(device, steps, {}, [])[0])
     kept = device == "cpu" or found["quarantined"]["read_by_the_next"] >= failed > 0
@@ -274,13 +279,13 @@ def _place(problem: BaseException) -> str:
 # -- a tuner's worker that hangs -------------------------------------------------------------------------------------
 
 
-def tuner(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
+def tuner(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     """In the middle of a training loop a tuner searches, and its worker hangs in one candidate's kernel and loses the
     device in another's: the search ends with the others, and the loop is the same as one without it."""
     device, steps = device_of(arguments), 8 if arguments.dry else STEPS
     found: dict[str, Any] = {"held": False, "steps": steps, "log": []}
     plain, weights = train(device, steps, {}, [])
-    report.save(found)
+    save(found)
     at = {} if arguments.dry else {steps // 2: _search}
     searched, same = train(device, steps, at, found["log"])
     found["apart_with_search"] = _apart(plain, searched)
@@ -326,189 +331,6 @@ def _search(step: Callable[[], Any]) -> Event:
         "seconds": round(time.monotonic() - began, 1),
         "held": not result.error and result.failed == 2 and result.tried >= 4,
     }
-
-
-# -- soak ------------------------------------------------------------------------------------------------------------
-
-
-_SOAKED = {
-    "rms_norm": (0, 1024),
-    "swiglu": (0, 2816),
-    "cross_entropy": (0, 4000),
-    "fused_linear_cross_entropy": (0, 256, 4000),
-    "rope": (1, 0, 8, 2, 64),
-}
-"""Op -> sizes, with 0 in place of the rows, which change."""
-_WARM = (*range(513, 560, 15), *range(1000, 1100, 25), *range(2040, 2060, 4), 2999, 3000)
-"""Rows of every key and every class of number that Triton compiles apart."""
-
-
-def soak(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
-    """Ops at ever new numbers of rows until the time is up: the memory of host and device when the kernels are compiled
-    (at the latest after 60% of the time), and at the end."""
-    device, chance = device_of(arguments), random.Random(0)
-    least, most, seconds = (1, 64, 5.0) if arguments.dry else (513, 3000, arguments.seconds)
-    dtype = torch.float32 if arguments.dry else torch.bfloat16
-    calls, seen, points = 0, set(), []
-    found: dict[str, Any] = {"held": False, "points": points}
-
-    def call(name: str, rows: int) -> None:
-        op = registry.get_op(name)
-        run(op.function, make(op, tuple(rows if size == 0 else size for size in _SOAKED[name]), dtype, device, calls))
-        seen.add((name, rows))
-
-    def elapsed() -> float:
-        return time.monotonic() - began
-
-    def point() -> None:
-        now = {"second": round(elapsed(), 1), "calls": calls, "shapes": len(seen), "kernels": _compiled()}
-        points.append({**now, **_memory(device)})
-        report.save(found)
-
-    for name in _SOAKED:
-        call(name, most)  # the imports
-    began = time.monotonic()
-    for rows in _WARM:
-        for name in _SOAKED:
-            if elapsed() < 0.6 * seconds:
-                call(name, min(rows, most))
-                calls += 1
-    found["warm_up"] = {"seconds": round(elapsed(), 1), "calls": calls}
-    point()
-    warm, next_point = elapsed(), elapsed()
-    while elapsed() < seconds:
-        call(chance.choice(list(_SOAKED)), chance.randint(least, most))
-        calls += 1
-        if elapsed() > next_point:
-            point()
-            next_point += 0.1 * (seconds - warm)
-    point()
-    host = points[-1]["host_mib"] - points[0]["host_mib"]
-    late = points[-1]["host_mib"] - points[len(points) // 2]["host_mib"]
-    allocated = points[-1].get("allocated_mib", 0) - points[0].get("allocated_mib", 0)
-    return found | {
-        "held": host < 64 and late < 16 and allocated < 1,
-        "seconds": round(elapsed() - warm),
-        "calls": calls - found["warm_up"]["calls"],
-        "shapes": len(seen),
-        "host_growth_mib": round(host, 1),
-        "host_growth_of_second_half_mib": round(late, 1),
-        "device_growth_mib": round(allocated, 2),
-        "replays": len(registry.replay_cache),
-    }
-
-
-def _compiled() -> int:
-    """Kernels that were compiled for the plans in force."""
-    kept = [plan.compiled for plan in registry.plans() if plan.compiled]
-    return sum(key[0] == "alike" for compiled in kept for key in list(compiled))
-
-
-def _memory(device: str) -> dict[str, float]:
-    gc.collect()
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20
-    if device == "cpu":
-        return {"host_mib": round(resident, 1)}
-    torch.cuda.synchronize()
-    return {
-        "host_mib": round(resident, 1),
-        "allocated_mib": round(torch.cuda.memory_allocated() / 2**20, 3),
-        "reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1),
-    }
-
-
-# -- sweep -----------------------------------------------------------------------------------------------------------
-
-
-def sweep(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
-    """Every op at odd sizes, forward and backward, while the time lasts: for compute-sanitizer, which says by its exit
-    status what it saw. All ops at one size come before any at the next, so that a run that is cut has seen each."""
-    part, parts = map(int, arguments.part.split("/"))
-    device, end = device_of(arguments), time.monotonic() + arguments.seconds
-    mine = list(registry.ops().values())[part::parts][: 2 if arguments.dry else None]
-    todo = list(_cases(mine, arguments.dry))
-    done: list[str] = []
-    failed: list[str] = []
-    launched: set[str] = set()
-    found = {"held": False, "planned": len(todo), "done": done, "failed": failed}
-    for op, sizes, dtype, options in todo:
-        if time.monotonic() > end:
-            break
-        said = f"{op.name} {'x'.join(map(str, sizes))} {str(dtype).removeprefix('torch.')} {options or ''}".strip()
-        print(said, file=sys.stderr, flush=True)
-        try:
-            run(op.function, make(op, sizes, dtype, device, 0, options))
-            if device == "cuda":
-                torch.cuda.synchronize()
-        except Exception as error:
-            failed.append(f"{said}: {type(error).__name__}: {error}"[:300])
-        launched |= {plan.tunable.name for plan in registry.plans()}
-        done.append(said)
-        report.save(found)
-    own = {tunable.name for op in mine for tunable in op.tunables}
-    quarantined = {f"{mark[1]} {mark[3]}": why for mark, why in registry.quarantined().items()}
-    return found | {
-        "held": not failed,
-        "cases": len(done),
-        "kernels": sorted(launched),
-        "not_launched": sorted(own - launched),
-        "quarantined": quarantined,
-    }
-
-
-def _cases(ops: list[registry.Op], dry: bool) -> Iterator[tuple]:
-    for sizes_of, dtype, every_option in (
-        (few_sizes, torch.float32, False),
-        (_many_rows, torch.bfloat16, False),
-        (_long_rows, torch.bfloat16, False),
-        (wide_sizes, torch.bfloat16, False),
-        (_narrow_real_sizes, torch.bfloat16, False),
-        (few_sizes, torch.bfloat16, True),
-        (wide_sizes, torch.float32, False),
-        (few_sizes, torch.float16, False),
-    ):
-        for op in ops:
-            for options in op.options if every_option else op.options[:1]:
-                yield op, sizes_of(op), torch.float32 if dry else dtype, options
-        if dry:
-            return
-
-
-def _many_rows(op: registry.Op) -> tuple[int, ...]:
-    """So many rows that partial sums are joined by a kernel of its own, sorted tokens merged."""
-    special = {"embedding": (4099, 11, 33), "modulated_rms_norm": (2, 16001, 69)}
-    return special.get(op.name) or (133, *few_sizes(op)[1:])
-
-
-def _long_rows(op: registry.Op) -> tuple[int, ...]:
-    """Rows that no program holds as a whole, where an op has rows and columns alone."""
-    first = few_sizes(op)
-    if op.name == "modulated_rms_norm":
-        return 2, 7, 12301
-    return (7, 16401) if len(first) == 2 and op.name != "gated_rms_norm" else (2, *first[1:])
-
-
-def _narrow_real_sizes(op: registry.Op) -> tuple[int, ...]:
-    """A real width and less of everything else: few enough elements for a checker that slows all of them."""
-    if op.name == "modulated_rms_norm":
-        return 1, 8201, 1152  # more rows a modulation than one program adds up
-    sizes = [min(size, 257) for size in real_sizes(op)[:-1]] + [real_sizes(op)[-1]]
-    while len(sizes) > 2 and math.prod(sizes) > 1 << 21:
-        largest = max(range(len(sizes) - 1), key=sizes.__getitem__)
-        sizes[largest] = sizes[largest] // 2 | 1
-    return tuple(sizes)
-
-
-def planted(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
-    """One kernel that writes behind its tensor: where the checker says nothing of it, it checks nothing."""
-    from tests.fuzz.misbehaving import write_behind
-
-    try:
-        write_behind()
-    except RuntimeError as error:  # the checker ends what it catches
-        return {"held": True, "raised": str(error).splitlines()[0][:200]}
-    return {"held": True, "raised": ""}
 
 
 if __name__ == "__main__":

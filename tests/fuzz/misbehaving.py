@@ -2,7 +2,7 @@
 
 `main` is a measuring worker that misbehaves: it stands for `liger_hw.autotune.workers`. A candidate of FUZZ_HANG
 warps waits for a kernel that runs for a minute, one of FUZZ_LOSE warps loses the device by a kernel's assertion. Every
-other candidate is measured as ever. `write_behind` is what a memory checker must see.
+other candidate is measured as ever. `read_behind` and `write_behind` are what a memory checker must pass and see.
 """
 
 from __future__ import annotations
@@ -36,13 +36,30 @@ def prepare(measurer: measure.LocalMeasurer, config: dict[str, Any]) -> dict[str
     return _prepare(measurer, config)
 
 
+LENGTH = 61
+"""Elements of four bytes: three fewer than whole units of 16 bytes."""
+
+
 @triton.jit
-def _write_behind(x_ptr, length):
-    tl.store(x_ptr + length + tl.arange(0, 32), 1.0)
+def _read_behind(x_ptr, out_ptr, length):
+    behind = tl.arange(0, 4)
+    tl.store(out_ptr + behind, tl.load(x_ptr + length + behind, mask=behind < 3), mask=behind < 3)
+
+
+@triton.jit
+def _write_behind(x_ptr, place):
+    tl.store(x_ptr + place, 1.0)
+
+
+def read_behind() -> list[float]:
+    """What a kernel reads behind its tensor's end in the last unit of 16 bytes: of that a checker says nothing."""
+    x, out = torch.zeros(LENGTH, device="cuda"), torch.zeros(4, device="cuda")
+    _read_behind[(1,)](x, out, LENGTH)
+    return out[:3].tolist()
 
 
 def write_behind() -> None:
-    """A kernel that writes behind its tensor's end: what a memory checker must see."""
-    x = torch.zeros(64, device="cuda")
-    _write_behind[(1,)](x, x.numel())
+    """A kernel that writes right behind the last unit of 16 bytes of its tensor: what a memory checker must see."""
+    x = torch.zeros(LENGTH, device="cuda")
+    _write_behind[(1,)](x, LENGTH + 3)
     torch.cuda.synchronize()
