@@ -21,12 +21,11 @@ from tests.fuzz import soak, sweep
 
 
 @pytest.mark.lanes("cpu")
-@pytest.mark.parametrize("device", ["h200", "a100"])
-def test_the_sweep_launches_every_kernel_of_an_op(lane, op, device):
-    """Traced for a described device: nothing runs."""
+def test_the_sweep_launches_every_kernel_of_an_op_on_an_h200(lane, op):
+    """Traced for the described device: nothing runs."""
     left = {tunable.name for tunable in op.tunables}
     for _, sizes, dtype, options in sweep.cases([op]):
-        left -= {launch.tunable for launch in ahead.trace(op.name, sizes, dtype, known_target(device), options)}
+        left -= {launch.tunable for launch in ahead.trace(op.name, sizes, dtype, known_target("h200"), options)}
         if not left:
             break
     assert not left
