@@ -45,7 +45,7 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
-from .replay import MISSED, NO_TENSORS, TENSORS, are_plain, replay
+from .replay import MISSED, NO_TENSORS, TENSORS, are_plain, coerced, replay
 from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
@@ -96,8 +96,6 @@ def define(
         if (kind := str(argument.real_type)) in _NUMBERS
     )
 
-    eager = _coercing(launcher, numbers) if numbers else launcher
-
     def call(*args: Any) -> Any:
         if not (
             torch.is_grad_enabled()
@@ -109,18 +107,20 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, eager, args) if recorded else MISSED
+                result = replay(name, launcher, args, numbers) if recorded else MISSED
                 if result is not MISSED:
                     return result
-                run = eager if are_plain(args) else overload
-                if run is overload:
+                if are_plain(args):
+                    run, args = launcher, coerced(args, numbers)
+                else:
+                    run = overload
                     _refuse_dtensors(name, args)
                 if observers:
                     return observed("operator", lambda call, args: run(*args), call, args)
                 return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
-                return on_gpu(*_coerced(args, numbers))
+                return on_gpu(*coerced(args, numbers))
         elif _is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
@@ -133,27 +133,6 @@ def define(
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}
-
-
-def _coercing(launcher: Callable[..., Any], numbers: tuple[tuple[int, type], ...]) -> Callable[..., Any]:
-    """The launcher, given numbers as the schema has them."""
-
-    def eager(*args: Any) -> Any:
-        for place, kind in numbers:
-            if type(args[place]) is not kind:
-                return launcher(*_coerced(args, numbers))
-        return launcher(*args)
-
-    return eager
-
-
-def _coerced(args: tuple, numbers: tuple[tuple[int, type], ...]) -> tuple:
-    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
-    given = list(args)
-    for place, kind in numbers:
-        if kind is not int or type(given[place]) is bool:
-            given[place] = kind(given[place])
-    return tuple(given)
 
 
 class LauncherMode(TorchDispatchMode):

@@ -43,6 +43,9 @@ _SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
 _REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: torch.Tensor.zero_}
 """Operators on an allocation that are done again, between the launches."""
 
+Numbers = tuple[tuple[int, type], ...]
+"""Of an operator's arguments that are numbers: the place, and the type that the schema asks for."""
+
 
 def are_plain(args: tuple) -> bool:
     """Whether these are plain tensors, the first on a GPU, numbers, and tuples of numbers.
@@ -61,6 +64,17 @@ def are_plain(args: tuple) -> bool:
     return True
 
 
+def coerced(args: tuple, numbers: Numbers) -> tuple:
+    """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
+    given = None
+    for place, kind in numbers:
+        number = args[place]
+        if type(number) is not kind and (kind is not int or type(number) is bool):
+            given = list(args) if given is None else given
+            given[place] = kind(number)
+    return args if given is None else tuple(given)
+
+
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a part of a launcher that takes a tensor, then tensors and numbers, and returns what it allocated."""
     name = f"{part.__module__}.{part.__qualname__}"
@@ -73,7 +87,7 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
+def replay(name: str, launcher: Callable[..., Any], args: tuple, numbers: Numbers = ()) -> Any:
     """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
     if observers or not _launch.CAN_BE_FAST:
         return MISSED
@@ -103,7 +117,7 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
         if found is _REFUSED or not are_plain(args):
             return MISSED
         if found is _SEEN and not _launch.is_profiled():
-            return _record(cache, key, launcher, args)
+            return _record(cache, key, launcher, args, numbers)
         if len(cache) >= _MOST:
             cache.clear()
         cache[key] = _SEEN
@@ -135,13 +149,13 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple) -> Any:
     return give(made)
 
 
-def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple) -> Any:
+def _record(cache: dict, key: tuple, launcher: Callable[..., Any], args: tuple, numbers: Numbers) -> Any:
     """Call the launcher, and keep in `cache` what it did, or that it cannot be kept."""
     # one object for each argument, though the caller may have passed one tensor as two
     given = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
     recorder = _Recorder(given)
     with observing(recorder), recorder:
-        result = launcher(*given)
+        result = launcher(*coerced(given, numbers))  # a tensor read here as a number is seen, and not kept
     if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorder.plans):
         cache[key] = recorder.recording(given, result) or _REFUSED
     return result
