@@ -255,6 +255,110 @@ def test_import_circles_are_of_two_files_at_most():
     assert not wrong, f"what is below may not import what is above it: {wrong}"
 
 
+FLOORS = (
+    "__init__ text locks files lazy",
+    "kernels/__init__ env",  # the names of the ops, of each of which a variable is made
+    "answers backends",
+    "ops",
+    "autotune/tables autotune/store autotune/notes autotune/lock_file",  # what the registry answers from
+    "registry",
+    "recompute/levels recompute/recipes",  # what an op says about its output; the settings a user may give
+    "runtime",
+    "autotune",
+    "kernels",
+    "chunked_loss",
+    "distributed",
+    # what a patch consists of, and how a module is recognised
+    "transformers/marks transformers/copies transformers/report transformers/replacing transformers/functional "
+    "transformers/probing",
+    "recompute",
+    "transformers",
+    "megatron megatron_head",
+    "compat",
+    "bench",
+    "cli",
+    "__main__ bench/__main__",
+)
+"""The rooms, the lowest first; a file listed by itself is taken out of its room. A module imports what is on its own
+floor or below."""
+UPWARDS = {
+    ("__init__", "*"): "the table of public names; each is loaded when it is asked for",
+    ("ops", "kernels/*"): "the file of an op, when somebody asks for the op",
+    ("ops", "runtime/triton_import"): "whether this process interprets kernels; asked when an op runs",
+    ("ops", "runtime/kernel_hash"): "the hash of an op's kernels; asked when an entry is compared with them",
+    ("registry", "autotune/inline"): "at the first miss under LIGER_HW_AUTOTUNE=1; it registers itself",
+    ("runtime/operator", "distributed/dtensor"): "imported for the first DTensor, which few programs have",
+    ("transformers/__init__", "compat/__init__"): "the shim's words for a name of Liger's that is not here",
+}
+"""Imports of a higher floor: inside a function, or of a module named in a string, and why. It may only shrink."""
+
+
+def _floor_of(file: str) -> int:
+    """The floor of a file, named without its suffix; of several entries that hold it, the longest counts."""
+    floors = {entry: floor for floor, entries in enumerate(FLOORS) for entry in entries.split()}
+    return floors[max((entry for entry in floors if f"{file}/".startswith(f"{entry}/")), key=len)]
+
+
+@functools.cache
+def _arrows() -> list[tuple[str, str, bool]]:
+    """(file, file it imports, whether only when a function runs) of the package, without suffixes.
+
+    A string that names a module counts as well: somebody imports it later. `room/*` is any file of a room, where only
+    the beginning of the name is known. What a type checker alone imports does not count.
+    """
+    files = {p.relative_to(PACKAGE).as_posix().removesuffix(".py"): p for p in SOURCES}
+    modules = {f"liger_hw.{name}".replace("/", ".").removesuffix(".__init__"): name for name in files}
+    del modules["liger_hw"]  # everybody's name; what is imported from it are its modules, or the version
+    found = []
+
+    def look(name: str, node: ast.AST, later: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        homes: set[str | None] = set()
+        package = ["liger_hw", *name.split("/")[:-1]]
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            homes = {modules.get(f"{base}.{alias.name}") or modules.get(base) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            homes = {modules.get(alias.name) for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            homes, later = {modules.get(node.value)}, True
+        elif isinstance(node, ast.JoinedStr) and _variable(node.values[0]) == "__package__":
+            whole = ".".join(package) + getattr(node.values[1], "value", "")
+            room = modules.get(whole.removesuffix("."), "").removesuffix("/__init__")
+            homes, later = {modules.get(whole) if len(node.values) == 2 else f"{room}/*"}, True
+        found.extend((name, home, later) for home in homes if home)
+        for child in ast.iter_child_nodes(node):
+            look(name, child, later or isinstance(node, (ast.FunctionDef, ast.Lambda)))
+
+    for name, path in files.items():
+        look(name, ast.parse(path.read_text()), False)
+    return found
+
+
+def _variable(node: ast.AST) -> str:
+    """The name of the variable that a part of an f-string shows, or an empty string."""
+    return getattr(getattr(node, "value", None), "id", "")
+
+
+def test_imports_go_down():
+    climbing = [arrow for arrow in _arrows() if _floor_of(arrow[1]) > _floor_of(arrow[0])]
+    found = {pair for a, b, _ in climbing for pair in ((a, b), (a, "*")) if pair in UPWARDS}
+    wrong = {f"{a} -> {b}" for a, b, _ in climbing if not {(a, b), (a, "*")} & found}
+    assert not wrong, f"these import what is above them (FLOORS): {sorted(wrong)}"
+    eager = {f"{a} -> {b}" for a, b, later in climbing if not later}
+    assert not eager, f"these may be imported inside a function alone: {sorted(eager)}"
+    assert found == UPWARDS.keys(), f"drop what is gone from UPWARDS: {UPWARDS.keys() - found}"
+
+
+def test_every_floor_is_there():
+    files = [p.relative_to(PACKAGE).as_posix().removesuffix(".py") for p in SOURCES]
+    entries = [entry for entries in FLOORS for entry in entries.split()]
+    gone = [entry for entry in entries if not any(f"{file}/".startswith(f"{entry}/") for file in files)]
+    assert not gone, f"drop what is gone from FLOORS: {gone}"
+
+
 def test_what_is_below_the_registry_does_not_import_it():
     imported, _ = _imports()
     below = "env ops answers backends/base autotune/store autotune/tables autotune/notes autotune/lock_file".split()
