@@ -264,8 +264,8 @@ FLOORS = (
     "registry",
     "recompute/levels recompute/recipes",  # what an op says about its output; the settings a user may give
     "runtime",
-    "autotune",
     "kernels",
+    "autotune",
     "chunked_loss",
     "distributed",
     # what a patch consists of, and how a module is recognised
