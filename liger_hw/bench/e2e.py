@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -14,7 +15,7 @@ import torch
 
 from .. import files
 from ..backends import with_index
-from ..text import first_line, table
+from ..text import StatusLine, first_line, table
 from . import plots as drawing
 from .peers import Absent
 from .timing import Budget, OutOfBudget
@@ -40,6 +41,7 @@ class Plan:
     hidden: int | None = None
     text: str | None = None
     learning_rate: float = 1e-4
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -57,7 +59,7 @@ class Plan:
     def training(self) -> Training:
         """What every arm trains."""
         sizes = self.layers, self.batch, self.seq, self.steps
-        return Training(self.shape, *sizes, self.dtype, self.checkpointing, self.learning_rate)
+        return Training(self.shape, *sizes, self.dtype, self.checkpointing, self.learning_rate, self.seed)
 
 
 def measure(
@@ -66,17 +68,22 @@ def measure(
     budget: Budget | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda found: None,
     say: Callable[[str], None] = lambda text: None,
+    on_run: Callable[[str, Run], None] = lambda arm, run: None,
 ) -> dict[str, Any]:
-    """Train every arm `rounds` times. `keep` gets all that is known after each arm; an arm that fails says why.
+    """Train every arm `rounds` times. `keep` gets all that is known after each arm, `on_run` what was seen of one that
+    trained; an arm that fails says why.
 
-    Raises `ValueError` for a text that cannot be read and for a family that is patched already.
+    Raises `ValueError` for a text that cannot be read or is too short.
     """
     device, budget = with_index(device), budget or Budget()
     tokens = to_tokens(read_text(plan.text), plan.shape.vocab).to(device)
+    if tokens.numel() <= plan.seq:
+        raise ValueError(f"the text has {tokens.numel()} tokens, a sequence {plan.seq}; give a longer one or --seq")
     runs: list[dict[str, Any]] = []
     found: dict[str, Any] = {"plan": asdict(plan), "shape": asdict(plan.shape), "runs": runs, "ended": ""}
 
-    def spent(step: int, loss: Callable[[], float]) -> bool:
+    def spent(screen: StatusLine, arm: str, step: int, loss: Callable[[], float]) -> bool:
+        screen.progress(step, plan.steps, f"steps of {arm}")
         try:
             budget.check()
         except OutOfBudget:
@@ -85,11 +92,14 @@ def measure(
 
     for turn in range(plan.rounds):
         for arm in plan.arms:
+            screen = StatusLine()
             row: dict[str, Any] = {"arm": arm, "round": turn, "status": "ok", "note": ""}
             try:
                 budget.check()
                 with patched(arm, plan.shape.family, device):
-                    row |= _row(train(arm, plan.training, tokens, device, spent), plan.steps)
+                    run = train(arm, plan.training, tokens, device, partial(spent, screen, arm))
+                row |= _row(run, plan.steps)
+                on_run(arm, run)
             except OutOfBudget as stop:
                 found["ended"] = str(stop)
                 row |= {"status": "skipped", "note": str(stop)}
@@ -97,6 +107,7 @@ def measure(
                 row |= {"status": "absent", "note": str(error)}
             except Exception as error:
                 row |= {"status": "error", "note": first_line(error)}
+            screen.end()
             runs.append(row)
             release(device)
             say(f"round {turn + 1} {arm}: {_line(row)}")
@@ -181,7 +192,7 @@ def as_text(found: dict[str, Any]) -> str:
             )
         )
     published = found["shape"]["layers"]
-    layers = f"{plan['layers']} of {published} layers"
+    layers = f"{plan['layers']} of {published} layers" + (f", {plan['hidden']} wide" if plan["hidden"] else "")
     shape = f"{plan['model']}, {layers}, batch {plan['batch']} x {plan['seq']}, {plan['dtype']}"
     shape += ", checkpointing" if plan["checkpointing"] else ""
     failed = [f"{run['status']}  {run['arm']}: {run['note']}" for run in found["runs"] if run["status"] != "ok"]

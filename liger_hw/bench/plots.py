@@ -20,7 +20,7 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        print("liger-hw bench: --plot needs matplotlib (pip install 'liger_hw[bench]')", file=sys.stderr)
+        print("liger-hw: a plot needs matplotlib (pip install 'liger_hw[bench]')", file=sys.stderr)
         return None
     return plt
 

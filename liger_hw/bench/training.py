@@ -300,7 +300,7 @@ class Run:
     """One arm trained once. Times are seconds; memory is bytes, None where unknown.
 
     start: fingerprint of the initial weights; grad_norms: gradient norm of each parameter at the first step
-    step_seconds: without the first steps, which compile and warm up
+    step_seconds: without the first steps, which compile and warm up, unless there is only one
     """
 
     losses: list[float]
@@ -313,8 +313,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """0 where every step was warm-up."""
-        return self.tokens_per_step / statistics.median(self.step_seconds) if self.step_seconds else 0.0
+        return self.tokens_per_step / statistics.median(self.step_seconds)
 
 
 def train(
@@ -366,7 +365,7 @@ def train(
             losses=losses[:done].tolist(),
             grad_norms=grad_norms,
             start=start,
-            step_seconds=seconds[min(5, max(1, done // 4)) :],
+            step_seconds=seconds[min(5, max(1, done // 4), done - 1) :],
             tokens_per_step=t.batch * t.seq,
             peak_memory=memory.read(),
             first_step_seconds=seconds[0],

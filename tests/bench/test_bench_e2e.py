@@ -44,7 +44,7 @@ def test_experts_are_built_and_layers_are_said():
     found = e2e.measure(toy(model="mixtral", arms=("hf", "liger_hw")), CPU)
     assert [run["status"] for run in found["runs"]] == ["ok", "ok"], found["runs"]
     assert found["summary"][1]["largest_loss_difference"] < 1e-4
-    assert e2e.as_text(found).startswith("mixtral, 1 of 32 layers, batch 2 x 16")
+    assert e2e.as_text(found).startswith("mixtral, 1 of 32 layers, 32 wide, batch 2 x 16")
 
 
 def test_arms_see_the_same_data_and_start_from_the_same_weights():
