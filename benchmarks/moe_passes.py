@@ -13,10 +13,10 @@ import argparse
 from typing import Any, Callable
 
 import torch
-from moe_layers import ROUTINGS, layers
 
 from liger_hw.bench import report, timing
 from liger_hw.bench.cases import make_inputs
+from liger_hw.bench.moe import ROUTINGS, layers
 from liger_hw.bench.runners import each
 from liger_hw.kernels.moe import gates, products, routing, sums
 from liger_hw.kernels.moe.fused_moe import WORKLOADS

@@ -7,7 +7,6 @@
 table    every op at its workloads and `BESIDE`: at least three sizes, GEMM-bound ops first, which take longest
 many     at least 40 shapes of every memory-bound op (`MANY`), only timed
 losses   every loss at the sizes of docs/losses.md (`LOSSES`), the chunked losses included
-experts  the experts of six layers against transformers' implementations and Liger (`moe_layers.py`)
 
 The first shape of every op comes before the second of any, so that a run cut short has all ops.
 """
@@ -27,7 +26,6 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import chunked_losses
-import moe_layers
 import more_peers  # noqa: F401  adds them to peers.PEERS
 import separate_ops
 import share
@@ -218,10 +216,11 @@ def warm(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("list", choices=("table", "many", "losses", "experts"))
+    parser.add_argument("list", choices=("table", "many", "losses"))
     parser.add_argument("ops", nargs="*", metavar="OP")
-    experts = ",".join(moe_layers.AGAINST)
-    parser.add_argument("--against", help=f"peers (default torch,compile,liger; for experts {experts})")
+    parser.add_argument(
+        "--against", default="torch,compile,liger", help="peers, joined by commas (default %(default)s)"
+    )
     parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--json", metavar="FILE", help="where the rows go, written after every case")
@@ -230,24 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="commit to record (default: the checkout's)")
     parser.add_argument("--share", metavar="DIR", help="take cases off a list that other processes work on as well")
     parser.add_argument("--warm", action="store_true", help="time nothing: call each arm once, to fill the caches")
-    parser.add_argument("--sizes", default="workloads", help="of experts: workloads, or as 8192x2048x768x128x8")
-    parser.add_argument("--tokens", default="", help="of experts: each layer at these numbers of tokens")
-    parser.add_argument(
-        "--routing", choices=moe_layers.ROUTINGS, default="uniform", help="of experts, see moe_layers.py"
-    )
     told = parser.parse_args(argv)
     try:
-        if told.list == "experts":
-            tokens = [int(number) for number in told.tokens.split(",") if number]
-            todo = moe_layers.layers(told.sizes.split(","), tokens, told.routing, DTYPES[told.dtype])
-        else:
-            todo = cases_of(told.list, told.ops, DTYPES[told.dtype])
+        todo = cases_of(told.list, told.ops, DTYPES[told.dtype])
         budget = Budget(told.budget)
         shared = share.Share(told.share, todo, budget, "warm" if told.warm else "timed") if told.share else None
     except (ValueError, OSError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
-    against = (told.against or (experts if told.list == "experts" else "torch,compile,liger")).split(",")
+    against = told.against.split(",")
     if told.warm:
         with contextlib.suppress(OutOfBudget):
             warm(shared or todo, told.device, against, lambda case: _say(f"{budget.spent:.0f} s  {case}"))
@@ -294,8 +284,6 @@ def _timed(told: Any, todo: list[Case], against: list[str], meter: Meter, budget
     if told.json:
         report.save(told.json, {"machine": facts, "rows": rows, "complete": complete})
     print(report.as_text(rows, brief=True))
-    if told.list == "experts":
-        print(moe_layers.as_text(rows))
     if ended:
         print(f"stopped early: {ended}")
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)

@@ -1,6 +1,7 @@
-"""`liger-hw bench`: the ops against their peers, and a model trained.
+"""`liger-hw bench`: the ops against their peers, and two benchmarks with a name of their own.
 
     liger-hw bench [OP ...]          each op at its workloads: liger_hw, torch, torch.compile, Liger
+    liger-hw bench moe               the experts of a layer: liger_hw, transformers' implementations, Liger
     liger-hw bench e2e               a Hugging Face model trained: tokens/s, peak memory, loss curves
 
 On a machine without a GPU the ops run at small sizes (--sizes has others), on torch's reference path by the wall clock,
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from typing import Any
+from typing import Any, Callable
 
 from ..text import fold, json_text, time_left
 from . import UsageError
 from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
 
+OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
 
 
@@ -35,9 +37,13 @@ def _modes(text: str) -> list[str]:
     return words
 
 
+def _numbers(text: str) -> list[int]:
+    return [positive(word) for word in _words(text)]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or e2e")
+    parser.add_argument("what", nargs="*", metavar="OP", help="ops (default: all), or first: moe, e2e")
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
     parser.add_argument(
@@ -55,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=_words,
         metavar="PEERS",
-        help="comma-separated (default torch,compile,liger)",
+        help="default torch,compile,liger, for moe eager,grouped_mm,batched_mm,liger",
     )
     ops.add_argument(
         "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
@@ -68,6 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`small` (default on a CPU)",
     )
     ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
+
+    moe = parser.add_argument_group("moe")
+    moe.add_argument(
+        "--tokens", type=_numbers, default=[], help="comma-separated: each layer at these numbers of tokens"
+    )
+    moe.add_argument(
+        "--routing",
+        choices=("uniform", "skewed"),
+        default="uniform",
+        help="how tokens spread over the experts; skewed: one expert has ten times the mean (default uniform)",
+    )
 
     e2e = parser.add_argument_group("e2e")
     e2e.add_argument(
@@ -98,32 +115,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device = usable_device("bench", arguments.device)
-    if arguments.what[:1] != ["e2e"]:
-        return _ops(arguments, device)
-    if len(arguments.what) > 1:
-        raise UsageError(f"bench: e2e takes no op, got {arguments.what[1]!r}; --model chooses what is trained")
-    return _e2e(arguments, device)
+    what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
+    ops = arguments.what[1:] if what != "ops" else arguments.what
+    return {"ops": _ops, "moe": _moe, "e2e": _e2e}[what](arguments, device, ops)
 
 
-def _ops(arguments: argparse.Namespace, device: Any) -> int:
+def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import ops, peers, timing
 
-    against = list(peers.DEFAULT) if arguments.against is None else arguments.against
-    if unknown := [name for name in against if name not in peers.PEERS]:
-        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+    against = _peers(arguments, list(peers.DEFAULT))
     try:
         sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
-        todo = ops.cases(arguments.what, sizes, torch_dtype(arguments.dtype))
+        todo = ops.cases(names, sizes, torch_dtype(arguments.dtype))
     except ValueError as error:
         raise UsageError(f"bench: {error}") from None
+
     with timing.Meter(device) as meter:
-        return _bench_ops(arguments, todo, against, meter)
+        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget))
 
 
-def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], meter: Any) -> int:
+def _moe(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
+    from ..bench import moe, timing
+
+    against = _peers(arguments, list(moe.AGAINST))
+    try:
+        sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+        todo = moe.layers(sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
+    except ValueError as error:
+        raise UsageError(f"bench: {error}") from None
+    if names:
+        raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
+    with timing.Meter(device) as meter:
+        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget), moe.as_text)
+
+
+def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
+    from ..bench import peers
+
+    against = default if arguments.against is None else arguments.against
+    if unknown := [name for name in against if name not in peers.PEERS]:
+        raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
+    return against
+
+
+def _bench_ops(
+    arguments: argparse.Namespace,
+    todo: list,
+    against: list[str],
+    meter: Any,
+    budget: Any,
+    more: Callable[[list[dict[str, Any]]], str] = lambda rows: "",
+) -> int:
+    """more: what to print of the rows beside the tables of every op"""
     from ..bench import ops, peers, plots, report, timing
 
-    budget = timing.Budget(arguments.budget)
     facts = report.machine(meter.device, arguments.commit)
     if meter.device.type == "cpu":
         _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes workloads)")
@@ -175,6 +220,8 @@ def _bench_ops(arguments: argparse.Namespace, todo: list, against: list[str], me
             _progress(f"wrote {path}")
     if arguments.json != "-":
         print(report.as_text(rows, arguments.brief))
+        if text := more(rows):
+            print(f"\n{text}")
         print(fold(_where(facts)))
         if ended:
             print(ended)
@@ -196,9 +243,11 @@ def _where(facts: dict[str, Any]) -> str:
     return f"{facts['device']} ({facts['vendor']} {facts['arch']}), {copied}; {versions}; commit {facts['commit']}"
 
 
-def _e2e(arguments: argparse.Namespace, device: Any) -> int:
+def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     from ..bench import e2e, report, timing
 
+    if names:
+        raise UsageError(f"bench: e2e takes no op, got {names[0]!r}; --model chooses what is trained")
     try:
         plan = e2e.Plan(
             model=arguments.model,

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import moe_layers
 import pytest
 import sweep
 import torch
@@ -116,29 +115,3 @@ def test_a_quick_case_has_times_and_nothing_that_takes_longer(monkeypatch):
     rows = ops.bench(sweep.cases_of("many", ["rms_norm"], torch.float32), "cpu", against=("torch",), copy_rate=10.0)
     assert [row["status"] for row in rows] == ["ok", "ok"] and all(row["ms"] and row["share"] for row in rows)
     assert all(row["eager_ms"] is row["host_us"] is row["peak_mib"] is row["error_out"] is None for row in rows)
-
-
-def test_experts(tmp_path, capsys):
-    """Two numbers of tokens against transformers' own; an implementation that is not here is said to be absent."""
-    path = tmp_path / "moe.json"
-    arguments = ("experts", "--sizes", "1x16x8x6x2", "--tokens", "5,24", "--routing", "skewed", "--dtype", "fp32")
-    arguments += ("--device", "cpu", "--repeats", "1", "--against", "eager,quack", "--json", str(path))
-    assert sweep.main(arguments) == 0 and "first call s" in capsys.readouterr().out
-    rows = {(row["sizes"][0], row["arm"]): row for row in json.loads(path.read_text())["rows"]}
-    assert rows.keys() == {(n, arm) for n in (5, 24) for arm in ("liger_hw", "eager", "quack")}
-    for n in (5, 24):
-        for arm in ("liger_hw", "eager"):
-            row = rows[n, arm]
-            assert row["status"] == "ok" and row["error_out"] < 1e-5 and row["error_grad"] < 1e-5, row
-            assert row["floor"] == "gemm" and row["floor_ms"] > 0 and row["first_seconds"] > 0
-        assert rows[n, "quack"]["status"] == "absent"
-
-
-@pytest.mark.parametrize(("routing", "share"), [("uniform", 1), ("skewed", 10)])
-def test_routing_of_experts(routing, share):
-    (case,) = moe_layers.layers(["4000x8x4x64x4"], (), routing, torch.float32)
-    index = cases.make_inputs(case, case.sizes, torch.device("cpu"), 3).args[3]
-    assert all(len(set(row)) == 4 for row in index.tolist())
-    counts = index.flatten().bincount(minlength=64)
-    assert counts[0] == pytest.approx(share * 250, rel=0.2 if share == 1 else 1e-9)
-    assert counts[1:].float().mean() == pytest.approx((16000 - float(counts[0])) / 63)
