@@ -32,13 +32,21 @@ from liger_hw.bench.ops import SETTLE_MS
 from liger_hw.bench.runners import Calls, Replay
 from liger_hw.bench.timing import Meter, interleave
 from liger_hw.cli import UsageError
-from liger_hw.cli.arguments import part, positive, seconds, usable_device
+from liger_hw.cli.arguments import positive, seconds, usable_device
 from liger_hw.kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_entropy
 
 TOKENS = (1, 2, 7, 16, 64, 255, 256, 1000, 1024, 2048, 4095, 4096, 8192, 8193, 16384, 32768, 65536)
 VOCABULARIES = (262144, 151936, 131072, 128256, 128001, 50257, 32768, 32000, 4093, 1000)
 SLOW, BURST = 20.0, 30.0
 """ms: a call whose start from Python does not count; the calls that count after each SETTLE_MS, twice a point"""
+
+
+def part(text: str) -> tuple[int, int]:
+    """argparse type: `0/4` -> (0, 4), the first of four parts."""
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4 to 3/4 for four processes")
+    return int(first), int(count)
 
 
 def work_of(call: Callable[[], Any]) -> Work:
