@@ -98,9 +98,10 @@ def first_line(error: BaseException, width: int = 200) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:width].rstrip(": ")
 
 
-def time_left(elapsed: float, done: int, total: int) -> str:
-    """`, 40 s left` for what remains when `done` of `total` took `elapsed` seconds; "" when that is not known."""
-    left = elapsed / done * (total - done) if done else 0.0
+def time_left(elapsed: float, done: int, total: int, most: float = math.inf) -> str:
+    """`, 40 s left` for what remains when `done` of `total` took `elapsed` seconds, at most `most`; "" when that is not
+    known."""
+    left = min(most, elapsed / done * (total - done)) if done else 0.0
     return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
 
 
@@ -127,3 +128,4 @@ class StatusLine:
     def end(self) -> None:
         if self.drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.drawn = False

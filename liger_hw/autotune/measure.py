@@ -460,7 +460,7 @@ class LocalMeasurer:
         return {
             "target": self.target.to_json(),
             "device": self.target.name,
-            "driver": _driver(self.device),
+            "driver": registry.backend(self.target.vendor).driver(self.device.index or 0),
             "torch": torch.__version__,
             "triton": store.triton_version(),
             "python": platform.python_version(),
@@ -539,18 +539,3 @@ class LocalMeasurer:
         free, total = module.mem_get_info(self.device)
         if free < total // 2:
             module.empty_cache()
-
-
-def _driver(device: torch.device) -> str:
-    if device.type == "cpu":
-        return ""
-    if torch.version.hip:
-        return f"hip {torch.version.hip}"
-    if device.type == "xpu":
-        return str(getattr(torch.xpu.get_device_properties(device), "driver_version", ""))
-    try:
-        with open("/proc/driver/nvidia/version") as file:
-            words = file.readline().split()
-        return next(word for word in words if word[:1].isdigit() and "." in word)
-    except (OSError, StopIteration):
-        return f"cuda {torch.version.cuda}"

@@ -255,6 +255,10 @@ class Backend:
     def properties(self, index: int) -> Any:
         raise NotImplementedError
 
+    def driver(self, index: int) -> str:
+        """The version of the device's kernel driver, "" where it cannot be read."""
+        return str(getattr(self.properties(index), "driver_version", ""))
+
     def target_from_properties(self, properties: Any) -> Target:
         """The Target for torch's device properties (or a recording of them)."""
         raise NotImplementedError

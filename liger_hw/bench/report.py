@@ -15,7 +15,7 @@ from typing import Any, Sequence
 import torch
 
 from .. import __version__, files
-from ..backends import target_of
+from ..backends import backend, target_of
 from ..text import json_text, table
 from .peers import OURS
 
@@ -38,7 +38,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "arch": target.arch,
         "multiprocessors": target.multiprocessors,
         "l2": target.l2,
-        "driver": driver(device),
+        "driver": backend(target.vendor).driver(device.index or 0) or None,
         "torch": torch.__version__,
         "triton": triton_version,
         "python": platform.python_version(),
@@ -46,23 +46,6 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def driver(device: torch.device) -> str | None:
-    """The kernel driver's version, where there is a way to read it."""
-    if device.type == "cpu":
-        return None
-    found = getattr(torch.get_device_module(device).get_device_properties(device), "driver_version", None)
-    if found:
-        return str(found)
-    if torch.version.hip:
-        path = Path("/sys/module/amdgpu/version")
-        return path.read_text().strip() if path.exists() else None
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
-    return None
 
 
 def git_commit() -> str | None:

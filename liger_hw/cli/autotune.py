@@ -19,9 +19,9 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
-from ..text import StatusLine, fold, json_text, table
+from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes
 
@@ -309,7 +309,7 @@ def _tune(
         }
         print(json_text(data, indent=2))
     else:
-        print(as_table(results))
+        print(_table(results))
     if screen.left_out:
         screen.line(f"{screen.unbegun()}; go on with the same command and --resume")
     if interrupted:
@@ -318,24 +318,24 @@ def _tune(
     return 1 if results and all(r.error for r in results) else 0
 
 
-def as_table(results: list["Result"]) -> str:
-    """op, shape, heuristic time, winner time, gain, noise, share of floor."""
+def _table(results: list["Result"], measured: bool = True) -> str:
+    """A row a job: of measured ones the noise and the share of the floor, of others how many were tried and dropped."""
     from ..autotune.jobs import OUT_OF_BUDGET
 
-    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", "noise", "of floor", "")]
+    last = ("noise", "of floor") if measured else ("tried", "dropped")
+    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", *last, "")]
     for r in results:
         if r.note == OUT_OF_BUDGET:  # counted in one line
             continue
-        job = r.job
-        head = (job.name, _by(job.sizes), str(job.key))
+        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
         if r.error or not r.heuristic_us:
             rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80] if r.error else r.note))
             continue
         share = f"{r.floor_share:.0%}" if r.floor_share else ""
         what = f"stored{', ' + r.note if r.note else ''}" if r.stored else r.note
-        times = (f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", f"{r.noise:.1%}")
-        rows.append((*head, *times, share, what))
-    return table(rows)
+        last = (f"{r.noise:.1%}", share) if measured else (str(r.tried), str(r.failed))
+        rows.append((*head, f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", *last, what))
+    return table(rows) + ("" if measured else "\nTimes are the model's, not measured.")
 
 
 def _by(sizes: Any) -> str:
@@ -493,65 +493,36 @@ def _choose_for(
     except KeyboardInterrupt:
         interrupted = True
     if not arguments.json:
-        print(_static_table(results))
+        print(_table(results, measured=False))
     facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
     rows = [r.to_json() for r in results]
     document = {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}
     return results, document
 
 
-def _static_table(results: list[Any]) -> str:
-    from ..autotune.jobs import OUT_OF_BUDGET
-
-    rows = [("kernel", "sizes", "key", "heuristic us", "choice us", "gain", "tried", "dropped", "")]
-    for r in results:
-        if r.note == OUT_OF_BUDGET:
-            continue
-        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
-        if r.error:
-            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80]))
-            continue
-        if not r.heuristic_us:
-            rows.append((*head, "", "", "", "", "", r.note))
-            continue
-        times = (f"{r.heuristic_us:.1f}", f"{r.winner_us:.1f}", f"{r.gain:.1%}" if r.gain else "")
-        note = "" if r.note in ("the heuristic stays", "chosen by the model") else r.note  # the gain says which
-        rows.append((*head, *times, str(r.tried), str(r.failed), note))
-    return table(rows) + "\nTimes are the model's, not measured."
-
-
 # -- progress --------------------------------------------------------------------------------------------------------
 
 
 class _Progress:
-    """One updated line with an ETA on a terminal, one plain line a finished job elsewhere."""
+    """What is being done, as `StatusLine` shows it, and a plain line for each job that is finished."""
 
-    def __init__(
-        self, total: int, stream: Any, budget: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.total, self.stream, self.budget, self.clock = total, stream, budget, clock
-        self.count, self.left_out, self.began, self._shown, self._drawn = 0, 0, clock(), 0.0, False
-        self.live = stream.isatty()
+    def __init__(self, total: int, stream: Any, budget: float | None = None) -> None:
+        self.total, self.stream, self.budget = total, stream, budget
+        self.status, self.count, self.left_out = StatusLine(), 0, 0
 
     def elapsed(self) -> float:
-        return self.clock() - self.began
+        return time.monotonic() - self.status.began
 
     def unbegun(self) -> str:
         """What the budget left out."""
         return f"{self.left_out} of {self.total} were not begun: the budget of {self.budget:.0f} s is spent"
 
     def line(self, text: str) -> None:
-        if self._drawn:
-            self.stream.write("\r\x1b[K")
-            self._drawn = False
+        self.status.end()
         print(fold(text, "    "), file=self.stream, flush=True)
 
     def update(self, job: "Job", text: str) -> None:
-        if not self.live or self.clock() - self._shown < 0.1:
-            return
-        self._shown, self._drawn = self.clock(), True
-        self.stream.write(f"\r\x1b[K[{self.count + 1}/{self.total}] {job.name} {_by(job.sizes)}: {text}{self._eta()}")
-        self.stream.flush()
+        self.status.update(f"[{self.count + 1}/{self.total}] {job.name} {_by(job.sizes)}: {text}{self._eta()}")
 
     def finished(self, result: "Result") -> None:
         from ..autotune.jobs import OUT_OF_BUDGET
@@ -574,12 +545,8 @@ class _Progress:
                 f", {result.tried} tried{f', {result.failed} failed' if result.failed else ''}, {result.seconds:.1f} s"
             )
             what += ", stored" if result.stored else f", {result.note}" if result.note else ""
-        self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{'' if self.live else self._eta()}")
+        self.line(f"[{self.count}/{self.total}] {job.name} {_by(job.sizes)}: {what}{self._eta()}")
 
     def _eta(self) -> str:
-        if not self.count:
-            return ""
-        left = self.elapsed() / self.count * (self.total - self.count)
-        if self.budget is not None:
-            left = max(0.0, min(left, self.budget - self.elapsed()))
-        return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"
+        most = math.inf if self.budget is None else self.budget - self.elapsed()
+        return time_left(self.elapsed(), self.count, self.total, most)

@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=seconds, metavar="SECONDS", help="start no new work after this long (default: no limit)"
     )
     parser.add_argument("--repeats", type=positive, default=3, help="interleaved repeats (default 3)")
-    parser.add_argument("--commit", help="commit to record (default: the git checkout's, if it is one)")
 
     ops = parser.add_argument_group("ops")
     ops.add_argument(
@@ -169,7 +168,7 @@ def _bench_ops(
     """more: what to print of the rows beside the tables of every op"""
     from ..bench import ops, peers, plots, report, timing
 
-    facts = report.machine(meter.device, arguments.commit)
+    facts = report.machine(meter.device)
     if meter.device.type == "cpu":
         _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes workloads)")
     facts["copy_gb_s"] = meter.copy_rate()
@@ -267,7 +266,7 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
         raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")
-    facts = report.machine(device, arguments.commit)
+    facts = report.machine(device)
 
     def keep(found: dict[str, Any]) -> None:
         if arguments.json and arguments.json != "-":

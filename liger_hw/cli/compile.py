@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive, default=300, metavar="SECONDS", help="a kernel may take (default 300)"
     )
-    parser.add_argument("--heuristic", action="store_true", help="leave the shipped tables out")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         for target in targets:
             for op in ops:
                 screen.update(f"{target.arch} {op.name}: what it launches")
-                for case, launch in aot.trace_cases(op, target, arguments.depth, dtypes, not arguments.heuristic):
+                for case, launch in aot.trace_cases(op, target, arguments.depth, dtypes):
                     launches.append(launch)
                     case_of.setdefault(launch.same(), case)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -120,7 +119,6 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
         "liger_hw": __version__,
         "triton": store.triton_version(),
         "depth": arguments.depth,
-        "tables": not arguments.heuristic,
         "targets": [target.arch for target in targets],
         "ops": [op.name for op in ops],
         "certificates": records,

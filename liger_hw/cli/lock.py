@@ -7,7 +7,6 @@ what it pins differently from what this machine would choose.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SEQS,
         metavar="S,..",
         help="sequence lengths (default powers of two, 512 to 16384)",
-    )
-    parser.add_argument(
-        "--from-used", action="store_true", help="pin what is in the user cache and what runs here had to look up"
     )
     parser.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
@@ -55,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"lock: {error}") from None
     if arguments.check:
         return _check(arguments, target)
-    if bool(arguments.model) == arguments.from_used:
-        raise UsageError("lock: say what to pin: --model with one or more models, or --from-used")
+    if not arguments.model:
+        raise UsageError("lock: say what to pin: --model with one or more models")
     if target.vendor == "cpu" and not registry.interpreting():
         raise UsageError("lock: nothing is launched on a CPU; --device names what to pin for, as h200, mi300x or sm90")
     if Path(arguments.output).exists() and not arguments.force:
@@ -64,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..autotune import lock
 
     env.ignore("LIGER_HW_LOCK_FILE")  # a new lock file holds what is tuned now, not what an older one pinned
-    keys = _used(arguments, target) if arguments.from_used else _of_models(arguments, target)
+    keys = _of_models(arguments, target)
     if not keys:
         raise UsageError(f"lock: nothing to pin for {target.name}")
     table = lock.pin(target, keys)
@@ -104,27 +100,6 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
     screen.end()
     return [(registry.get_tunable(name), key) for name, key in found]
-
-
-def _used(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tuple]]:
-    from .. import registry
-    from ..autotune import notes, store
-
-    ops = registry.ops()
-    names = {name for name, _ in store.read_user(target, [])} | set(notes.read_misses(target))
-    wanted = set(arguments.ops or ops)
-    tunables = registry.tunables()
-    found = []
-    for op, variant, key in sorted(names):
-        if op not in wanted or (tunable := tunables.get(f"{op}.{variant}")) is None:
-            continue
-        try:
-            tunable.heuristic(target, key)
-        except (IndexError, TypeError, ValueError, ZeroDivisionError):
-            print(f"liger-hw: lock: left out {tunable.name} {key}: no key of this version", file=sys.stderr)
-        else:
-            found.append((tunable, key))
-    return found
 
 
 def _made_for(header: dict[str, Any]) -> Any:

@@ -299,26 +299,6 @@ def test_kernels_an_op_shares_are_pinned_tuned_and_explained(clean_registry, cap
     assert {(*row["tunable"].split("."), tuple(row["key"])) for row in rows} == launched | own
 
 
-def test_lock_from_used_takes_entries_and_misses(cache, capsys, tmp_path, monkeypatch):
-    missed = ("rms_norm", "bwd", (4096, 5, 2))  # a key of few rows, for which no table ships an entry
-    notes.save_misses(H200, [missed])
-    monkeypatch.setattr(registry, "target_named", lambda name: H200)
-    run(capsys, "lock", "--from-used", "-o", str(tmp_path / "l"))
-    table = lock_file.read(tmp_path / "l")[1]
-    assert {name: e.provenance["layer"] for name, e in table.items()} == {
-        NAME: "user",
-        missed: "heuristic",
-    }
-
-
-def test_lock_from_used_leaves_out_keys_of_another_version(cache, capsys, tmp_path, monkeypatch):
-    notes.save_misses(H200, [("rms_norm", "bwd", KEY[:1])])
-    monkeypatch.setattr(registry, "target_named", lambda name: H200)
-    assert main(["lock", "--from-used", "-o", str(tmp_path / "l")]) == 0
-    assert "left out rms_norm.bwd (4096,)" in capsys.readouterr().err
-    assert set(lock_file.read(tmp_path / "l")[1]) == {NAME}
-
-
 def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, monkeypatch):
     """Also where LIGER_HW_LOCK_FILE names the file, as it does on the machine where somebody would check it."""
     path = tmp_path / "l"
@@ -345,7 +325,6 @@ def test_a_check_compares_with_the_machines_own_choice(cache, capsys, tmp_path, 
 
 def test_lock_says_what_is_missing(clean_registry, capsys):
     assert "say what to pin" in run(capsys, "lock", "--device", "sm90", code=2)
-    assert "say what to pin" in run(capsys, "lock", "--device", "sm90", "--from-used", "--model", "qwen3-8b", code=2)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Resources, Target
@@ -54,6 +55,13 @@ class CudaBackend(Backend):
         import torch
 
         return torch.cuda.get_device_properties(index)
+
+    def driver(self, index: int) -> str:
+        try:
+            words = Path("/proc/driver/nvidia/version").read_text().split()
+        except OSError:
+            return ""
+        return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
     def target_from_properties(self, properties: Any) -> Target:
         major, name = properties.major, f"sm{properties.major}{properties.minor}"

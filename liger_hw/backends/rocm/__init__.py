@@ -15,6 +15,7 @@ same gfx90a.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Resources, Target
@@ -64,6 +65,12 @@ class RocmBackend(Backend):
         import torch
 
         return torch.cuda.get_device_properties(index)
+
+    def driver(self, index: int) -> str:
+        try:
+            return Path("/sys/module/amdgpu/version").read_text().strip()
+        except OSError:  # the kernel's own module has no version
+            return ""
 
     def target_from_properties(self, properties: Any) -> Target:
         name, wavefront = arch_of(properties.gcnArchName), properties.warp_size
