@@ -41,12 +41,12 @@ from ..losses.cross_entropy_reference import (
 )
 from ..losses.cross_entropy_rows import (
     RowResults,
-    divides_late,
     launch_rows,
     launch_stats,
     launch_sum,
     row_buffers,
     rows_tunable,
+    scales_in_backward,
 )
 from ..losses.log_prob_rows import DIMS, vocab_key
 from .chunk_plan import plan_chunks
@@ -132,9 +132,9 @@ class _Call(NamedTuple):
     def wanted(self) -> tuple[bool, bool, bool]:
         return self.dinput, self.dweight, self.dbias
 
-    def divides_late(self, dtype: torch.dtype) -> bool:
+    def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator."""
-        return any(self.wanted) and divides_late(dtype, self.options)
+        return any(self.wanted) and scales_in_backward(dtype, self.options)
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, *arguments):
     rows, stats, grads = _sweep(x, weight, target, bias, ce_weight, order, call)
     rows = _put_back(rows, order, x.shape[0])
     outputs = launch_sum(rows, stats, call.options, torch.float32)
-    return *outputs, *grads, stats if call.divides_late(x.dtype) else absent(stats)
+    return *outputs, *grads, stats if call.scales_in_backward(x.dtype) else absent(stats)
 
 
 def _bwd(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
@@ -215,7 +215,7 @@ def _fwd_reference(x, weight, target, bias, ce_weight, order, *arguments):
     outputs = reference_losses(_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.extra)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
-    return *outputs, *grads, torch.ones(5 if call.divides_late(x.dtype) else 0)
+    return *outputs, *grads, torch.ones(5 if call.scales_in_backward(x.dtype) else 0)
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, *argu
 def _fwd_fake(x, weight, target, bias, ce_weight, order, *arguments):
     call = _Call(*arguments)
     outputs = fake_outputs(x, x.shape[0], call.reduction, torch.promote_types(x.dtype, torch.float32), call.extra)
-    stats = x.new_empty(5 if call.divides_late(x.dtype) else 0, dtype=torch.float32)
+    stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=torch.float32)
     return *outputs, *fake_gradients(x, weight, bias, call.wanted), stats
 
 

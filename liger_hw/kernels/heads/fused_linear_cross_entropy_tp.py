@@ -85,7 +85,7 @@ class _Call(NamedTuple):
     def seeks_top(self) -> bool:
         return self.token_accuracy or self.predicted_tokens
 
-    def divides_late(self, dtype: torch.dtype) -> bool:
+    def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator: in fp16 p / n_rows underflows."""
         return dtype is torch.float16 and self.reduction == MEAN
 
@@ -119,29 +119,29 @@ class SharedGradients(HeadGradients):
         super().__init__(x, weight, (wanted[0] and not scattered, *wanted[1:]), chunks, targets, plain)
         if wanted[0] and scattered:
             self.dx = x.new_empty((x.shape[0] // part.world, x.shape[1]))
-        self._part, self._scattered, self._under_way = part, scattered, []
+        self._part, self._scattered, self._pending = part, scattered, []
 
     def add_dx(self, dlogits: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int) -> None:
         group, world = self._part.group, self._part.world
         if world == 1:
             super().add_dx(dlogits, weight, rows, start)
             return
-        share = self.dx[rows] if isinstance(rows, slice) else self.dx.new_empty((len(dlogits), self.dx.shape[1]))
-        dx_of(dlogits, weight, share, True)
+        partial_dx = self.dx[rows] if isinstance(rows, slice) else self.dx.new_empty((len(dlogits), self.dx.shape[1]))
+        dx_of(dlogits, weight, partial_dx, True)
         if self._scattered:
             into = self.dx[start // world : (start + len(dlogits)) // world]
-            work = reduce_scatter_single(into, share, group=group, async_op=True)
+            work = reduce_scatter_single(into, partial_dx, group=group, async_op=True)
         else:
-            work = dist.all_reduce(share, group=group, async_op=True)
-        self._under_way.append((work, share, rows))
+            work = dist.all_reduce(partial_dx, group=group, async_op=True)
+        self._pending.append((work, partial_dx, rows))
 
     def finish(self, x: torch.Tensor, order: torch.Tensor | None, buffer: torch.Tensor) -> None:
         super().finish(x, order, buffer)
-        for work, share, rows in self._under_way:
+        for work, partial_dx, rows in self._pending:
             work.wait()
             if not self._scattered and not isinstance(rows, slice):
-                self.dx.index_copy_(0, rows, share)
-        self._under_way.clear()
+                self.dx.index_copy_(0, rows, partial_dx)
+        self._pending.clear()
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ class _Rows:
         self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if call.seeks_top else []
         self.lse = torch.empty_like(self._found.lse) if lse is None else lse
         self._options = {"bias": bias, "softcap": call.softcap, "owned": True, "plain": plain}
-        self._flat = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
-        self._push = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
-        self._pull = torch.where(own.valid, -incoming, float("nan"))
-        self._lift = (-self._flat * incoming).expand(n_rows).contiguous() if smoothing else None
+        self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
+        self._target_coef = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
+        self._softmax_coef = torch.where(own.valid, -incoming, float("nan"))
+        self._smoothing_term = (-self._per_class * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
@@ -211,8 +211,8 @@ class _Rows:
         numbers += [] if found.logit_sum is None else [found.logit_sum]
         scores, *more = gather_rows([*numbers, *self._top], self.part)
         loss = self.lse - (1.0 - call.label_smoothing) * scores.sum(0)
-        if self._flat is not None:
-            loss = loss - self._flat * more.pop(0).sum(0)
+        if self._per_class is not None:
+            loss = loss - self._per_class * more.pop(0).sum(0)
         z = call.lse_square_scale * self.lse.square()
         loss = torch.where(own.valid, loss + z, float("nan")).masked_fill(~own.counted, 0.0)
         top = None
@@ -224,10 +224,10 @@ class _Rows:
 
     def gradient(self, start: int, logits: torch.Tensor) -> None:
         """Turn the logits of the rows from `start` on into their gradient, in place."""
-        pull = self._pull
+        softmax_coef = self._softmax_coef
         if scale := self.call.lse_square_scale:
-            pull = pull * (1.0 + 2.0 * scale * self.lse)
-        given = logits, self.own.mine, self.lse, self._push, pull, self._lift
+            softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
+        given = logits, self.own.mine, self.lse, self._target_coef, softmax_coef, self._smoothing_term
         with_fallback(partial(part_gradient, *given, row_start=start, **self._options))()
 
 
@@ -263,7 +263,7 @@ def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row_grads=None):
-    """(the rows, the order they are in or None, gradients, share of a row in the mean).
+    """(the rows, the order they are in or None, gradients, weight of a row in the reduction).
 
     lse, row_grads: [n_rows], what the forward found and each row's incoming gradient: with reduction="none" the
     gradients are computed in backward
@@ -282,8 +282,8 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     entries = torch.where(own.here, own.mine, -1)
     grads = SharedGradients(whole, weight, call.wanted, chunks, entries, part, plain, scattered)
     one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
-    share = own.counted.sum().to(one.dtype).reciprocal() if call.reduction == MEAN else one
-    incoming = (one if call.divides_late(x.dtype) else share) if row_grads is None else row_grads
+    row_weight = own.counted.sum().to(one.dtype).reciprocal() if call.reduction == MEAN else one
+    incoming = (one if call.scales_in_backward(x.dtype) else row_weight) if row_grads is None else row_grads
     rows = _Rows(own, part, bias, call, x, plain, incoming, lse)
     for start, logits, _ in sweep(
         chunks, whole, weight, grads if any(call.wanted) else None, order=order, scan=rows.send if lse is None else None
@@ -294,12 +294,12 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
             here = rows.receive()
             if any(call.wanted):
                 rows.gradient(here.start, logits[here.start - start : here.stop - start])
-    return rows, order, grads.results(bias), share
+    return rows, order, grads.results(bias), row_weight
 
 
 def _forward(x, weight, target, bias, order, *arguments, plain=False):
     call, n_rows = _Call(*arguments), len(target)
-    rows, order, grads, share = _run(x, weight, target, bias, order, call, plain)
+    rows, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
     counted, (loss, z_loss, top) = rows.own.counted, rows.results()
 
     def in_order(t: torch.Tensor, left_out: int) -> torch.Tensor:
@@ -314,11 +314,11 @@ def _forward(x, weight, target, bias, order, *arguments, plain=False):
         loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
         hits = in_order(hits, 0) if call.token_accuracy else hits
     else:
-        loss, z_loss = loss.sum() * share, z_loss.sum() * share
+        loss, z_loss = loss.sum() * row_weight, z_loss.sum() * row_weight
         hits = hits.sum() / counted.sum() if call.token_accuracy else hits
     z_loss = z_loss if call.z_loss else absent(z_loss)
     top = in_order(top, -1) if call.predicted_tokens else absent(target)
-    return loss, z_loss, hits, top, in_order(rows.lse, 0), *grads, share
+    return loss, z_loss, hits, top, in_order(rows.lse, 0), *grads, row_weight
 
 
 def _backward(grad_output, lse, x, weight, target, bias, order, *arguments, plain=False):
@@ -332,8 +332,8 @@ def _fwd_fake(x, weight, target, bias, order, *arguments):
     call, wide = _Call(*arguments), torch.promote_types(x.dtype, torch.float32)
     extra = call.z_loss, call.token_accuracy, call.predicted_tokens
     outputs = fake_outputs(x, target.shape[0], call.reduction, wide, extra)
-    lse, share = x.new_empty(target.shape[0], dtype=wide), x.new_empty((), dtype=wide)
-    return *outputs, lse, *fake_gradients(x, weight, bias, call.wanted), share
+    lse, row_weight = x.new_empty(target.shape[0], dtype=wide), x.new_empty((), dtype=wide)
+    return *outputs, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
 
 
 def _bwd_fake(grad_output, lse, x, weight, target, bias, order, *arguments):
@@ -370,11 +370,11 @@ class LigerFusedLinearCrossEntropyTPFunction(Function):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
         tensors = x, weight, target, bias, order
         with_gradients = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
-        ctx.wanted, ctx.later = with_gradients.wanted, with_gradients if call.reduction == NONE else None
-        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, *(call if ctx.later else with_gradients))
+        ctx.wanted, ctx.backward_call = with_gradients.wanted, with_gradients if call.reduction == NONE else None
+        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, *(call if ctx.backward_call else with_gradients))
         loss, z_loss, hits, top, lse, *saved = outputs
-        ctx.late = call.divides_late(x.dtype)
-        ctx.save_for_backward(*((lse, *tensors) if ctx.later else saved))
+        ctx.scale_in_backward = call.scales_in_backward(x.dtype)
+        ctx.save_for_backward(*((lse, *tensors) if ctx.backward_call else saved))
         ctx.mark_non_differentiable(z_loss, hits, top)
         ctx.set_materialize_grads(False)
         return loss, z_loss, hits, top
@@ -384,14 +384,14 @@ class LigerFusedLinearCrossEntropyTPFunction(Function):
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
             return (None,) * 6
-        if ctx.later:
-            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, *ctx.later)
+        if ctx.backward_call:
+            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, *ctx.backward_call)
             dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
-            *grads, share = ctx.saved_tensors
-            if ctx.late:  # 1 / 0 where every row is ignored; the saved gradients are zero then
-                grad_output = grad_output * torch.where(share.isfinite(), share, 0.0)
-            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, absent(share))
+            *grads, row_weight = ctx.saved_tensors
+            if ctx.scale_in_backward:  # 1 / 0 where every row is ignored; the saved gradients are zero then
+                grad_output = grad_output * torch.where(row_weight.isfinite(), row_weight, 0.0)
+            dx, dweight, dbias = scale_wanted(grads, ctx.wanted, grad_output, absent(row_weight))
         return dx, dweight, None, dbias, None, None
 
 

@@ -187,7 +187,7 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
     entries = target if here is None else torch.where(here, target, -1)
     grads = HeadGradients(x, weight, call.wanted, chunks, entries)
     saved = LogProbs(lse, lse, entropy)
-    given = {"bias": bias, "entropy_coef": dentropy, "pull": softmax_coef, **call.row_options}
+    given = {"bias": bias, "entropy_coef": dentropy, "softmax_coef": softmax_coef, **call.row_options}
     for start, logits, _ in sweep(chunks, x, weight, grads):
         row_log_prob_gradients(logits, target, saved, dlogp, row_start=start, **given)
         if dselected is not None:
@@ -243,13 +243,13 @@ def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
 @torch.no_grad()
 def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *numbers):
     call = LogProbsCall(*numbers)
-    dlogp, pull = _row_coefficients(lse, dlogp, None, here)
+    dlogp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
     dentropy = None if dentropy is None else dentropy.contiguous()
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     wanted = {"dinput": call.dinput, "dbias": call.dbias}
     given = x, weight, bias, target, saved, dlogp, dentropy, kept
-    dx, dweight, dbias = keeping_backward(*given, **wanted, pull=pull, **call.row_options)
+    dx, dweight, dbias = keeping_backward(*given, **wanted, softmax_coef=softmax_coef, **call.row_options)
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,

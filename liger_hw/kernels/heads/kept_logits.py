@@ -234,13 +234,13 @@ def keeping_backward(
     dinput: bool,
     dbias: bool,
     ignore_index: int,
-    pull: torch.Tensor | None = None,
+    softmax_coef: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """(dx or None, dweight, dbias or None, in fp32) from the incoming gradients of log-probabilities and entropies.
 
-    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. pull: [n_rows], the factor of
-    the softmax where it is not dlogp; options: softcap and temperature of `row_log_prob_gradients`.
+    Overwrites `kept`, which the forward filled; with a slab, dweight is `kept.waiting`. softmax_coef: [n_rows], the
+    factor of the softmax where it is not dlogp; options: softcap and temperature of `row_log_prob_gradients`.
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
@@ -257,7 +257,7 @@ def keeping_backward(
         return None if bias is None else bias[columns]
 
     outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-    softmax_coef = (dlogp if pull is None else pull).masked_fill(
+    sliced_coef = (dlogp if softmax_coef is None else softmax_coef).masked_fill(
         outside, float("nan")
     )  # every slice's, while dlogp is the target's own slice's
     sliced = {**options, "ignore_index": _IGNORED}
@@ -266,7 +266,7 @@ def keeping_backward(
         slices, slab_logits = _slab_logits(kept)
         targets, here = _targets_by_slice(target[rows], ignore_index, slices)
         dlogp_here = torch.where(here, dlogp[rows], 0.0)
-        coefs = {"entropy_coef": dentropy, "pull": softmax_coef}
+        coefs = {"entropy_coef": dentropy, "softmax_coef": sliced_coef}
         total = _dx_sum(dx, rows, kept.waiting.view(-1)[: slices[0][1] * hidden])  # where slice 0's gradient will be
         for i, (columns, logits) in enumerate(zip(slices, slab_logits)):
             part = slice(*columns)
@@ -283,7 +283,7 @@ def keeping_backward(
         logits = kept.rest[start - slab :][:n_kept, :vocab]
         if n_kept == stop - start:
             given = {"bias": bias, "row_start": start, "entropy_coef": dentropy, "ignore_index": ignore_index}
-            given["pull"] = pull
+            given["softmax_coef"] = softmax_coef
             _gradients(logits, target, saved, dlogp, **given, **options)
             if dx is not None:
                 dx_of(logits, weight, dx[rows], True)
@@ -293,7 +293,7 @@ def keeping_backward(
         targets, here = _targets_by_slice(target[rows], ignore_index, slices)
         dlogp_here = torch.where(here, dlogp[rows], 0.0)
         results = _select(saved, rows)
-        coefs = {"entropy_coef": None if dentropy is None else dentropy[rows], "pull": softmax_coef[rows]}
+        coefs = {"entropy_coef": None if dentropy is None else dentropy[rows], "softmax_coef": sliced_coef[rows]}
         total = _dx_sum(dx, rows)
         for i, (first, last) in enumerate(slices):
             part = slice(first, last)

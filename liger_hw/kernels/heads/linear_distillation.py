@@ -45,7 +45,7 @@ class _Call(NamedTuple):
     def options(self) -> Distillation:
         return Distillation(self.kind, self.beta, self.eps, self.temperature, self.ignore_index)
 
-    def divides_late(self, dtype: torch.dtype) -> bool:
+    def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator, which would underflow in fp16 before."""
         return dtype is torch.float16 and self.per_row != 0
 
@@ -67,7 +67,7 @@ def _share(x, labels, options: Distillation, per_row: int, dtype: torch.dtype):
 
 
 def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
-    """The operator `<op>_fwd` -> (loss, dinput, dweight, stats for a late division)."""
+    """The operator `<op>_fwd` -> (loss, dinput, dweight, stats for a division in backward)."""
 
     @torch.no_grad()
     def fwd(x, weight, teacher, teacher_weight, labels, *arguments):
@@ -93,18 +93,18 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         grads = HeadGradients(x, weight, (call.dinput, call.dweight, False), chunks)
         plan = tunable.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
-        late = call.divides_late(x.dtype)
+        scale_in_backward = call.scales_in_backward(x.dtype)
         for start, logits, other in sweep(chunks, x, weight, grads, second=second):
             given = teacher[start : start + logits.shape[0]] if other is None else other
             distill_rows(
                 *(plan, logits, given, labels, share, options, DistillRows(soft)),
                 dlogits=logits if gradients else None,
                 row_start=start,
-                late=late,
+                scale_in_backward=scale_in_backward,
             )
         loss = launch_sum(RowResults(soft), share, Options(options.ignore_index, 0.0, 0.0, 0.0, SUM), torch.float32)[0]
         dx, dweight, _ = grads.results()
-        return loss, dx, dweight, share if gradients and late else absent(share)
+        return loss, dx, dweight, share if gradients and scale_in_backward else absent(share)
 
     @torch.no_grad()
     def reference(x, weight, teacher, teacher_weight, labels, *arguments):
@@ -118,8 +118,8 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
             dlogits = (slope * _share(x, labels, options, call.per_row, slope.dtype)).to(x.dtype)
             dx = dlogits @ weight if call.dinput else dx
             dweight = dlogits.t() @ x if call.dweight else dweight
-        late = gradients and call.divides_late(x.dtype)
-        return loss, dx, dweight, x.new_ones(5 if late else 0, dtype=torch.float32)
+        scale_in_backward = gradients and call.scales_in_backward(x.dtype)
+        return loss, dx, dweight, x.new_ones(5 if scale_in_backward else 0, dtype=torch.float32)
 
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? labels, int kind, "

@@ -54,7 +54,15 @@ from .cross_entropy_reference import (
     reference_losses,
     reference_outputs,
 )
-from .cross_entropy_rows import STATS, divides_late, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
+from .cross_entropy_rows import (
+    STATS,
+    launch_rows,
+    launch_stats,
+    launch_sum,
+    row_buffers,
+    rows_tunable,
+    scales_in_backward,
+)
 from .cross_entropy_scale import BWD, scale_gradients
 from .softmax_rows import rows_heuristic
 
@@ -116,9 +124,9 @@ def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, red
     if n_rows:
         plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize, not grad))
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
-    late = grad and divides_late(x.dtype, options)
+    scale_in_backward = grad and scales_in_backward(x.dtype, options)
     outputs = launch_sum(rows, stats, options, dtype)
-    return *outputs, absent(x) if dx is None else dx, stats if late else absent(stats)
+    return *outputs, absent(x) if dx is None else dx, stats if scale_in_backward else absent(stats)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def _fwd_reference(input, target, weight, ignore_index, smoothing, lse_scale, so
     *extra, grad = wanted
     outputs = reference_losses(input, target, weight, options)
     dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
-    stats = torch.ones(5) if grad and divides_late(input.dtype, options) else torch.empty(0)
+    stats = torch.ones(5) if grad and scales_in_backward(input.dtype, options) else torch.empty(0)
     return *reference_outputs(outputs, dtype, extra), dx, stats
 
 
@@ -139,7 +147,7 @@ def _fwd_fake(input, target, weight, ignore_index, smoothing, lse_scale, softcap
     options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
     *extra, grad = wanted
     dx = input.new_empty(input.shape) if grad else absent(input)
-    stats = input.new_empty(5 if grad and divides_late(input.dtype, options) else 0, dtype=torch.float32)
+    stats = input.new_empty(5 if grad and scales_in_backward(input.dtype, options) else 0, dtype=torch.float32)
     return *fake_outputs(input, input.shape[0], reduction, dtype, extra), dx, stats
 
 

@@ -87,20 +87,21 @@ def reference_gradient(logits, target, weight, options: Options, row_grads=None)
     y = target.masked_fill(~counted, 0)
     w = logits.new_ones(logits.shape[1], dtype=wide) if weight is None else weight.to(wide)
     lse = torch.logsumexp(s, -1)
-    push = (1.0 - options.label_smoothing) * w[y]
-    smooth = torch.full_like(lse, options.label_smoothing / logits.shape[1])
-    pull = push + smooth * w.sum()
-    z_pull = 2.0 * options.lse_square_scale * lse
+    target_coef = (1.0 - options.label_smoothing) * w[y]
+    smoothing_term = torch.full_like(lse, options.label_smoothing / logits.shape[1])
+    softmax_coef = target_coef + smoothing_term * w.sum()
+    z_coef = 2.0 * options.lse_square_scale * lse
     if options.reduction == MEAN:
         total = torch.where(counted, w[y], 0.0).sum()
-        push, pull, smooth, z_pull = push / total, pull / total, smooth / total, z_pull / counted.sum()
+        target_coef, softmax_coef, smoothing_term = (t / total for t in (target_coef, softmax_coef, smoothing_term))
+        z_coef = z_coef / counted.sum()
     factor = torch.ones_like(lse) if row_grads is None else row_grads.to(wide)
     if options.token_scaling:
         factor = factor * torch.exp(s.gather(1, y[:, None])[:, 0] - lse)
-    grad = ((pull + z_pull) * factor)[:, None] * torch.exp(s - lse[:, None])
+    grad = ((softmax_coef + z_coef) * factor)[:, None] * torch.exp(s - lse[:, None])
     if options.label_smoothing:
-        grad -= (smooth * factor)[:, None] * w
-    grad.scatter_add_(1, y[:, None], -(push * factor)[:, None])
+        grad -= (smoothing_term * factor)[:, None] * w
+    grad.scatter_add_(1, y[:, None], -(target_coef * factor)[:, None])
     return torch.where(counted[:, None], grad * slope, 0.0)
 
 

@@ -44,7 +44,7 @@ def _cross_entropy_fwd_kernel(
     lse_square_scale,
     softcap,
     MEAN: tl.constexpr,
-    LATE_MEAN: tl.constexpr,
+    SCALE_IN_BACKWARD: tl.constexpr,
     SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -104,43 +104,43 @@ def _cross_entropy_fwd_kernel(
     )  # fmt: skip
     lse = m + tl.log(d)
 
-    push = tl.where(inside, 1.0, float("nan"))
+    target_coef = tl.where(inside, 1.0, float("nan"))
     if W_ptr is not None:
-        push *= tl.load(W_ptr + y_read).to(tl.float32)
+        target_coef *= tl.load(W_ptr + y_read).to(tl.float32)
     if SMOOTHING:
-        push *= 1.0 - label_smoothing
-    loss = push * (lse - s_y)
-    pull = push
-    smooth = 0.0
+        target_coef *= 1.0 - label_smoothing
+    loss = target_coef * (lse - s_y)
+    softmax_coef = target_coef
+    smoothing_term = 0.0
     if SMOOTHING:
-        smooth = label_smoothing / n_cols
+        smoothing_term = label_smoothing / n_cols
         class_sum = tl.load(STATS_ptr + 2)
-        loss += smooth * (class_sum * lse - weighted)
-        pull += smooth * class_sum
+        loss += smoothing_term * (class_sum * lse - weighted)
+        softmax_coef += smoothing_term * class_sum
     z = lse_square_scale * lse * lse
-    z_pull = 2.0 * lse_square_scale * lse
+    z_coef = 2.0 * lse_square_scale * lse
     if MEAN:
         share = tl.load(STATS_ptr)
         z_share = tl.load(STATS_ptr + 1)
         loss *= share
         z *= z_share
-        if LATE_MEAN:
-            z_pull *= z_share / share
+        if SCALE_IN_BACKWARD:
+            z_coef *= z_share / share
         else:
-            pull *= share
-            push *= share
-            smooth *= share
-            z_pull *= z_share
+            softmax_coef *= share
+            target_coef *= share
+            smoothing_term *= share
+            z_coef *= z_share
     if Z_LOSS:
         loss += z
-        pull += z_pull
+        softmax_coef += z_coef
     if TOKEN_SCALING:
         p_y = tl.exp(s_y - lse)
         loss *= p_y
         z *= p_y
-        pull *= p_y
-        push *= p_y
-        smooth *= p_y
+        softmax_coef *= p_y
+        target_coef *= p_y
+        smoothing_term *= p_y
     if LOSS_ptr is not None:
         tl.store(LOSS_ptr + row, loss)
     if Z_ptr is not None:
@@ -153,14 +153,14 @@ def _cross_entropy_fwd_kernel(
     if DX_ptr is not None:
         if GO_ptr is not None:
             go = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
-            pull *= go
-            push *= go
-            smooth *= go
+            softmax_coef *= go
+            target_coef *= go
+            smoothing_term *= go
         y_col = y_read.to(tl.int32) - head
         write_gradient(
             X_ptr, DX_ptr, BIAS_ptr, W_ptr, x_tail, x_edge, block_cols, head, n_body, n_full, n_cols,
-            n_stored, softcap, 1.0, y_col, lse, pull, push, smooth, 0.0, 0.0, SOFTCAP, SMOOTHING, False, ONE_BLOCK,
-            BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
+            n_stored, softcap, 1.0, y_col, lse, softmax_coef, target_coef, smoothing_term, 0.0, 0.0,
+            SOFTCAP, SMOOTHING, False, ONE_BLOCK, BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
         )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def launch_rows(
     )
     flags = (
         options.reduction == MEAN,
-        divides_late(x.dtype, options),
+        scales_in_backward(x.dtype, options),
         options.label_smoothing != 0.0,
         options.lse_square_scale != 0.0,
         options.softcap != 0.0,
@@ -231,7 +231,7 @@ def launch_rows(
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 
 
-def divides_late(dtype: torch.dtype, options: Options) -> bool:
+def scales_in_backward(dtype: torch.dtype, options: Options) -> bool:
     """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
     return dtype is torch.float16 and options.reduction == MEAN
 

@@ -29,7 +29,8 @@ def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
 
 @triton.jit
 def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO (/ the late denominator of the mean). In place, where OUT is None, a factor of 1 returns at once.
+    """OUT = G * GO, over the denominator of the mean where the forward left that to backward. In place, where OUT is
+    None, a factor of 1 returns at once.
 
     TAIL: n_elements is no multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
     """
@@ -125,8 +126,8 @@ def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
         launch(plan, _scale_rows_kernel, (min(plan.programs, n_rows),), args, (vector,))
     else:
         programs = min(plan.programs, cdiv(n_elements, plan.config.blocks["BLOCK_SIZE"]))
-        late = stats if stats.numel() else None
-        args = (grad, out, grad_output, late, n_elements)
+        denominators = stats if stats.numel() else None
+        args = (grad, out, grad_output, denominators, n_elements)
         launch(plan, _scale_kernel, (programs,), args, (n_elements % 16 != 0,))
 
 

@@ -178,7 +178,7 @@ def _slope_tile(
     scale,
     soft_slope,
     hard_slope,
-    pull,
+    q_coef,
     beta,
     KIND: tl.constexpr,
     HARD: tl.constexpr,
@@ -191,18 +191,18 @@ def _slope_tile(
     elif KIND == 3:
         y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
         p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
-        ds = q * (soft_slope * u + pull)
+        ds = q * (soft_slope * u + q_coef)
     else:
         q = tl.exp2(x)
         if KIND == 0:
-            ds = q * pull - soft_slope * t
+            ds = q * q_coef - soft_slope * t
         elif KIND == 1:
-            ds = q * pull - soft_slope * tl.exp2(y)
+            ds = q * q_coef - soft_slope * tl.exp2(y)
         elif KIND == 2:
-            ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + pull))
+            ds = tl.where(q == 0.0, 0.0, q * (soft_slope * (x - y) + q_coef))
         else:
             p = tl.exp2(y)
-            ds = q * tl.where(q > p, pull + soft_slope, tl.where(q < p, pull - soft_slope, pull))
+            ds = q * tl.where(q > p, q_coef + soft_slope, tl.where(q < p, q_coef - soft_slope, q_coef))
     if HARD == 2:
         ds += hard_slope * tl.exp2((s - m_s) * 1.4426950408889634 - l_hard)
     return ds
@@ -239,7 +239,7 @@ def _distill_kernel(
     hard_weight,
     KIND: tl.constexpr,
     HARD: tl.constexpr,
-    LATE: tl.constexpr,
+    SCALE_IN_BACKWARD: tl.constexpr,
     FROM_SAVED: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -450,7 +450,7 @@ def _distill_kernel(
             tl.store(SAVED_ptr + row * 6 + 5, dot)
 
     if DS_ptr is not None:
-        slope = 1.0 if LATE else share
+        slope = 1.0 if SCALE_IN_BACKWARD else share
         soft_slope = soft_weight * slope
         hard_slope = hard_weight * slope
         if GO_SOFT_ptr is not None:
@@ -459,10 +459,10 @@ def _distill_kernel(
             hard_slope *= tl.load(GO_HARD_ptr + row * GO_HARD_stride).to(tl.float32)
         if not COSINE:
             soft_slope *= inv_temperature
-        # the gradient is q * (pull + a term of each kind), with what the hard loss pulls by where it shares q
-        pull = soft_slope * (dot if KIND == 0 else -dot)
+        # the gradient is q * (q_coef + a term of each kind), with the hard loss's factor where it has q too
+        q_coef = soft_slope * (dot if KIND == 0 else -dot)
         if HARD == 1:
-            pull += hard_slope
+            q_coef += hard_slope
         if KIND == 2:
             soft_slope *= LN2
         if KIND == 3:
@@ -491,7 +491,7 @@ def _distill_kernel(
                     scale,
                     soft_slope,
                     hard_slope,
-                    pull,
+                    q_coef,
                     beta,
                     KIND,
                     HARD,
@@ -505,7 +505,22 @@ def _distill_kernel(
             s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_right, n_right, outside, True, 1)
             t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_right, n_right, t_outside, True, 1)
             ds = _slope_tile(
-                s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, pull, beta, KIND, HARD, FAST_LOG2
+                s,
+                t,
+                m_s,
+                l_s,
+                m_t,
+                l_t,
+                l_hard,
+                dot,
+                scale,
+                soft_slope,
+                hard_slope,
+                q_coef,
+                beta,
+                KIND,
+                HARD,
+                FAST_LOG2,
             )
             if HARD:
                 ds = tl.where(cols == label_col, ds - hard_slope, ds)
@@ -572,15 +587,16 @@ def distill_rows(
     soft_grads: torch.Tensor | None = None,
     hard_grads: torch.Tensor | None = None,
     row_start: int = 0,
-    late: bool = False,
+    scale_in_backward: bool = False,
     from_saved: bool = False,
     owned: bool = True,
 ) -> None:
     """Losses of the rows student [n, vocab], which are rows row_start.. of labels and out, and their gradient.
 
     teacher: logits [n, vocab], or for KL the probabilities of these n rows; share: fp32 on the device, multiplies
-    losses and gradient (late: the losses alone); soft_grads, hard_grads: incoming gradient of each row; dlogits: where
-    the gradient goes, None for none, `student` itself for in place. owned: padding between the student's rows is ours.
+    losses and gradient (scale_in_backward: the losses alone); soft_grads, hard_grads: incoming gradient of each row;
+    dlogits: where the gradient goes, None for none, `student` itself for in place. owned: padding between the student's
+    rows is ours.
     """
     n, n_cols = student.shape
     if not n:
@@ -602,4 +618,4 @@ def distill_rows(
         *(options.beta, options.eps, options.soft_weight, options.hard_weight),
     )
     vector = 1 if owned else edge_vector(student, teacher, dlogits)
-    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, late, from_saved, vector))
+    launch(plan, _distill_kernel, (n,), args, (options.kind, hard, scale_in_backward, from_saved, vector))

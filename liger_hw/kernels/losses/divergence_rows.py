@@ -227,7 +227,7 @@ def _divergence_kernel(
     beta,
     eps,
     KIND: tl.constexpr,
-    LATE: tl.constexpr,
+    SCALE_IN_BACKWARD: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -237,9 +237,9 @@ def _divergence_kernel(
 ):
     """Programs (row, part): tiles part, part + parts, ... of a row; its share of the row's sum goes to SUM[row, part].
 
-    SHARE: what the reduction multiplies by (LATE: not the gradient, which waits for backward). GO: the incoming
-    gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's edges,
-    where VECTOR > 1, belong to part 0.
+    SHARE: what the reduction multiplies by (SCALE_IN_BACKWARD: not the gradient, which waits for backward). GO: the
+    incoming gradient of every term. TERM and DX [n_rows, n_cols] are contiguous; what is None is not wanted. A row's
+    edges, where VECTOR > 1, belong to part 0.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -256,7 +256,7 @@ def _divergence_kernel(
         counts = tl.load(LABEL_ptr + row) != ignore_index
         stop = tl.where(counts, n_body, 0)
     share = tl.load(SHARE_ptr)
-    slope = 1.0 if LATE else share
+    slope = 1.0 if SCALE_IN_BACKWARD else share
     total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     step = tl.num_programs(1) * BLOCK_SIZE
     for start in tl.range(part * BLOCK_SIZE, stop, step, num_stages=STAGES):
@@ -377,7 +377,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     """(forward, backward) operators of an op; backward is for reduction="none".
 
-    forward(input, target, labels?, *Divergence, dtype, grad) -> (loss, gradient or empty, what a late division needs)
+    forward(input, target, labels?, *Divergence, dtype, grad) -> (loss, gradient or empty, what a later division needs)
     """
 
     def fwd(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):

@@ -277,8 +277,8 @@ def _log_prob_gradient_kernel(
     LSE_ptr,
     ENTROPY_ptr,
     A_ptr,
-    PULL_ptr,
-    FLAT_ptr,
+    SOFTMAX_COEF_ptr,
+    SMOOTHING_ptr,
     B_ptr,
     DX_ptr,
     X_row_stride,
@@ -316,22 +316,22 @@ def _log_prob_gradient_kernel(
     a = tl.load(A_ptr + row).to(tl.float32) * inv_temperature
     a = tl.where((y >= 0) & (y < n_cols), a, float("nan"))
     lse = tl.load(LSE_ptr + row)
-    pull = a
-    if PULL_ptr is not None:
-        pull = tl.load(PULL_ptr + row).to(tl.float32) * inv_temperature
-    flat = 0.0
-    if FLAT_ptr is not None:
-        flat = tl.load(FLAT_ptr + row).to(tl.float32) * inv_temperature
+    softmax_coef = a
+    if SOFTMAX_COEF_ptr is not None:
+        softmax_coef = tl.load(SOFTMAX_COEF_ptr + row).to(tl.float32) * inv_temperature
+    smoothing_term = 0.0
+    if SMOOTHING_ptr is not None:
+        smoothing_term = tl.load(SMOOTHING_ptr + row).to(tl.float32) * inv_temperature
     b = 0.0
     entropy = 0.0
     if B_ptr is not None:
         b = tl.load(B_ptr + row).to(tl.float32) * inv_temperature
         entropy = tl.load(ENTROPY_ptr + row)
-    SMOOTHING: tl.constexpr = FLAT_ptr is not None
+    SMOOTHING: tl.constexpr = SMOOTHING_ptr is not None
     ENTROPY: tl.constexpr = B_ptr is not None
     write_gradient(
         X_ptr, DX_ptr, BIAS_ptr, None, 0.0, 0.0, block_cols, head, n_body, n_full, n_cols, n_stored,
-        softcap, inv_temperature, y.to(tl.int32) - head, lse, -pull, -a, -flat, b, entropy,
+        softcap, inv_temperature, y.to(tl.int32) - head, lse, -softmax_coef, -a, -smoothing_term, b, entropy,
         SOFTCAP, SMOOTHING, ENTROPY, False, BLOCK_SIZE, STAGES, LOAD_EVICT, VECTOR,
     )  # fmt: skip
 
@@ -457,8 +457,8 @@ def row_log_prob_gradients(
     coef: torch.Tensor,
     *,
     entropy_coef: torch.Tensor | None = None,
-    pull: torch.Tensor | None = None,
-    flat: torch.Tensor | None = None,
+    softmax_coef: torch.Tensor | None = None,
+    smoothing_term: torch.Tensor | None = None,
     dlogits: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
@@ -471,8 +471,8 @@ def row_log_prob_gradients(
     """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
 
     saved: what that filled; coef, entropy_coef: d loss / d logp and d loss / d entropy of every row, contiguous
-    [n_rows] on the device (the latter needs saved.entropy); pull: the factor of softmax(x), coef where None; flat:
-    added to every logit's gradient (label smoothing).
+    [n_rows] on the device (the latter needs saved.entropy); softmax_coef: the factor of softmax(x), coef where None;
+    smoothing_term: added to every logit's gradient (label smoothing).
     """
     n, vocab = logits.shape
     if not n:
@@ -491,7 +491,19 @@ def row_log_prob_gradients(
     )
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits, dlogits)
     entropy = None if entropy_coef is None else saved.entropy
-    args = (logits, target, bias, saved.lse, entropy, coef, pull, flat, entropy_coef, dlogits, *numbers)
+    args = (
+        logits,
+        target,
+        bias,
+        saved.lse,
+        entropy,
+        coef,
+        softmax_coef,
+        smoothing_term,
+        entropy_coef,
+        dlogits,
+        *numbers,
+    )
     launch(plan, _log_prob_gradient_kernel, (n,), args, flags)
 
 
@@ -552,7 +564,7 @@ def gradient_reference(
     softcap: float,
     ignore_index: int,
 ) -> torch.Tensor:
-    """The gradient of every logit in plain torch, in fp32 (fp64 for fp64); softmax_coef as `pull` above."""
+    """The gradient of every logit in plain torch, in fp32 (fp64 for fp64)."""
     s = scores_reference(logits, bias, temperature, softcap)
     log_p = s - lse[:, None]
     p, ignored = log_p.exp(), target == ignore_index

@@ -2,7 +2,8 @@
 
 For a row x with an optional bias, softcap and temperature T (1 in the first), s = softcap(x + bias) / T, in fp32:
     first sweep     m = max(s), d = sum(exp(s - m)), and on request sum(w * s), argmax(x)
-    second sweep    dx[c] = pull * p[c] - push * [c = y] - smooth * w[c] - b * p[c] * (log p[c] + entropy),
+    second sweep    dx[c] = softmax_coef * p[c] - target_coef * [c = y] - smoothing_term * w[c]
+                            - b * p[c] * (log p[c] + entropy),
                     with p = exp(s - lse), through the softcap (1 / T is in the factors)
 The first goes forwards by tiles, with a running maximum (the online softmax), the second backwards, so that what was
 read last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
@@ -131,9 +132,9 @@ def _gradient_tile(
     inv_temperature,
     y,
     lse,
-    pull,
-    push,
-    smooth,
+    softmax_coef,
+    target_coef,
+    smoothing_term,
     b,
     entropy,
     SOFTCAP: tl.constexpr,
@@ -147,15 +148,15 @@ def _gradient_tile(
         s = softcap * t
     log_p = s * inv_temperature - lse
     p = tl.exp(log_p)
-    g = pull * p
+    g = softmax_coef * p
     if SMOOTHING:
         if W_ptr is not None:
-            g -= smooth * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            g -= smoothing_term * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         else:
-            g -= smooth
+            g -= smoothing_term
     if ENTROPY:
         g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
-    g = tl.where(cols == y, g - push, g)
+    g = tl.where(cols == y, g - target_coef, g)
     if SOFTCAP:
         g *= 1.0 - t * t
     return g
@@ -242,9 +243,9 @@ def write_gradient(
     inv_temperature,
     y,
     lse,
-    pull,
-    push,
-    smooth,
+    softmax_coef,
+    target_coef,
+    smoothing_term,
     b,
     entropy,
     SOFTCAP: tl.constexpr,
@@ -272,24 +273,24 @@ def write_gradient(
     if not KEPT:
         x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "", "")
     g = _gradient_tile(
-        x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
-        SOFTCAP, SMOOTHING, ENTROPY,
+        x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
+        smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
     )  # fmt: skip
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=EVICT)
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
         n_right = n_cols - head
         g_edge = _gradient_tile(
-            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
-            SOFTCAP, SMOOTHING, ENTROPY,
+            x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
+            smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
         )  # fmt: skip
         tl.store(DX_ptr + edge, g_edge.to(dx_type), mask=edge < n_right)
     for done in tl.range(0, n_full, num_stages=STAGES):
         cols = (n_full - 1 - done) * BLOCK_SIZE + block_cols
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, "", EVICT)
         g = _gradient_tile(
-            x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, pull, push, smooth, b, entropy,
-            SOFTCAP, SMOOTHING, ENTROPY,
+            x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
+            smoothing_term, b, entropy, SOFTCAP, SMOOTHING, ENTROPY,
         )  # fmt: skip
         tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=EVICT)
 

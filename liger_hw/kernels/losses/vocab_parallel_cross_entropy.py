@@ -98,9 +98,11 @@ def _fwd(logits, mine, logit_sum, plain=False):
 
 
 @torch.no_grad()
-def _bwd(logits, mine, lse, push, pull, flat):
+def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    part_gradient(row_major(logits), mine.contiguous(), lse, push, pull, flat, dlogits=dx, tunable=BWD)
+    part_gradient(
+        row_major(logits), mine.contiguous(), lse, target_coef, softmax_coef, smoothing_term, dlogits=dx, tunable=BWD
+    )
     return dx
 
 
@@ -108,9 +110,9 @@ def _bwd(logits, mine, lse, push, pull, flat):
 
 
 @torch.no_grad()
-def _bwd_reference(logits, mine, lse, push, pull, flat):
+def _bwd_reference(logits, mine, lse, target_coef, softmax_coef, smoothing_term):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    part_gradient(logits, mine, lse, push, pull, flat, dlogits=dx, plain=True)
+    part_gradient(logits, mine, lse, target_coef, softmax_coef, smoothing_term, dlogits=dx, plain=True)
     return dx
 
 
@@ -126,8 +128,8 @@ vocab_parallel_rows = define(
     fake=_fwd_fake,
 )
 vocab_parallel_gradient = define(
-    "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor mine, Tensor lse, Tensor push, Tensor pull, Tensor? flat)"
-    " -> Tensor",
+    "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor mine, Tensor lse, Tensor target_coef, "
+    "Tensor softmax_coef, Tensor? smoothing_term) -> Tensor",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=("logits",),
@@ -157,27 +159,29 @@ class LigerVocabParallelCEFunction(Function):
         sums = [s_y] if partition or not label_smoothing else [s_y, total]
         gathered = gather_rows([lse, *sums], part)
         lse, (s_y, *summed) = torch.logsumexp(gathered[0], 0), gathered[1:].sum(1)
-        smoothing, flat = 0.0, None
+        smoothing, per_class = 0.0, None
         if label_smoothing:
             width = torch.full_like(lse[:1], n_cols) if partition else part.whole.to(lse.dtype)
             smoothing = _smoothing(float(label_smoothing), label_smoothing_formula, width)
-            flat = smoothing / width
+            per_class = smoothing / width
         loss = lse - (1.0 - smoothing) * s_y
         if label_smoothing:
-            loss = loss - flat * (total if partition else summed[0])
+            loss = loss - per_class * (total if partition else summed[0])
         loss = torch.where(own.valid, loss, float("nan")).masked_fill(~own.counted, 0.0)
-        push = own.here.to(lse.dtype) * (smoothing - 1.0)  # the target's share of the gradient, where this rank has it
-        ctx.save_for_backward(vocab_parallel_logits, own.mine, lse, push, *(() if flat is None else (flat,)))
+        target_coef = own.here.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
+        ctx.save_for_backward(
+            vocab_parallel_logits, own.mine, lse, target_coef, *(() if per_class is None else (per_class,))
+        )
         return loss if loss.shape == target.shape else no_view(loss, target.shape)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output):
-        logits, mine, lse, push, *flat = ctx.saved_tensors
+        logits, mine, lse, target_coef, *per_class = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         go = grad_output.flatten().to(lse.dtype)
-        coefficients = push * go, -go, -flat[0] * go if flat else None
+        coefficients = target_coef * go, -go, -per_class[0] * go if per_class else None
         dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, *coefficients)
         return dx.view(logits.shape), *(None,) * 6
 

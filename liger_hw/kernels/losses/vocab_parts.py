@@ -179,9 +179,9 @@ def part_gradient(
     logits: torch.Tensor,
     mine: torch.Tensor,
     lse: torch.Tensor,
-    push: torch.Tensor,
-    pull: torch.Tensor,
-    flat: torch.Tensor | None,
+    target_coef: torch.Tensor,
+    softmax_coef: torch.Tensor,
+    smoothing_term: torch.Tensor | None,
     *,
     row_start: int = 0,
     bias: torch.Tensor | None = None,
@@ -191,21 +191,30 @@ def part_gradient(
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """d loss / d logits of rows of a part, into `dlogits` or over the logits: push at the target - pull * p + flat.
+    """d loss / d logits of rows of a part, into `dlogits` or over the logits.
 
-    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; push is zero where another rank has
-    the target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
+    That is target_coef at the target - softmax_coef * p + smoothing_term.
+
+    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; target_coef is zero where
+    another rank has the target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
     """
     dlogits = logits if dlogits is None else dlogits
     if plain:
         rows, (s, slope) = slice(row_start, row_start + logits.shape[0]), _scores(logits, bias, softcap)
-        mine, lse, push, pull, flat = (None if t is None else t[rows] for t in (mine, lse, push, pull, flat))
-        g = -pull[:, None] * torch.exp(s - lse[:, None])
-        g = g if flat is None else g + flat[:, None]
-        g = g.scatter_add(1, mine.clamp_min(0)[:, None], push[:, None])
+        mine, lse, target_coef, softmax_coef, smoothing_term = (
+            None if t is None else t[rows] for t in (mine, lse, target_coef, softmax_coef, smoothing_term)
+        )
+        g = -softmax_coef[:, None] * torch.exp(s - lse[:, None])
+        g = g if smoothing_term is None else g + smoothing_term[:, None]
+        g = g.scatter_add(1, mine.clamp_min(0)[:, None], target_coef[:, None])
         g = g if slope is None else g * slope
         dlogits.copy_(g.masked_fill((mine == IGNORED)[:, None], 0.0))
         return
     options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
-    options |= {"pull": pull, "flat": flat, "dlogits": dlogits, "row_start": row_start}
-    row_log_prob_gradients(logits, mine, LogProbs(lse, lse), push, **options)
+    options |= {
+        "softmax_coef": softmax_coef,
+        "smoothing_term": smoothing_term,
+        "dlogits": dlogits,
+        "row_start": row_start,
+    }
+    row_log_prob_gradients(logits, mine, LogProbs(lse, lse), target_coef, **options)
