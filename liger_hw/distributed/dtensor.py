@@ -19,7 +19,8 @@ gradient is an error, since nothing says whether its gradients are to be summed.
 
 from __future__ import annotations
 
-from functools import partial
+import inspect
+from functools import cache, partial
 from typing import Any, Callable, NoReturn, Sequence
 
 import torch
@@ -53,11 +54,19 @@ def refuse(name: str, args: Sequence[Any]) -> NoReturn:
     )
 
 
+@cache
+def _defaults(function: Any) -> dict[str, Any]:
+    """The arguments that a Function's `forward` takes after ctx, by name in their order, with their defaults."""
+    _, *parameters = inspect.signature(function.forward).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
 class _Call:
-    """One call: the Function, its arguments, and the mesh that all DTensors among them share."""
+    """One call: the Function, its arguments by name, and the mesh that all DTensors among them share."""
 
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
-        self.function, self.args = function, list(args)
+        self.function = function
+        self.args = {**_defaults(function), **dict(zip(_defaults(function), args))}
         self.name = function.__module__.rpartition(".")[2]
         given = [arg for arg in args if isinstance(arg, DTensor)]
         self.mesh = given[0].device_mesh
@@ -100,10 +109,8 @@ class _Call:
         return DTensor.from_local(part, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def run(self, **changed: Any) -> Any:
-        """The op on plain tensors; changed: `a3` is argument 3."""
-        for place, value in changed.items():
-            self.args[int(place[1:])] = value
-        return self.function.apply(*self.args)
+        """The op on plain tensors; changed: the arguments that are others than in the call."""
+        return self.function.apply(*{**self.args, **changed}.values())
 
 
 _WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_local() of the others"
@@ -113,13 +120,13 @@ _WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_lo
 
 
 def _rows(
-    call: _Call, inputs: tuple[int, ...], weights: tuple[int, ...] = (), gathered: tuple[int, ...] = (-1,)
+    call: _Call, inputs: tuple[str, ...], weights: tuple[str, ...] = (), gathered: tuple[int, ...] = (-1,)
 ) -> Any:
     """An op on rows: `inputs` have one shape, of which the dimensions `gathered` must be whole."""
     x = call.args[inputs[0]]
     placements = call.kept(x, *gathered)
-    parts = {f"a{i}": call.local(call.args[i], placements) for i in inputs}
-    parts |= {f"a{i}": call.weight(call.args[i], placements) for i in weights}
+    parts = {name: call.local(call.args[name], placements) for name in inputs}
+    parts |= {name: call.weight(call.args[name], placements) for name in weights}
     found = call.run(**parts)
     several = found if isinstance(found, tuple) else (found,)
     wholes = tuple(
@@ -128,31 +135,29 @@ def _rows(
     return wholes if isinstance(found, tuple) else wholes[0]
 
 
-def _rope(call: _Call, angles: tuple[int, int], positions: int, head_axis: int, weights: tuple[int, ...] = ()) -> Any:
-    """q and k are the first two; cos and sin follow their batch and their tokens."""
-    q, k = call.args[:2]
-    axis = call.args[head_axis]
-    tokens = 3 - axis
+def _rope(call: _Call, weights: tuple[str, ...] = ()) -> Any:
+    """cos and sin follow the batch and the tokens of q and k."""
+    q, k, ids = call.args["q"], call.args["k"], call.args["position_ids"]
+    tokens = 3 - call.args["unsqueeze_dim"]
     placements = call.kept(q, 3)
-    parts = {f"a{i}": call.local(call.args[i], placements) for i in (0, 1)}
-    parts |= {f"a{i}": call.weight(call.args[i], placements) for i in weights}
-    ids = call.args[positions]
+    parts = {name: call.local(call.args[name], placements) for name in ("q", "k")}
+    parts |= {name: call.weight(call.args[name], placements) for name in weights}
 
     def follow(t: torch.Tensor, batch: int | None, sequence: int | None) -> Placements:
         by = {0: batch if batch is None or t.shape[batch] > 1 else None, tokens: sequence}
         axes = [by.get(p.dim % 4) if type(p) is Shard else None for p in placements]
         return tuple(Replicate() if axis is None else Shard(axis) for axis in axes)
 
-    for i in angles:
-        t = call.args[i]
+    for name in ("cos", "sin"):
+        t = call.args[name]
         if t.dim() == 3:
-            parts[f"a{i}"] = call.local(t, follow(t, 0, 1))
+            parts[name] = call.local(t, follow(t, 0, 1))
         elif ids is None:
-            parts[f"a{i}"] = call.local(t[: q.shape[tokens]], follow(t, None, 0))
+            parts[name] = call.local(t[: q.shape[tokens]], follow(t, None, 0))
         else:
-            parts[f"a{i}"] = call.local(t, (Replicate(),) * call.mesh.ndim)
+            parts[name] = call.local(t, (Replicate(),) * call.mesh.ndim)
     if ids is not None:
-        parts[f"a{positions}"] = call.local(ids, follow(ids, 0 if ids.dim() == 2 else None, ids.dim() - 1))
+        parts["position_ids"] = call.local(ids, follow(ids, 0 if ids.dim() == 2 else None, ids.dim() - 1))
     found = call.run(**parts)
     return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(found, (q, k)))
 
@@ -189,36 +194,37 @@ def _reduced(
 
 
 def _cross_entropy(call: _Call) -> Any:
-    logits, target, weight, ignore_index, lse_scale, smoothing, how, softcap, *extra, loss_only = call.args
+    given = call.args
+    logits, weight, ignore_index, how = (given[name] for name in ("_input", "weight", "ignore_index", "reduction"))
     placements = call.kept(logits)
     axis = _vocab_axis(call, logits, 1)
     rows = tuple(Replicate() if i == axis else p for i, p in enumerate(placements))
     sharded = any(type(p) is Shard for p in rows)
-    if any(extra) or sharded and weight is not None and how == "mean":
+    more = given["return_z_loss"] or given["return_token_accuracy"] or given["return_predicted_tokens"]
+    if more or sharded and weight is not None and how == "mean":
         call.fail("return_* and a weighted mean are not there for DTensors", "take full_tensor() of the logits")
-    y = call.local(target, rows)
+    y = call.local(given["target"], rows)
     if axis is None:
-        changed = {"a0": call.local(logits, rows), "a1": y, "a2": call.weight(weight, rows), "a11": True}
+        parts = {"_input": call.local(logits, rows), "target": y, "weight": call.weight(weight, rows)}
         if not sharded:
-            return call.whole(call.run(**changed), rows)
-        losses = call.run(**changed, a6="none")
+            return call.whole(call.run(**parts, loss_only=True), rows)
+        losses = call.run(**parts, loss_only=True, reduction="none")
     else:
-        if weight is not None or lse_scale or softcap:
+        if weight is not None or given["lse_square_scale"] or given["softcap"]:
             call.fail("over a sharded vocabulary there is no class weight, z-loss or softcap", "gather the logits")
         from ..kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy
 
-        group = call.mesh.get_group(axis)
-        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, group, ignore_index, smoothing)
+        options = call.mesh.get_group(axis), ignore_index, given["label_smoothing"]
+        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *options)
         losses = losses.to(logits.dtype)
     return _reduced(call, losses, y, rows, logits.shape[0], ignore_index, how)
 
 
-def _head_rows(call: _Call) -> tuple[int | None, Placements]:
+def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements]:
     """(mesh dimension of the vocabulary's shards or None, placements of the hidden states).
 
     Along the vocabulary's mesh dimension the tensor-parallel head takes as many rows of every rank, or all rows.
     """
-    x, weight = call.args[:2]
     if not isinstance(weight, DTensor):
         call.fail("the hidden states are a DTensor and the weight is a plain tensor", _WRAP)
     rows, axis = call.kept(x, 1), _vocab_axis(call, weight, 0)
@@ -233,13 +239,21 @@ def _head_rows(call: _Call) -> tuple[int | None, Placements]:
     return axis, rows
 
 
+_HEAD_OPTIONS = (
+    "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype return_token_accuracy "
+    "return_predicted_tokens"
+).split()
+"""Arguments that mean the same in the head of a whole vocabulary and in the tensor-parallel one."""
+
+
 def _head(call: _Call) -> Any:
-    x, weight, target, bias, ce_weight, ignore_index, lse_scale, smoothing, how, softcap, *rest = call.args
-    z_loss, accum_dtype, token_scaling, accuracy, top, _, _ = rest
-    axis, rows = _head_rows(call)
+    given = call.args
+    x, weight, target, bias, ce_weight = (given[name] for name in ("_input", "weight", "target", "bias", "ce_weight"))
+    ignore_index, how = given["ignore_index"], given["reduction"]
+    axis, rows = _head_rows(call, x, weight)
     everywhere = (Replicate(),) * call.mesh.ndim
     if axis is not None:
-        if ce_weight is not None or token_scaling:
+        if ce_weight is not None or given["use_token_scaling"]:
             call.fail("the tensor-parallel head has no class weight or token scaling", "gather the weight")
         from ..kernels.heads.fused_linear_cross_entropy_tp import liger_fused_linear_cross_entropy_tp
 
@@ -250,41 +264,36 @@ def _head(call: _Call) -> Any:
             call.local(target, everywhere),
             call.mesh.get_group(axis),
             bias=call.local(bias, part),
-            ignore_index=ignore_index,
-            lse_square_scale=lse_scale,
-            label_smoothing=smoothing,
-            reduction=how,
-            softcap=softcap,
-            return_z_loss=z_loss,
-            accum_dtype=accum_dtype,
-            return_token_accuracy=accuracy,
-            return_predicted_tokens=top,
             sequence_parallel=type(rows[axis]) is Shard,
+            **{name: given[name] for name in _HEAD_OPTIONS},
         )
         names = "loss", "z_loss", "token_accuracy", "predicted_tokens"
         found = (getattr(output, name, output if name == "loss" else None) for name in names)
         return tuple(t if t is None else call.whole(t, everywhere) for t in found)
     sharded = any(type(p) is Shard for p in rows)
-    if sharded and (z_loss or accuracy or top or ce_weight is not None and how == "mean"):
+    more = given["return_z_loss"] or given["return_token_accuracy"] or given["return_predicted_tokens"]
+    if sharded and (more or ce_weight is not None and how == "mean"):
         call.fail("return_* and a weighted mean are not there for sharded rows", "gather the hidden states")
     y = call.local(target, rows)
-    parts = {"a0": call.local(x, rows), "a1": call.weight(weight, rows), "a2": y, "a3": call.weight(bias, rows)}
-    parts |= {"a4": call.weight(ce_weight, rows), "a16": None}
+    parts = {"_input": call.local(x, rows), "target": y, "order": None}
+    parts |= {name: call.weight(given[name], rows) for name in ("weight", "bias", "ce_weight")}
     if not sharded:
         return tuple(call.whole(t, everywhere) for t in call.run(**parts))
-    losses = call.run(**parts, a8="none" if how == "none" else "sum")[0]
+    losses = call.run(**parts, reduction="none" if how == "none" else "sum")[0]
     return _reduced(call, losses, y, rows, x.shape[0], ignore_index, how), None, None, None
 
 
 def _log_probs(call: _Call) -> Any:
-    x, weight, target, bias, ids, options = call.args
-    axis, rows = _head_rows(call)
+    x, weight, target, bias, ids, options = (
+        call.args[name] for name in ("x", "weight", "target", "bias", "ids", "call")
+    )
+    axis, rows = _head_rows(call, x, weight)
     everywhere = (Replicate(),) * call.mesh.ndim
     if options.top and not isinstance(target, DTensor):
         call.fail("return_top1 compares the results with plain targets", _WRAP)
     if axis is None:
-        parts = {"a0": call.local(x, rows), "a1": call.weight(weight, rows), "a2": call.local(target, rows)}
-        found = call.run(**parts, a3=call.weight(bias, rows), a4=call.local(ids, everywhere))
+        parts = {"x": call.local(x, rows), "target": call.local(target, rows), "ids": call.local(ids, everywhere)}
+        found = call.run(**parts, weight=call.weight(weight, rows), bias=call.weight(bias, rows))
         wanted = True, options.entropy, options.top, ids is not None
         return tuple(call.whole(t, rows, (x.shape[0], *t.shape[1:])) if w else t for t, w in zip(found, wanted))
     if bias is not None or ids is not None or options.top or options.softcap or options.wide or options.batch_invariant:
@@ -306,18 +315,18 @@ def _log_probs(call: _Call) -> Any:
 
 
 RULES: dict[str, Callable[[_Call], Any]] = {
-    "LigerRMSNormFunction": partial(_rows, inputs=(0,), weights=(1,)),
-    "LigerFusedAddRMSNormFunction": partial(_rows, inputs=(0, 1), weights=(2,)),
-    "LigerLayerNormFunction": partial(_rows, inputs=(0,), weights=(1, 2)),
-    "LigerDyTFunction": partial(_rows, inputs=(0,), weights=(1, 2, 3)),
-    "LigerPolyNormFunction": partial(_rows, inputs=(0,), weights=(1, 2)),
-    "LigerSoftmaxFunction": partial(_rows, inputs=(0,)),
-    "LigerFusedGateUpSiLUMulFunction": partial(_rows, inputs=(0,)),
-    "LigerSiLUMulFunction": partial(_rows, inputs=(0, 1), gathered=()),
-    "LigerGELUMulFunction": partial(_rows, inputs=(0, 1), gathered=()),
-    "LigerReLUSquaredFunction": partial(_rows, inputs=(0,), gathered=()),
-    "LigerRopeFunction": partial(_rope, angles=(2, 3), positions=4, head_axis=5),
-    "LigerQKNormRopeFunction": partial(_rope, angles=(4, 5), positions=9, head_axis=10, weights=(2, 3)),
+    "LigerRMSNormFunction": partial(_rows, inputs=("X",), weights=("W",)),
+    "LigerFusedAddRMSNormFunction": partial(_rows, inputs=("X", "R"), weights=("W",)),
+    "LigerLayerNormFunction": partial(_rows, inputs=("X",), weights=("W", "B")),
+    "LigerDyTFunction": partial(_rows, inputs=("x",), weights=("alpha", "gamma", "beta")),
+    "LigerPolyNormFunction": partial(_rows, inputs=("X",), weights=("W", "B")),
+    "LigerSoftmaxFunction": partial(_rows, inputs=("input_",)),
+    "LigerFusedGateUpSiLUMulFunction": partial(_rows, inputs=("y",)),
+    "LigerSiLUMulFunction": partial(_rows, inputs=("a", "b"), gathered=()),
+    "LigerGELUMulFunction": partial(_rows, inputs=("a", "b"), gathered=()),
+    "LigerReLUSquaredFunction": partial(_rows, inputs=("X",), gathered=()),
+    "LigerRopeFunction": _rope,
+    "LigerQKNormRopeFunction": partial(_rope, weights=("q_weight", "k_weight")),
     "LigerCrossEntropyFunction": _cross_entropy,
     "LigerFusedLinearCrossEntropyFunction": _head,
     "LigerFusedLinearLogProbsFunction": _log_probs,

@@ -246,3 +246,34 @@ def test_every_rule_has_its_function():
     for module in pkgutil.walk_packages(liger_hw.kernels.__path__, "liger_hw.kernels."):
         found |= {name for name in vars(importlib.import_module(module.name)) if name.endswith("Function")}
     assert set(dtensor.RULES) <= found, set(dtensor.RULES) - found
+
+
+@pytest.fixture
+def mesh_of_one():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.cpu
+def test_a_new_argument_shifts_nothing(mesh_of_one):
+    """A rule finds a Function's arguments by their names, wherever they stand and whether they are given or not."""
+
+    class LigerRMSNormFunction:
+        @staticmethod
+        def forward(ctx, X, residual, W, eps=1e-6, row_mode="auto"):
+            raise NotImplementedError
+
+        @classmethod
+        def apply(cls, *args):
+            given.append(args)
+            return args[0] * args[2]
+
+    given = []
+    x, w = (distribute_tensor(random(*size), mesh_of_one, [Replicate()]) for size in ((3, 4), (4,)))
+    found = dtensor.apply(LigerRMSNormFunction, (x, "a residual", w))
+    torch.testing.assert_close(found.full_tensor(), (x * w).full_tensor())
+    ((local, residual, weight, *rest),) = given
+    assert residual == "a residual" and rest == [1e-6, "auto"]
+    assert not isinstance(local, DTensor) and not isinstance(weight, DTensor)
