@@ -218,7 +218,7 @@ def wrong(record: dict) -> dict[str, str]:
     }
     engine, said, kernels = record["engine"], ENGINES[record["engine"]], record["kernels"]
     if record["adapter"] == "experts":
-        wanted = {name: 2 * STEPS * LAYERS for name in ("fused_moe_fwd", "fused_moe_bwd")}
+        wanted = {name: record["ranks"] * STEPS * LAYERS for name in ("fused_moe_fwd", "fused_moe_bwd")}
     else:
         head = {} if engine == "pipeline" else said.get("head", FUSED)
         if record["adapter"].startswith(OBJECTIVES):
