@@ -113,7 +113,9 @@ def distill_slopes(
 def _logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
     """A tile of a row in fp32. MASKED: the row ends in it, `outside` stands beyond.
 
-    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1.
+    The load is masked where accesses end, which keeps it wide: by n_stored, or by whole vectors where VECTOR > 1. The
+    last of these may end behind the tensor, within its last 16 bytes (rows/aligned.py); `outside` replaces what it
+    reads there.
     """
     if MASKED:
         reached = cols < n_stored

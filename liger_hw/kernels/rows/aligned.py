@@ -9,9 +9,16 @@ or before its row instead:
     tile      |<------ pad ------->|<---------- n_cols ----------->|  ... to BLOCK_SIZE
 
 Position p of the tile holds column p - pad. Loads take every 16-byte vector that holds a column of the row, and then
-set what is not of the row to `other`. Such a vector never leaves the allocation, and it does no harm if it holds
-elements that another program is writing. Stores write the vectors that are all the row's own whole, and of the vectors
-at its two ends only the row's own elements.
+set what is not of the row to `other`. Stores write the vectors that are all the row's own whole, and of the vectors at
+its two ends only the row's own elements.
+
+What is read outside the row are elements of the rows beside it, and behind the end of a tensor whose bytes are no
+multiple of 16, what lies between that end and the next 16-byte boundary. Such a read cannot fail: its address is a
+multiple of 16, so it stays within a unit of 16 bytes that also holds an element of the tensor, and every allocator of
+GPU memory gives out whole units of at least that size. (Where a 16-bit tensor and one in fp32 are read by the same
+vectors, those of the latter are 32 bytes, and so is the unit: `begins_whole`.) Nothing comes of it: a selection, not a
+product, replaces what was read, so that even NaN leaves no trace, and it does no harm if another program is writing
+there (tests/kernels/test_read_behind.py).
 
 VECTOR is the number of elements in a vector, from `row_vector`. It is 1 for rows that are accessed as they come: pad is
 0 then, and every function here is a plain masked access. In a kernel, for one row (or rows [ROWS, 1], some of which may
@@ -40,6 +47,12 @@ def address(t: torch.Tensor) -> int:
     return t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
 
 
+def begins_whole(t: torch.Tensor, vector: int) -> bool:
+    """Whether `t` begins at a multiple of 16 bytes, and of `vector` elements where these are more (of the wider of two
+    dtypes): then no vector leaves the unit of so many bytes that its first element is in."""
+    return address(t) % max(16, vector * t.itemsize) == 0
+
+
 def row_vector(n_cols: int, stride: int, *tensors: torch.Tensor, width: int | None = None) -> int:
     """VECTOR for rows of `n_cols` columns, `stride` elements from one to the next in the one of `tensors` that may have
     gaps between its rows; the others are contiguous.
@@ -54,7 +67,7 @@ def row_vector(n_cols: int, stride: int, *tensors: torch.Tensor, width: int | No
     vector = 16 // min(t.itemsize for t in tensors)
     if width is not None and n_cols + vector - math.gcd(vector, n_cols) > width:
         return 1
-    if (stride - n_cols) % vector or any(address(t) & 15 for t in tensors):
+    if (stride - n_cols) % vector or not all(begins_whole(t, vector) for t in tensors):
         return 1
     return vector
 
@@ -105,7 +118,10 @@ def load_row(
     LOAD_CACHE: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """The positions from `start` on, `other` where they are not columns; `ptrs` point at the row's first positions."""
+    """The positions from `start` on, `other` where they are not columns; `ptrs` point at the row's first positions.
+
+    Whole vectors are read, the last of which may end behind the tensor, within its last 16 bytes (see above).
+    """
     WIDTH: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
     mask = row_mask(start, rows_exist, pad, n_cols, WIDTH, VECTOR)
     ptrs += start

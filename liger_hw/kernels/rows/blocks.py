@@ -6,9 +6,9 @@ is held in a main block of BLOCK_SIZE columns and a tail of TAIL columns (0: the
 Any alignment. Where the width of a row is odd, the next row begins anywhere, and the compiler must then access one
 element at a time. But the skew of a row, the number of elements by which it begins behind an aligned boundary, is the
 same for all rows that are a multiple of VECTOR rows apart. So a program takes such rows only: its lanes begin at the
-boundary, and lane l holds column l - skew. It loads whole vectors of VECTOR lanes (a vector that holds an element of
-the row lies in a memory page of the row) and sets what is not of the row to 0. It stores whole vectors but for the two
-at the ends of the row, whose elements it stores singly. With VECTOR = 1 lanes are columns, and nothing is masked but
+boundary, and lane l holds column l - skew. It loads whole vectors of VECTOR lanes and sets what is not of the row to 0
+(aligned.py says why such a load cannot fail and why nothing comes of it). It stores whole vectors but for the two at
+the ends of the row, whose elements it stores singly. With VECTOR = 1 lanes are columns, and nothing is masked but
 the end of a row.
 
 The device functions take None for a tail that does not exist, or a tensor that was not given, and return None for it.
@@ -22,11 +22,11 @@ import torch
 
 from ...registry import Key, next_power_of_2, row_key
 from ...runtime.triton_import import tl, triton
+from .aligned import begins_whole
 
 _NARROWEST_MAIN, WIDEST_MAIN = 1024, 8192
 """Widths of a main block beside a tail: narrower rows lose little to padding, of wider ones no program could hold
 both."""
-_REAL = (torch.Tensor, torch.nn.Parameter)
 
 # -- how rows are laid out, on the host ------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ def vector_width(n_rows: int, n_cols: int, *tensors: torch.Tensor | None, whole_
     if vector == 1 or n_rows == 1:
         return 1
     for t in tensors:
-        if t is not None and (not t.is_contiguous() or _address(t) & 15):
+        if t is not None and not (t.is_contiguous() and begins_whole(t, vector)):
             return 1
     return vector
 
@@ -90,11 +90,6 @@ def _widest_vector(n_cols: int, itemsize: int, whole_rows: bool = True) -> int:
     if n_cols < 4 * vector or whole_rows and next_power_of_2(n_cols + vector - 1) > next_power_of_2(n_cols):
         return 2
     return vector
-
-
-def _address(t: torch.Tensor) -> int:
-    """Where `t` begins. A fake tensor (ahead-of-time compilation) has no address, only an offset in its storage."""
-    return t.data_ptr() if type(t) in _REAL else t.storage_offset() * t.itemsize
 
 
 def lay_out(n_cols: int, block: int, vector: int) -> tuple[bool, int, int]:
@@ -217,7 +212,11 @@ def load_skewed_tile(
     skew,
     n_cols,
 ):
-    """`load_tile` of rows of any alignment: vectors that hold an element of a row are loaded whole."""
+    """`load_tile` of rows of any alignment: vectors that hold an element of a row are loaded whole.
+
+    Of the tensor's last row this reads up to the end of the tensor's last 16 bytes, at most 16 bytes less one element
+    behind its end. What is not of the row becomes 0, whatever it was.
+    """
     x = None
     ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
     if ptrs is not None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from ...runtime.triton_import import tl, triton
-from .aligned import address
+from .aligned import begins_whole
 
 
 def edge_vector(*tensors: torch.Tensor | None) -> int:
@@ -39,7 +39,7 @@ def edge_vector(*tensors: torch.Tensor | None) -> int:
     if not (given[0].shape[1] | strides[0]) & 15 and len(set(strides)) == 1:
         return 1
     vector = 16 // min(t.itemsize for t in given)
-    if any((stride - strides[0]) % vector for stride in strides) or any(address(t) & 15 for t in given):
+    if any((stride - strides[0]) % vector for stride in strides) or not all(begins_whole(t, vector) for t in given):
         return 1
     return vector
 
