@@ -26,8 +26,13 @@ The bound of one element:
   + the smallest number the dtype holds: results below it are lost
 
 scale is the size of the terms behind a row (last dimension) of the result: its largest |oracle|, or, where terms
-cancel,
-the most that moving every input up or down by u_acc makes in the oracle, over u_acc (`sensitivity`, three draws).
+cancel, the most that moving every input up or down by u_acc makes in the oracle, over u_acc (`sensitivity`, three
+draws). Terms may also cancel whatever the inputs are. In the gradient of a normalisation, dy - n mean(dy n) is nearly
+zero for an element that is most of its row's norm, and a logit less the log-sum-exp of one class is zero. Both move
+little with the inputs, but their terms are rounded all the same, and no order of the same operations avoids it. So
+where a result is beyond the bound, the most that moving every intermediate result of the oracle by u_acc makes counts
+as well (`roundings`, three draws). That is the size of the terms of the definition, not of the kernel: a kernel whose
+own terms cancel, where the definition's do not, gets nothing of it.
 
 A reference that rounds nothing in the middle grants no allowance for it. And that no allowance hides a wrong result,
 the
