@@ -430,6 +430,7 @@ def tp_transformers(adapter: str, patched: bool) -> Run:
         make_model().save_pretrained(folder[0])
     dist.broadcast_object_list(folder, 0)
     model = AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto").train()
+    model.objective = make_model(adapter).objective
     patch(model, patched)
     return loop(model, lambda: trained(model), 1, share=lambda batch: batch)
 
@@ -513,6 +514,7 @@ def _trainer(adapter: str, patched: bool, **engine: Any) -> Run:
         disable_tqdm=True,
         use_cpu=DEVICE.type == "cpu",
         use_liger_kernel=patched,
+        liger_kernel_config={"activations": "full"} if patched and adapter == RECOMPUTED else None,
         bf16=COMPUTE is torch.bfloat16,
         **engine,
     )
@@ -545,7 +547,7 @@ def pipeline(adapter: str, patched: bool) -> Run:
 
     from liger_hw.transformers.functional import liger_fused_linear_cross_entropy
 
-    model = make_model().to(DEVICE)
+    model = make_model(adapter).to(DEVICE)
     patch(model, patched)
     stage = _Stage(model, dist.get_rank() == 0)
     ours = {name: p for name, p in model.named_parameters() if any(p is q for q in stage.parameters())}

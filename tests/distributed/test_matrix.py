@@ -58,7 +58,10 @@ WITH_OBJECTIVES = {
     "tp_torch": "fused_linear_log_probs_fwd|fused_linear_log_probs_keep",
 }
 """Engines that are tried with the losses of objectives.py as well, and the operators of which the loss calls one."""
-WITH_RECOMPUTING = ("ddp", "fsdp2_group", "zero3", "zero3_init", "tp_torch")
+WITH_RECOMPUTING = (
+    *("ddp", "fsdp1_flat", "fsdp1_original_patched_after", "fsdp2_group", "accelerate_fsdp2", "zero2", "zero3"),
+    *("zero3_init", "tp_torch", "tp_transformers", "trainer_ddp", "trainer_zero3", "pipeline"),
+)
 """Engines that are tried with activations="full" as well: the first of two layers is then computed twice."""
 WITH_EXPERTS = ("fsdp1_flat_patched_after", "fsdp2_group", "zero3", "zero3_init")
 DAILY = ("fsdp2_group",)
