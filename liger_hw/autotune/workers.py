@@ -1,4 +1,4 @@
-"""Worker processes: one that measures on the device, several that compile.
+"""Worker processes: one that measures on the device, several that compile; `liger-hw models` has one of its own.
 
 A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
 that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
@@ -20,7 +20,8 @@ import threading
 import time
 from pathlib import Path
 from queue import PriorityQueue
-from typing import Any, Callable, Hashable
+from types import MappingProxyType
+from typing import Any, Callable, Hashable, Mapping
 
 from ..backends import LaunchConfig, Target, backend
 
@@ -38,18 +39,20 @@ class WorkerError(Exception):
 class Worker:
     """One worker process. Calls are synchronous and have a time limit.
 
-    kind: `measure` (on `device`) or `compile`
+    kind: `measure` (on `device`) or `compile`; settings: environment variables of the process
     """
 
     module = __name__
+    """Where the `main` is that the process runs."""
 
-    def __init__(self, kind: str, device: str = "") -> None:
+    def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
         kept |= {"LIGER_HW_AUTOTUNE": "0", "LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         if kind == "compile":
             kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
             kept["CUDA_VISIBLE_DEVICES"] = ""
         package = str(Path(__file__).resolve().parents[2])
+        kept |= settings
         kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"from {self.module} import main; main()", kind, device],
@@ -240,8 +243,12 @@ class CompilePool:
 
 
 def main() -> None:
-    """Answer calls from stdin until it ends."""
     kind, device = sys.argv[1:3]
+    serve(lambda: _measuring(device) if kind == "measure" else _compiling(), device)
+
+
+def serve(make: Callable[[], Callable[[str, list], Any]], device: str = "") -> None:
+    """Answer calls from stdin until it ends. What `make` returns gets a call's name and arguments."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # a library's print must not end up between the answers
     sys.stdout = sys.stderr
@@ -249,7 +256,7 @@ def main() -> None:
     from . import notes
 
     notes.mute()
-    handler = _measuring(device) if kind == "measure" else _compiling()
+    handler = make()
     answers.write('{"value": "ready"}\n')
     for line in sys.stdin:
         request = json.loads(line)

@@ -40,35 +40,22 @@ def test_rows_and_page(tmp_path, capsys):
     assert text.count("\n## ") == 2 and "liger_hw" in text
 
 
-def test_a_family_that_hangs_or_dies_is_one_row(monkeypatch):
-    import subprocess
-    import sys
-
-    def start():
-        code = (
-            "import sys, json, time\n"
-            "for line in sys.stdin:\n"
-            "    name = json.loads(line)['family']\n"
-            "    if name == 'hangs': time.sleep(60)\n"
-            "    if name == 'dies': sys.exit(3)\n"
-            "    print(json.dumps({'family': name, 'outcome': 'verified'}), flush=True)\n"
-        )
-        command = [sys.executable, "-c", code]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    monkeypatch.setattr(models, "_start", start)
-    with models._Worker(timeout=3.0) as worker:
-        rows = [worker.ask({"family": name, "class": name}) for name in ("one", "hangs", "two", "dies", "three")]
-    assert worker.process.poll() is not None
-    assert [row["outcome"] for row in rows] == ["verified", "cannot be built"] * 2 + ["verified"]
-    assert "took more than 3 s" in rows[1]["reason"] and "died" in rows[3]["reason"]
+def test_a_family_that_hangs_or_dies_is_one_row(monkeypatch, capsys):
+    monkeypatch.setattr(models._Checker, "module", "tests.cli.fake_families")
+    monkeypatch.syspath_prepend(str(SCRIPT.parents[1]))
+    assert main(["models", "one", "hangs", "two", "dies", "three", "--timeout", "3", "--json"]) == 0
+    rows = {row["family"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name for name, row in rows.items() if row["outcome"] == "verified"} == {"one", "two", "three"}
+    assert "hung for 3 s" in rows["hangs"]["reason"] and "crashed: its last words" in rows["dies"]["reason"]
+    assert rows["dies"]["model_class"] == "X" and rows["dies"]["named"] is False
 
 
-def test_unknown_families_and_no_transformers():
+def test_unknown_families_and_no_transformers(monkeypatch, capsys):
     with pytest.raises(UsageError, match="no causal LM family 'lama'"):
-        list(models._jobs({"classes": {"llama": "LlamaForCausalLM"}}, ["lama"], False))
-    with pytest.raises(UsageError, match="its process died"):
-        list(models._jobs({"reason": "its process died"}, [], False))
+        list(models._jobs({"llama": "LlamaForCausalLM"}, ["lama"], False))
+    monkeypatch.setattr(models._Checker, "module", "no_such_module")
+    assert main(["models", "llama"]) == 2
+    assert "cannot be asked for its families: the process crashed: ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_one_page_of_trainings_in_several_places(tmp_path, capsys):
