@@ -25,10 +25,9 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import torch
 
-from .. import env
 from ..kernels.heads.chunk_plan import plan_groups
 from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
-from ..kernels.losses.cross_entropy_reference import absent, check_targets
+from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import LogProbs, log_prob_rows_reference, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order, is_interpreted
@@ -259,20 +258,6 @@ def _run(x, weight, bias, target, second, extras, *arguments):
     return [*loss.results(groups.seen(rows, 0, n_groups)), *grads.results(bias)]
 
 
-def check_in_range(target: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
-    """Targets out of range: named on the CPU, an assertion on the device elsewhere (as the cross entropies')."""
-    if target is None:
-        return
-    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
-        check_targets("chunked_loss", target.reshape(-1), vocab, ignore_index)
-    elif target.device.type != "meta":
-        inside = (target == ignore_index) | ((target >= 0) & (target < vocab))
-        try:
-            torch._assert_async(inside.all(), "chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
-        except NotImplementedError:
-            pass  # no such operator on this device: the loss is nan all the same
-
-
 def _fake(x, weight, bias, target, second, extras, *arguments):
     spec, (batch, length) = Spec(*arguments), target.shape
     shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
@@ -300,41 +285,29 @@ chunked_loss = define(
 
 
 class _ChunkedLossFunction(Function):
-    """Autograd for every loss of this folder: saves the finished gradients."""
+    """Autograd for every loss of this folder but the distillations: saves the finished gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):
-        dx, dweight, dbias = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = ctx.wanted = ctx.needs_input_grad[:3]
         spec = spec._replace(dx=dx, dweight=dweight, dbias=dbias)
-        outputs = chunked_loss(x, weight, bias, target, second, list(extras), *spec)
-        return save_gradients(ctx, outputs, x, spec.scale)
+        *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), *spec)
+        ctx.save_for_backward(dx, dweight, dbias)
+        ctx.scale, ctx.shape = spec.scale, x.shape
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, *_not_differentiable):
-        return saved_gradients(ctx, grad_loss)
-
-
-def save_gradients(
-    ctx: Any, outputs: Sequence[torch.Tensor], x: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, ...]:
-    """The end of a forward whose operator gave (loss, *metrics, dx, dweight, dbias): saves these, returns those."""
-    ctx.wanted, ctx.scale, ctx.shape = ctx.needs_input_grad[:3], scale, x.shape
-    *outputs, dx, dweight, dbias = outputs
-    ctx.save_for_backward(dx, dweight, dbias)
-    ctx.mark_non_differentiable(*outputs[1:])
-    ctx.set_materialize_grads(False)
-    return tuple(outputs)
-
-
-def saved_gradients(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """A whole backward: the saved gradients times the incoming one, None for every other input."""
-    if grad_loss is None:
-        return (None,) * len(ctx.needs_input_grad)
-    if ctx.scale != 1.0:
-        grad_loss = grad_loss / ctx.scale
-    dx, dweight, dbias = scale_wanted(ctx.saved_tensors, ctx.wanted, grad_loss, absent(grad_loss))
-    return None if dx is None else dx.view(ctx.shape), dweight, dbias, *(None,) * (len(ctx.needs_input_grad) - 3)
+        others = (None,) * (len(ctx.needs_input_grad) - 3)
+        if grad_loss is None:
+            return None, None, None, *others
+        if ctx.scale != 1.0:
+            grad_loss = grad_loss / ctx.scale
+        dx, dweight, dbias = scale_wanted(ctx.saved_tensors, ctx.wanted, grad_loss, absent(grad_loss))
+        return None if dx is None else dx.view(ctx.shape), dweight, dbias, *others
 
 
 def gradient_scale(dtype: torch.dtype, shares: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NoReturn, get_type_hints
 
 import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
@@ -130,6 +130,11 @@ def define(
     call.__name__ = name
     call.overload = overload
     return call
+
+
+def schema_of(call: type) -> str:
+    """The fields of a NamedTuple (int, float, bool or str) as arguments in `define`'s schema, in their order."""
+    return ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(call).items())
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}

@@ -90,11 +90,10 @@ def test_a_long_sample_stays_within_the_budget(name, lane, generator, monkeypatc
 
 
 class _Products:
-    """Counts the products of matrices: `torch.mm` and `addmm_`."""
+    """Counts the products of matrices: those of the chunks, `torch.mm` and `addmm_`, and those of a reference."""
 
     def __init__(self, monkeypatch):
         self.count = 0
-        mm, addmm = torch.mm, torch.Tensor.addmm_
 
         def counted(original):
             def call(*args, **kwargs):
@@ -103,8 +102,9 @@ class _Products:
 
             return call
 
-        monkeypatch.setattr(torch, "mm", counted(mm))
-        monkeypatch.setattr(torch.Tensor, "addmm_", counted(addmm))
+        places = (torch, "mm"), (torch.Tensor, "addmm_"), (torch.nn.functional, "linear"), (torch.Tensor, "__matmul__")
+        for owner, name in places:
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
 
 @pytest.mark.lanes("cpu", "gpu")

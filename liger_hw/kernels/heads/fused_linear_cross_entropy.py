@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, define, first_order
+from ...runtime.operator import Function, check, define, first_order, schema_of
 from ..losses.cross_entropy import check_arguments, check_settings, sample_targets
 from ..losses.cross_entropy_reference import (
     REDUCTIONS,
@@ -53,7 +53,7 @@ from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, random_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
+from .linear_head import HeadGradients, fake_gradients, reference_gradients, scale_wanted, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -198,14 +198,9 @@ def _put_back(rows: RowResults, order: torch.Tensor | None, n_rows: int) -> RowR
 def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=None):
     """What autograd gives through `_logits`: the logits' gradient is rounded to their dtype before it is summed."""
     if not any(call.wanted):
-        return absent(x), absent(x), absent(x)
-    wide = reference_gradient(_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
-    dlogits = wide.to(x.dtype)
-    return (
-        dlogits @ weight if call.dinput else absent(x),
-        dlogits.t() @ x if call.dweight else absent(x),
-        dlogits.sum(0, dtype=wide.dtype).to(bias.dtype) if call.dbias else absent(x),
-    )
+        return reference_gradients(None, x, weight, bias, call.wanted)
+    dlogits = reference_gradient(_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
+    return reference_gradients(dlogits, x, weight, bias, call.wanted)
 
 
 @torch.no_grad()
@@ -235,10 +230,7 @@ def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, *arguments
 
 
 _ARGUMENTS = (
-    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order, int ignore_index, "
-    "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool token_scaling, bool wide, "
-    "int chunk_mem_const, bool z_loss, bool token_accuracy, bool predicted_tokens, "
-    "bool dinput, bool dweight, bool dbias"
+    f"Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order, {schema_of(_Call)}"
 )
 fused_linear_cross_entropy_fwd = define(
     f"fused_linear_cross_entropy_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -49,7 +49,7 @@ def fused_linear_jsd_reference(
 
 
 FWD = distill_tunable("fused_linear_jsd", ("n_rows", "hidden", "vocab"))
-OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD)
+OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def fused_linear_kl_div_reference(
 
 
 FWD = distill_tunable("fused_linear_kl_div", ("n_rows", "hidden", "vocab"))
-OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD)
+OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order
+from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order, schema_of
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy import check_arguments, sample_targets
 from ..losses.cross_entropy_reference import NONE, Options, absent, check_targets
@@ -60,7 +60,7 @@ from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, random_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, HeadGradients, fake_gradients, sweep
+from .linear_head import TILE, HeadGradients, fake_gradients, reference_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -283,12 +283,7 @@ def _bwd_reference(x, weight, target, bias, ids, lse, entropy, selected, dlogp, 
             s = scores_reference(F.linear(x, weight), bias, call.temperature, call.softcap)
             at_ids *= 1.0 - (s * (call.temperature / call.softcap)).square()
         g += (at_ids / call.temperature).masked_fill((target == call.ignore_index)[:, None], 0.0)
-    dlogits = g.to(x.dtype)
-    return (
-        dlogits @ weight if call.dinput else absent(x),
-        dlogits.t() @ x if call.dweight else absent(x),
-        dlogits.sum(0, dtype=g.dtype).to(x.dtype) if call.dbias else absent(x),
-    )
+    return reference_gradients(g, x, weight, bias, call.wanted)
 
 
 @torch.no_grad()
@@ -334,10 +329,7 @@ def _keep_bwd_fake(x, weight, target, bias, lse, entropy, dlogp, dentropy, here,
 
 _INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
 _KEPT = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width"
-_NUMBERS = (
-    "float temperature, float softcap, int ignore_index, bool entropy, bool top, bool batch_invariant, bool wide, "
-    "bool dinput, bool dweight, bool dbias"
-)
+_NUMBERS = schema_of(LogProbsCall)
 linear_log_probs_fwd = define(
     f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -1,8 +1,12 @@
 """A student's linear head distilled from a teacher's head, or from given probabilities, chunk by chunk.
 
-What fused_linear_jsd and fused_linear_kl_div share: the operator over the linear-head core, autograd, and the checks.
-The forward computes the gradients of the student's input and weight that will be needed; backward multiplies them by
-the incoming gradient, as in cross_entropy.py. The teacher has none.
+    soft: the sum over counted rows of a distance of distill_rows.py between the student's and the teacher's logits
+    hard: the sum over the same rows of the cross entropy with the labels, where it is asked for
+    loss = soft_weight * soft + hard_weight * hard, both divided by the counted rows for a mean
+
+What fused_linear_jsd, fused_linear_kl_div and the distillation losses of chunked_loss/ share: the operator over the
+linear-head core, autograd, and the checks. The forward computes the gradients of the student's input, weight and bias
+that will be needed; backward multiplies them by the incoming gradient, as in cross_entropy.py. The teacher has none.
 """
 
 from __future__ import annotations
@@ -13,22 +17,24 @@ import torch
 import torch.nn.functional as F
 
 from ...registry import Tunable
-from ...runtime.operator import Function, check, check_floats, check_tensors, define, first_order
-from ..losses.cross_entropy_reference import SUM, Options, absent
+from ...runtime.operator import Function, check, check_floats, check_tensors, define, first_order, schema_of
+from ..losses.cross_entropy_reference import SUM, Options, absent, check_in_range
 from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share
 from ..losses.log_prob_rows import vocab_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, scale_wanted, sweep
+from .linear_head import HeadGradients, fake_gradients, reference_gradients, scale_wanted, sweep
 
 
-class _Call(NamedTuple):
-    """The operators' arguments after the tensors, in the order of their schema.
+class DistillationCall(NamedTuple):
+    """The operators' numbers, in the order of their schema.
 
-    per_row: the sum over rows is divided by the rows that count times this; 0 leaves it a sum
-    wide: the weight's gradient is accumulated in fp32
+    soft_weight, hard_weight: the losses' factors in the gradient
+    with_hard: whether the hard loss is asked for
+    per_row: sums over rows are divided by the rows that count times this; 0 leaves them sums
+    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
     """
 
     kind: int
@@ -36,26 +42,40 @@ class _Call(NamedTuple):
     eps: float
     temperature: float
     ignore_index: int
+    soft_weight: float
+    hard_weight: float
+    with_hard: bool
     per_row: int
     wide: bool
     dinput: bool = False
     dweight: bool = False
+    dbias: bool = False
 
     @property
     def options(self) -> Distillation:
-        return Distillation(self.kind, self.beta, self.eps, self.temperature, self.ignore_index)
+        weights = self.soft_weight, self.hard_weight
+        return Distillation(self.kind, self.beta, self.eps, self.temperature, self.ignore_index, *weights)
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.dinput, self.dweight, self.dbias
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator, which would underflow in fp16 before."""
-        return dtype is torch.float16 and self.per_row != 0
+        return dtype is torch.float16 and self.per_row != 0 and any(self.wanted)
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
     """The specification in plain torch. teacher: hidden states, or the probabilities where teacher_weight is None."""
-    student = F.linear(x, weight)
-    given = teacher if teacher_weight is None else F.linear(teacher, teacher_weight)
-    soft = distill_reference(student, given.detach(), labels, options)[0]
+    student, given = _logits(x, weight, None), _logits(teacher, teacher_weight, None).detach()
+    soft = distill_reference(student, given, labels, options)[0]
     return soft.sum() * _share(x, labels, options, per_row, soft.dtype)
+
+
+def _logits(x, weight, bias):
+    """Of a teacher without a weight: what is given, its probabilities."""
+    logits = x if weight is None else F.linear(x, weight)
+    return logits if bias is None else logits.to(torch.promote_types(logits.dtype, torch.float32)) + bias
 
 
 def _share(x, labels, options: Distillation, per_row: int, dtype: torch.dtype):
@@ -66,20 +86,24 @@ def _share(x, labels, options: Distillation, per_row: int, dtype: torch.dtype):
     return torch.where(n_rows == 0, 0.0, 1.0 / (n_rows * per_row).to(dtype))
 
 
-def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
-    """The operator `<op>_fwd` -> (loss, dinput, dweight, stats for a division in backward)."""
+def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False) -> Any:
+    """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, stats for a division in backward).
+
+    scale, prefer_large: see `plan_chunks`; the latter matters where a weight gradient is summed in its own dtype
+    """
 
     @torch.no_grad()
-    def fwd(x, weight, teacher, teacher_weight, labels, *arguments):
-        call = _Call(*arguments)
+    def fwd(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
+        call = DistillationCall(*numbers)
         (n_rows, hidden), vocab, itemsize, options = x.shape, weight.shape[0], x.dtype.itemsize, call.options
-        gradients, second = call.dinput or call.dweight, None
+        gradients, scale_in_backward, second = any(call.wanted), call.scales_in_backward(x.dtype), None
         chunks = plan_chunks(
             *(n_rows, hidden, vocab, itemsize),
             gradients=gradients,
             wide=call.wide,
+            scale=scale,
             heads=1 if teacher_weight is None else 2,
-            prefer_large=gradients and not call.wide,
+            prefer_large=prefer_large and gradients and not call.wide,
             device=x.device,
         )
         if teacher_weight is not None:
@@ -89,96 +113,128 @@ def linear_distillation_operator(op: str, tunable: Tunable) -> Any:
         elif teacher.stride(-1) != 1:
             teacher = teacher.contiguous()
         labels = labels if labels is None else labels.contiguous()
-        share = label_share(labels, n_rows, call.per_row, options.ignore_index, x.device)
+        if call.with_hard:
+            check_in_range(labels, vocab, call.ignore_index)
+        share = label_share(labels, n_rows, call.per_row, call.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-        grads = HeadGradients(x, weight, (call.dinput, call.dweight, False), chunks)
+        rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
+        grads = HeadGradients(x, weight, call.wanted, chunks, labels if call.hard_weight else None)
         plan = tunable.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
-        scale_in_backward = call.scales_in_backward(x.dtype)
         for start, logits, other in sweep(chunks, x, weight, grads, second=second):
             given = teacher[start : start + logits.shape[0]] if other is None else other
             distill_rows(
-                *(plan, logits, given, labels, share, options, DistillRows(soft)),
+                *(plan, logits, given, labels, share, options, rows),
                 dlogits=logits if gradients else None,
+                student_bias=bias,
+                teacher_bias=teacher_bias,
                 row_start=start,
                 scale_in_backward=scale_in_backward,
             )
-        loss = launch_sum(RowResults(soft), share, Options(options.ignore_index, 0.0, 0.0, 0.0, SUM), torch.float32)[0]
-        dx, dweight, _ = grads.results()
-        return loss, dx, dweight, share if gradients and scale_in_backward else absent(share)
+        summed = Options(call.ignore_index, 0.0, 0.0, 0.0, SUM)
+        soft, hard, *_ = launch_sum(RowResults(rows.soft, rows.hard), share, summed, torch.float32)
+        return soft, hard, *grads.results(bias), share if scale_in_backward else absent(share)
 
     @torch.no_grad()
-    def reference(x, weight, teacher, teacher_weight, labels, *arguments):
-        call = _Call(*arguments)
-        options, gradients = call.options, call.dinput or call.dweight
-        loss = linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options, call.per_row)
-        dx, dweight = absent(x), absent(weight)
-        if gradients:
-            given = teacher if teacher_weight is None else F.linear(teacher, teacher_weight)
-            slope = distill_slopes(F.linear(x, weight), given, labels, options)[0]
-            dlogits = (slope * _share(x, labels, options, call.per_row, slope.dtype)).to(x.dtype)
-            dx = dlogits @ weight if call.dinput else dx
-            dweight = dlogits.t() @ x if call.dweight else dweight
-        scale_in_backward = gradients and call.scales_in_backward(x.dtype)
-        return loss, dx, dweight, x.new_ones(5 if scale_in_backward else 0, dtype=torch.float32)
+    def reference(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
+        call = DistillationCall(*numbers)
+        if call.with_hard:
+            check_in_range(labels, weight.shape[0], call.ignore_index)
+        logits = _logits(x, weight, bias), _logits(teacher, teacher_weight, teacher_bias)
+        soft, hard = distill_reference(*logits, labels, call.options)
+        share = _share(x, labels, call.options, call.per_row, soft.dtype)
+        scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
+        if any(call.wanted):
+            by_soft, by_hard = distill_slopes(*logits, labels, call.options)
+            dlogits = (call.soft_weight * by_soft + call.hard_weight * by_hard) * (1.0 if scale_in_backward else share)
+        hard = hard.sum() * share if call.with_hard else absent(soft)
+        stats = share.repeat(5) if scale_in_backward else absent(share)
+        return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.wanted), stats
+
+    def fake(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
+        call, wide = DistillationCall(*numbers), torch.promote_types(x.dtype, torch.float32)
+        hard = x.new_empty(() if call.with_hard else 0, dtype=wide)
+        stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=wide)
+        return x.new_empty((), dtype=wide), hard, *fake_gradients(x, weight, bias, call.wanted), stats
 
     return define(
-        f"{op}_fwd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? labels, int kind, "
-        "float beta, float eps, float temperature, int ignore_index, int per_row, bool wide, bool dinput, bool dweight)"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
+        f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
+        f"Tensor? teacher_bias, Tensor? labels, {schema_of(DistillationCall)}) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         launcher=fwd,
         reference=reference,
+        fake=fake,
     )
 
 
 class LinearDistillationFunction(Function):
-    """Autograd for the fused heads: saves the finished gradients."""
+    """Autograd for the fused heads: saves the finished gradients; returns (loss, soft, hard), or the loss alone."""
 
     @staticmethod
-    def forward(ctx, x, weight, teacher, teacher_weight, labels, operator, call: _Call):
-        dinput, dweight = ctx.wanted = ctx.needs_input_grad[:2]
-        call = call._replace(dinput=dinput, dweight=dweight)
-        loss, *saved = operator(x, weight, teacher, teacher_weight, labels, *call)
+    def forward(ctx, x, weight, bias, teacher, teacher_weight, teacher_bias, labels, operator, call: DistillationCall):
+        dinput, dweight, dbias = ctx.wanted = ctx.needs_input_grad[:3]
+        call = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
+        soft, hard, *saved = operator(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *call)
         ctx.save_for_backward(*saved)
-        return loss
+        if not call.with_hard:
+            return soft if call.soft_weight == 1.0 else call.soft_weight * soft
+        ctx.mark_non_differentiable(soft, hard)
+        ctx.set_materialize_grads(False)
+        return call.soft_weight * soft + call.hard_weight * hard, soft, hard
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_output):
+    def backward(ctx, grad_loss, *_not_differentiable):
+        if grad_loss is None:
+            return (None,) * 9
         *grads, stats = ctx.saved_tensors
-        return *scale_wanted(grads, ctx.wanted, grad_output, stats), *(None,) * 5
+        return *scale_wanted(grads, ctx.wanted, grad_loss, stats), *(None,) * 6
 
 
 def linear_distillation(
     op: str, operator, x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int, accum_dtype
 ) -> torch.Tensor:
-    """Check the arguments of a public function and run it."""
+    """Check the arguments of a public function that has a soft loss alone, and run it."""
     given = {"target": teacher}
     if teacher_weight is not None:
         given = {"teacher_input": teacher, "teacher_weight": teacher_weight}
     check_tensors(op, student_input=x, student_weight=weight, **given)
-    teacher, teacher_weight = (None if t is None else t.detach() for t in (teacher, teacher_weight))
-    x, weight, _ = checked_head(op, x, weight, names=("student_input", "student_weight", "student_bias"))
-    n_rows, vocab = x.shape[0], weight.shape[0]
+    x, weight, _ = checked_head(op, x, weight, names=STUDENT)
     if teacher_weight is None:
-        expected = (n_rows, vocab)
+        expected = (x.shape[0], weight.shape[0])
         check(teacher.shape == expected, op, f"target must have shape {expected}, got {tuple(teacher.shape)}")
+        teacher = teacher.detach()
     else:
-        names = "teacher_input", "teacher_weight", "teacher_bias"
-        teacher, teacher_weight, _ = checked_head(op, teacher, teacher_weight, names=names)
-        if teacher.shape[0] != n_rows or teacher_weight.shape[0] != vocab:
-            shapes = f"{teacher.shape[0]} rows and a vocabulary of {teacher_weight.shape[0]}"
-            check(False, op, f"the teacher must have {n_rows} rows and a vocabulary of {vocab}, got {shapes}")
+        teacher, teacher_weight, _ = checked_teacher(op, teacher, teacher_weight, None, x, weight)
     check_labels(op, labels, x, options.ignore_index)
     check_floats(op, temperature=options.temperature)
     if not options.temperature > 0.0:
         check(False, op, f"temperature must be positive, got {options.temperature}")
-    call = _Call(
-        options.kind,
-        options.beta,
-        options.eps,
-        float(options.temperature),
-        options.ignore_index,
-        per_row,
-        sums_in_fp32(op, accum_dtype, weight),
-    )
-    return LinearDistillationFunction.apply(x, weight, teacher, teacher_weight, labels, operator, call)
+    call = DistillationCall(*options, with_hard=False, per_row=per_row, wide=sums_in_fp32(op, accum_dtype, weight))
+    tensors = x, weight, None, teacher, teacher_weight, None, labels
+    return LinearDistillationFunction.apply(*tensors, operator, call)
+
+
+STUDENT = "student_input", "student_weight", "student_bias"
+TEACHER = "teacher_input", "teacher_weight", "teacher_bias"
+
+
+def checked_teacher(
+    op: str,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    teacher_bias: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: str = "n_rows",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The teacher's head, without gradients; raises unless it fits the student's x and weight, which were checked."""
+    with torch.no_grad():
+        head = checked_head(op, teacher, teacher_weight, teacher_bias, TEACHER, rows)
+    given, expected = (head[0].shape[0], head[1].shape[0]), (x.shape[0], weight.shape[0])
+    if given != expected:
+        unit = rows.removeprefix("n_")
+        shapes = f"{expected[0]} {unit} and vocabulary of {expected[1]}, got {given[0]} and {given[1]}"
+        check(False, op, f"the teacher must have the student's {shapes}")
+    if head[0].device != x.device:
+        check(False, op, f"the teacher is on {head[0].device} but the student on {x.device}")
+    return head

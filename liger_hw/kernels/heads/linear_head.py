@@ -116,6 +116,26 @@ class HeadGradients:
         )
 
 
+def reference_gradients(
+    dlogits: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`HeadGradients.results` in plain torch, of the gradient of all logits, which is rounded to their dtype first.
+
+    dlogits may be None where nothing is wanted.
+    """
+    dx, dweight, dbias = wanted
+    rounded = dlogits if dlogits is None else dlogits.to(x.dtype)
+    return (
+        rounded @ weight if dx else absent(x),
+        rounded.t() @ x if dweight else absent(x),
+        rounded.sum(0, dtype=dlogits.dtype).to(bias.dtype) if dbias else absent(x),
+    )
+
+
 def fake_gradients(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ... import env
+
 NONE, MEAN, SUM = 0, 1, 2
 REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
@@ -121,6 +123,25 @@ def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int)
             f"{op}: target[{row}] = {int(target[row])} is out of range: expected 0 <= target < {n_cols} "
             f"or ignore_index={ignore_index}"
         )
+
+
+def check_in_range(target: torch.Tensor | None, n_cols: int, ignore_index: int) -> None:
+    """`check_targets` of a loss on a linear head's chunks: on the CPU, elsewhere an assertion on the device."""
+    if target is None:
+        return
+    if target.device.type == "cpu" or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_targets("chunked_loss", target.reshape(-1), n_cols, ignore_index)
+    elif target.device.type != "meta":
+        inside = (target == ignore_index) | ((target >= 0) & (target < n_cols))
+        assert_on_device(inside.all(), "chunked_loss: target out of range; LIGER_HW_CHECK_TARGETS=1 names it")
+
+
+def assert_on_device(holds: torch.Tensor, message: str) -> None:
+    """An assertion that the host does not wait for. Where torch has none, the row's loss and gradient are nan."""
+    try:
+        torch._assert_async(holds, message)
+    except NotImplementedError:
+        pass
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,7 @@ def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
 def _bwd_reference(grad, grad_output, stats):
     wide = torch.promote_types(grad.dtype, torch.float32)
     scale = grad_output.to(wide)
+    scale = scale * stats[4] if stats.numel() else scale
     return (grad * (scale[:, None] if scale.dim() == 1 else scale)).to(grad.dtype)
 
 
