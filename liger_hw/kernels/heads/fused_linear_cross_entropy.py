@@ -138,8 +138,9 @@ class _Call(NamedTuple):
 
 
 @torch.no_grad()
-def _sweep(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None):
-    """(rows' results, stats, gradients of x, weight and bias): forward's work, and backward's for reduction="none"."""
+def _fwd(x, weight, target, bias, ce_weight, order, *arguments, row_grads=None):
+    """row_grads: the rows' incoming gradients, for the backward of reduction="none"; then the gradients alone."""
+    call = _Call(*arguments)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
@@ -164,19 +165,14 @@ def _sweep(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=Non
             row_start=start,
             owned=True,
         )
-    return rows, stats, grads.results(bias)
+    if row_grads is not None:
+        return grads.results(bias)
+    outputs = launch_sum(_put_back(rows, order, x.shape[0]), stats, options, torch.float32)
+    return *outputs, *grads.results(bias), stats if call.scales_in_backward(x.dtype) else absent(stats)
 
 
-def _fwd(x, weight, target, bias, ce_weight, order, *arguments):
-    call = _Call(*arguments)
-    rows, stats, grads = _sweep(x, weight, target, bias, ce_weight, order, call)
-    rows = _put_back(rows, order, x.shape[0])
-    outputs = launch_sum(rows, stats, call.options, torch.float32)
-    return *outputs, *grads, stats if call.scales_in_backward(x.dtype) else absent(stats)
-
-
-def _bwd(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
-    return _sweep(x, weight, target, bias, ce_weight, order, _Call(*arguments), grad_output)[2]
+def _bwd(grad_output, *arguments):
+    return _fwd(*arguments, row_grads=grad_output)
 
 
 def _put_back(rows: RowResults, order: torch.Tensor | None, n_rows: int) -> RowResults:

@@ -29,8 +29,9 @@ from typing import Callable, Iterator, Sequence
 import torch
 
 from ...registry import backend_of
+from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy_reference import absent
-from ..losses.cross_entropy_scale import scale_gradients
+from ..losses.cross_entropy_scale import cross_entropy_bwd, cross_entropy_bwd_
 from .chunk_plan import MAX_PLAIN_CHUNKS, STEP, Chunks, padded
 from .head_targets import TargetEntries
 
@@ -147,9 +148,15 @@ def fake_gradients(
 def scale_wanted(
     grads: Sequence[torch.Tensor], wanted: Sequence[bool], grad_output: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """A whole backward: the gradients that a forward saved, times the incoming one; None for those not wanted."""
-    scaled = iter(scale_gradients([g for g, w in zip(grads, wanted) if w], grad_output, stats))
-    return tuple(next(scaled) if w else None for w in wanted)
+    """A whole backward: `scale_gradient` of every gradient that a forward saved; None for those not wanted."""
+    kept = graph_is_kept()
+    scaled = [g if w else None for g, w in zip(grads, wanted)]
+    for i, grad in enumerate(scaled):
+        if grad is not None and kept:
+            scaled[i] = cross_entropy_bwd(grad, grad_output, stats)
+        elif grad is not None:
+            cross_entropy_bwd_(grad, grad_output, stats)
+    return tuple(scaled)
 
 
 # -- the sweep -------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from .cross_entropy_rows import (
     rows_tunable,
     scales_in_backward,
 )
-from .cross_entropy_scale import BWD, scale_gradients
+from .cross_entropy_scale import BWD, scale_gradient
 from .softmax_rows import rows_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class LigerCrossEntropyFunction(Function):
         if grad_output is None or not ctx.needs_input_grad[0]:
             return (None,) * 12
         grad, stats = ctx.saved_tensors
-        return *scale_gradients((grad,), grad_output, stats), *(None,) * 11
+        return scale_gradient(grad, grad_output, stats), *(None,) * 11
 
 
 def _run(

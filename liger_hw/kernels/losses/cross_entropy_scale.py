@@ -156,14 +156,13 @@ cross_entropy_bwd_ = define(
 )
 
 
-def scale_gradients(grads, grad_output: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each gradient saved by a forward, times the incoming one; call it in a backward.
+def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    """The gradient that a forward saved, times the incoming one; call it in a backward.
 
     In place where nobody can see the saved tensor again: when the graph is freed by this backward, and to a new tensor
     where it is kept.
     """
     if graph_is_kept():
-        return tuple(cross_entropy_bwd(grad, grad_output, stats) for grad in grads)
-    for grad in grads:
-        cross_entropy_bwd_(grad, grad_output, stats)
-    return grads
+        return cross_entropy_bwd(grad, grad_output, stats)
+    cross_entropy_bwd_(grad, grad_output, stats)
+    return grad

@@ -40,7 +40,7 @@ from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
-from .cross_entropy_scale import scale_gradients
+from .cross_entropy_scale import scale_gradient
 
 KL, KL_LOG, RKL, JSD, TVD = range(5)
 BATCHMEAN = 3
@@ -463,7 +463,7 @@ class DivergenceFunction(Function):
         if ctx.options.reduction == NONE:
             return ctx.backward_operator(grad_output, *ctx.saved_tensors, *ctx.options), *(None,) * 5
         grad, stats = ctx.saved_tensors
-        return *scale_gradients((grad,), grad_output, stats), *(None,) * 5
+        return scale_gradient(grad, grad_output, stats), *(None,) * 5
 
 
 # -- what the public functions share ---------------------------------------------------------------------------------
