@@ -28,7 +28,13 @@ import torch
 from ..kernels.heads.chunk_plan import plan_groups
 from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
-from ..kernels.losses.log_prob_rows import LogProbs, log_prob_rows_reference, row_log_prob_gradients, row_log_probs
+from ..kernels.losses.log_prob_rows import (
+    LogProbs,
+    gradient_reference,
+    log_prob_rows_reference,
+    row_log_prob_gradients,
+    row_log_probs,
+)
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order, is_interpreted
 
@@ -158,7 +164,9 @@ class _Rows:
         """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
         rows = slice(start, start + logits.shape[0])
         if self.plain:
-            self._write_plain(logits, rows)
+            coef = self.coef[rows]
+            found = self.target[rows], self.bias, self.out.lse[rows], coef, coef, None, None
+            logits.copy_(gradient_reference(logits, *found, softcap=0.0, **self._options()))
         else:
             saved = self.out._replace(logit_sum=None)
             row_log_prob_gradients(
@@ -175,16 +183,6 @@ class _Rows:
         at = columns[:, None]
         slopes = (slopes / self.spec.temperature).to(logits.dtype)[:, None]
         logits.scatter_(1, at, torch.where(self.other[rows, None], slopes, logits.gather(1, at)))
-
-    def _write_plain(self, logits, rows) -> None:
-        scores = logits.to(self.coef.dtype)
-        if self.bias is not None:
-            scores = scores + self.bias
-        p = torch.exp(scores / self.spec.temperature - self.out.lse[rows, None])
-        counts = self.target[rows] != self.spec.ignore_index
-        coef = torch.where(counts, self.coef[rows] / self.spec.temperature, 0.0)
-        p.neg_().scatter_add_(1, self.target[rows].masked_fill(~counts, 0).long()[:, None], torch.ones_like(p[:, :1]))
-        logits.copy_(p * coef[:, None])
 
 
 class _Groups(NamedTuple):

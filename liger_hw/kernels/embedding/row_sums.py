@@ -191,24 +191,9 @@ def _embedding_bwd_kernel(
     program = tl.program_id(0)
     if program < n_sums:
         _sum_chunk(
-            DY_ptr,
-            Sorted_ptr,
-            Order_ptr,
-            Scale_ptr,
-            DW_ptr,
-            Earlier_ptr,
-            Later_ptr,
-            DY_row_stride,
-            program,
-            n_tokens,
-            n_rows,
-            n_cols,
-            padding_idx,
-            ACCUMULATE,
-            CHUNK,
-            GROUP,
-            BLOCK_SIZE,
-        )
+            DY_ptr, Sorted_ptr, Order_ptr, Scale_ptr, DW_ptr, Earlier_ptr, Later_ptr, DY_row_stride, program,
+            n_tokens, n_rows, n_cols, padding_idx, ACCUMULATE, CHUNK, GROUP, BLOCK_SIZE,
+        )  # fmt: skip
     else:
         first = program - n_sums
         _zero_other_rows(Sorted_ptr, DW_ptr, first, n_tokens, top, n_rows, n_cols, padding_idx, ROWS, BLOCK_SIZE)
@@ -278,17 +263,8 @@ def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, s
         group, chunk = config.blocks.get("GROUP", 1), config.blocks.get("CHUNK", 1)
         return None if chunk % group == 0 else f"GROUP must divide CHUNK, got {group} and {chunk}"
 
-    return Tunable(
-        "embedding",
-        variant,
-        kernels=(kernel,),
-        key=_key,
-        dims=_DIMS,
-        heuristic=heuristic,
-        safe=safe,
-        space=space,
-        valid=valid,
-    )
+    rules = {"heuristic": heuristic, "safe": safe, "space": space, "valid": valid}
+    return Tunable("embedding", variant, kernels=(kernel,), key=_key, dims=_DIMS, **rules)
 
 
 def _unsorted_heuristic(target: Target, key: Key) -> LaunchConfig:

@@ -24,6 +24,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ..losses.distill_rows import Distillation, distill_tunable
+from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
@@ -48,7 +49,7 @@ def fused_linear_jsd_reference(
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
 
-FWD = distill_tunable("fused_linear_jsd", ("n_rows", "hidden", "vocab"))
+FWD = distill_tunable("fused_linear_jsd")
 OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -131,10 +132,7 @@ WORKLOADS = {
 def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **options: Any) -> Sample:
     n_rows, hidden, vocab = sizes
 
-    labels = None
-    if labelled:
-        labels = torch.randint(-1, min(3, vocab), (n_rows,), generator=generator, device=device)
-        labels = labels.masked_fill(labels == -1, -100)
+    labels = sample_labels(n_rows, min(3, vocab), device, generator) if labelled else None
     x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
     teacher = random_head(n_rows, hidden, vocab, dtype, device, generator)
     return Sample(

@@ -25,7 +25,8 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
-from ..losses.divergence_rows import KL, check_reduction
+from ..losses.divergence_rows import KL, check_reduction, sample_labels
+from .fused_linear_jsd import WORKLOADS
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
@@ -49,7 +50,7 @@ def fused_linear_kl_div_reference(
     return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, options, per_row)
 
 
-FWD = distill_tunable("fused_linear_kl_div", ("n_rows", "hidden", "vocab"))
+FWD = distill_tunable("fused_linear_kl_div")
 OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -129,21 +130,11 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
 
 # -- workloads -------------------------------------------------------------------------------------------------------
 
-WORKLOADS = {
-    "llama3_8b": (4096, 4096, 128256),
-    "mistral_7b": (8192, 4096, 32768),
-    "qwen3_8b": (4096, 4096, 151936),
-}
-"""Problem sizes (n_rows, hidden, vocab) of real models."""
-
 
 def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
     n_rows, hidden, vocab = sizes
 
-    labels = None
-    if labelled:
-        labels = torch.randint(-1, min(3, vocab), (n_rows,), generator=generator, device=device)
-        labels = labels.masked_fill(labels == -1, -100)
+    labels = sample_labels(n_rows, min(3, vocab), device, generator) if labelled else None
     x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
     scores = torch.randn(n_rows, vocab, generator=generator, dtype=torch.float32, device=device)
     target = torch.softmax(scores, -1).to(dtype)

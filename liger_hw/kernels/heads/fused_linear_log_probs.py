@@ -34,7 +34,7 @@ from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order, schema_of
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy import check_arguments, sample_targets
-from ..losses.cross_entropy_reference import NONE, Options, absent, check_targets
+from ..losses.cross_entropy_reference import Options, absent, check_targets
 from ..losses.cross_entropy_rows import launch_stats
 from ..losses.log_prob_rows import (
     LOGP,
@@ -147,7 +147,7 @@ class LogProbsCall(NamedTuple):
 
 
 def _check_targets_on_device(target, vocab: int, ignore_index: int, device: torch.device) -> None:
-    launch_stats(_NAME, target, None, vocab, Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
+    launch_stats(_NAME, target, None, vocab, Options(ignore_index), device)
 
 
 def _prepared(x, weight, target, bias, call: LogProbsCall):

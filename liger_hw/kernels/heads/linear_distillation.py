@@ -130,8 +130,10 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
                 row_start=start,
                 scale_in_backward=scale_in_backward,
             )
-        summed = Options(call.ignore_index, 0.0, 0.0, 0.0, SUM)
-        soft, hard, *_ = launch_sum(RowResults(rows.soft, rows.hard), share, summed, torch.float32)
+        sums = launch_sum(
+            RowResults(rows.soft, rows.hard), share, Options(call.ignore_index, reduction=SUM), soft.dtype
+        )
+        soft, hard, *_ = sums
         return soft, hard, *grads.results(bias), share if scale_in_backward else absent(share)
 
     @torch.no_grad()

@@ -35,10 +35,10 @@ class Options(NamedTuple):
     """The numbers of one call, as the kernels take them. softcap 0.0 is none."""
 
     ignore_index: int
-    label_smoothing: float
-    lse_square_scale: float
-    softcap: float
-    reduction: int
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    softcap: float = 0.0
+    reduction: int = NONE
     token_scaling: bool = False
 
 

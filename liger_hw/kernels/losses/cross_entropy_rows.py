@@ -169,15 +169,9 @@ DIMS = ("n_rows", "n_cols")
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `launch_rows`."""
+    kernels = (_cross_entropy_fwd_kernel,)
     return Tunable(
-        op,
-        "fwd",
-        kernels=(_cross_entropy_fwd_kernel,),
-        key=key,
-        dims=dims,
-        heuristic=heuristic,
-        safe=rows_safe,
-        space=rows_space,
+        op, "fwd", kernels=kernels, key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
     )
 
 

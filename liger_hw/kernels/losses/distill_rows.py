@@ -33,7 +33,7 @@ from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
-from .log_prob_rows import vocab_key
+from .log_prob_rows import DIMS, vocab_key
 
 _NO_HARD, _HARD_SHARED, _HARD_OWN = range(3)
 SAVED = 6
@@ -482,23 +482,9 @@ def _distill_kernel(
                 s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_body, s_stored, outside, PART == LAST, 1)
                 t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_body, t_stored, t_outside, PART == LAST, 1)
                 ds = _slope_tile(
-                    s,
-                    t,
-                    m_s,
-                    l_s,
-                    m_t,
-                    l_t,
-                    l_hard,
-                    dot,
-                    scale,
-                    soft_slope,
-                    hard_slope,
-                    q_coef,
-                    beta,
-                    KIND,
-                    HARD,
-                    FAST_LOG2,
-                )
+                    s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, q_coef, beta,
+                    KIND, HARD, FAST_LOG2,
+                )  # fmt: skip
                 if HARD:
                     ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
                 tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < s_stored)
@@ -553,7 +539,7 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     ]
 
 
-def distill_tunable(op: str, dims: tuple[str, ...], key=vocab_key) -> Tunable:
+def distill_tunable(op: str, dims: tuple[str, ...] = DIMS, key=vocab_key) -> Tunable:
     """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element)."""
     return Tunable(
         op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space

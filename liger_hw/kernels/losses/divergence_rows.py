@@ -394,7 +394,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         if terms is not None:
             return terms, absent(share), absent(share)
         rows = share.new_zeros(1) if rows is None else rows
-        loss = launch_sum(RowResults(rows), share, Options(ignore_index, 0.0, 0.0, 0.0, SUM), dtype)[0]
+        loss = launch_sum(RowResults(rows), share, Options(ignore_index, reduction=SUM), dtype)[0]
         return loss, absent(x) if dx is None else dx, share if grad and _late(x.dtype, options) else absent(share)
 
     def bwd(go, x, y, labels, kind, reduction, beta, eps, ignore_index):
@@ -516,6 +516,12 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of real models."""
 
 
+def sample_labels(n_rows: int, n_labels: int, device, generator) -> torch.Tensor:
+    """Random labels below n_labels, some of them -100."""
+    labels = torch.randint(-1, n_labels, (n_rows,), generator=generator, device=device)
+    return labels.masked_fill(labels == -1, -100)
+
+
 def sample_divergence(sizes, dtype, device, generator, take, labelled: bool, options: dict[str, Any]) -> Sample:
     """A `Sample` of input and target `take(random logits)`, and, with labelled, labels of which some are -100."""
     n_rows, n_cols = sizes
@@ -524,10 +530,7 @@ def sample_divergence(sizes, dtype, device, generator, take, labelled: bool, opt
         values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
         return take(values, -1).to(dtype)
 
-    labels = None
-    if labelled:
-        labels = torch.randint(-1, 3, (n_rows,), generator=generator, device=device)
-        labels = labels.masked_fill(labels == -1, -100)
+    labels = sample_labels(n_rows, 3, device, generator) if labelled else None
     return Sample(
         args=(rows().requires_grad_(), rows(), labels),
         kwargs=options,

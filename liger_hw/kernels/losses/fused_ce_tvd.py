@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, next_power_of_2
+from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major, to_flatten
 from .cross_entropy import check_arguments, sample_targets
-from .cross_entropy_reference import NONE, Options, check_targets
+from .cross_entropy_reference import Options, check_targets
 from .cross_entropy_rows import launch_stats
 from .distill_rows import (
     SAVED,
@@ -33,7 +33,8 @@ from .distill_rows import (
     distill_slopes,
     distill_tunable,
 )
-from .divergence_rows import TVD, label_share
+from .divergence_rows import TVD, WORKLOADS, label_share
+from .log_prob_rows import columns_key
 
 _NAME = "liger_fused_ce_tvd"
 
@@ -50,17 +51,13 @@ def _options(ignore_index: int) -> Distillation:
     return Distillation(TVD, ignore_index=ignore_index, hard_weight=1.0)
 
 
-def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
-    return next_power_of_2(n_cols), itemsize
-
-
-FWD = distill_tunable("fused_ce_tvd", ("n_rows", "n_cols"), _key)
+FWD = distill_tunable("fused_ce_tvd", ("n_rows", "n_cols"), columns_key)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
 def _launch(student, teacher, target, ignore_index, out, **backward):
-    plan = FWD.plan(student.device, _key(*student.shape, student.dtype.itemsize))
+    plan = FWD.plan(student.device, columns_key(*student.shape, student.dtype.itemsize))
     share = label_share(None, 0, 0, ignore_index, student.device)
     distill_rows(plan, student, teacher, target, share, _options(ignore_index), out, owned=False, **backward)
 
@@ -68,8 +65,7 @@ def _launch(student, teacher, target, ignore_index, out, **backward):
 def _fwd(student, teacher, target, ignore_index):
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
     n_rows, device = student.shape[0], student.device
-    none = Options(ignore_index, 0.0, 0.0, 0.0, NONE)
-    launch_stats(_NAME, target, None, student.shape[1], none, device)  # asserts the targets
+    launch_stats(_NAME, target, None, student.shape[1], Options(ignore_index), device)  # asserts the targets
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
     saved = torch.empty(n_rows, SAVED, dtype=torch.float32, device=device)
     _launch(student, teacher, target, ignore_index, DistillRows(tvd, ce, saved))
@@ -182,13 +178,6 @@ class LigerFusedCETVDLoss(torch.nn.Module):
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
-
-WORKLOADS = {
-    "llama3_8b": (4096, 128256),
-    "mistral_7b": (8192, 32768),
-    "qwen3_8b": (4096, 151936),
-}
-"""Problem sizes (n_rows, n_cols) of real models."""
 
 
 def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:

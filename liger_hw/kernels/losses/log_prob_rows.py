@@ -341,8 +341,13 @@ def _log_prob_gradient_kernel(
 DIMS = ("n_rows", "hidden", "vocab")
 
 
+def columns_key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
+    """Columns rounded up to a power of two, bytes an element: there are always enough rows to fill the device."""
+    return next_power_of_2(n_cols), itemsize
+
+
 def vocab_key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
-    """Columns rounded up to a power of two, bytes an element: a chunk always has enough rows to fill the device."""
+    """`columns_key` of a head's logits."""
     return next_power_of_2(vocab), itemsize
 
 
@@ -372,14 +377,7 @@ def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registr
 
     def tunable(variant: str, kernel: Any, heuristic: Callable[..., LaunchConfig]) -> Tunable:
         return Tunable(
-            op,
-            variant,
-            kernels=(kernel,),
-            key=key,
-            dims=dims,
-            heuristic=heuristic,
-            safe=rows_safe,
-            space=rows_space,
+            op, variant, kernels=(kernel,), key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
         )
 
     fwd = tunable("fwd", _log_prob_rows_kernel, _rows_heuristic)
@@ -558,7 +556,7 @@ def gradient_reference(
     dlogp: torch.Tensor,
     softmax_coef: torch.Tensor,
     dentropy: torch.Tensor | None,
-    entropy: torch.Tensor,
+    entropy: torch.Tensor | None,
     *,
     temperature: float,
     softcap: float,

@@ -34,10 +34,11 @@ from ...runtime.operator import (
 )
 from ...runtime.saved_tensors import graph_is_kept
 from .cross_entropy import WORKLOADS, check_arguments, sample_targets
-from .cross_entropy_reference import NONE, Options, absent, check_targets
+from .cross_entropy_reference import Options, absent, check_targets
 from .cross_entropy_rows import launch_stats
 from .log_prob_rows import (
     LogProbs,
+    columns_key,
     gradient_reference,
     log_prob_buffers,
     log_prob_rows_reference,
@@ -45,7 +46,6 @@ from .log_prob_rows import (
     row_log_prob_gradients,
     row_log_probs,
     top_reference,
-    vocab_key,
 )
 
 
@@ -100,16 +100,12 @@ def log_probs_reference(
 _NAME = "liger_log_probs"
 
 
-def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
-    return vocab_key(n_rows, 0, n_cols, itemsize)
-
-
-FWD, BWD = log_prob_tunables("log_probs", ("n_rows", "n_cols"), _key)
+FWD, BWD = log_prob_tunables("log_probs", ("n_rows", "n_cols"), columns_key)
 
 
 def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top):
     logits, target, device = row_major(logits), target.contiguous(), logits.device
-    launch_stats(_NAME, target, None, logits.shape[1], Options(ignore_index, 0.0, 0.0, 0.0, NONE), device)
+    launch_stats(_NAME, target, None, logits.shape[1], Options(ignore_index), device)
     out = log_prob_buffers(logits.shape[0], device, entropy=entropy, top=top)
     options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
     row_log_probs(logits, target, out, owned=False, tunable=FWD, **options)
@@ -288,7 +284,8 @@ def check_temperature(op: str, temperature: float) -> None:
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 
-def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
+def sample_logits(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
+    """A `Sample` of logits and targets, of which a share `ignored` is -100."""
     n_rows, n_cols = sizes
     x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     return Sample(
@@ -307,7 +304,7 @@ OP = registry.register(
         reference=log_probs_reference,
         tunables=(FWD, BWD),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=sample_logits,
         options=(
             {},
             {"temperature": 0.7, "return_entropy": True, "return_top1": True},

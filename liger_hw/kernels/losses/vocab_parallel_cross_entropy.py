@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, next_power_of_2
+from ...registry import Op
 from ...runtime.operator import (
     Function,
     check,
@@ -36,9 +36,9 @@ from ...runtime.operator import (
     no_view,
     row_major,
 )
-from .cross_entropy import sample_targets
 from .cross_entropy_reference import absent
-from .log_prob_rows import log_prob_tunables
+from .log_prob_rows import columns_key, log_prob_tunables
+from .log_probs import sample_logits
 from .vocab_parts import (
     check_group,
     gather_rows,
@@ -83,11 +83,7 @@ def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
-    return next_power_of_2(n_cols), itemsize
-
-
-FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"), _key)
+FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"), columns_key)
 
 
 @torch.no_grad()
@@ -276,18 +272,6 @@ WORKLOADS = {
 """Problem sizes (n_rows, n_cols) of one rank of real models."""
 
 
-def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
-    n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Sample(
-        args=(x.requires_grad_(), sample_targets(n_rows, n_cols, device, generator, ignored)),
-        kwargs=options,
-        reduction=n_cols,
-        grad_reduction=n_cols,
-        moved=3 * n_rows * n_cols * dtype.itemsize,
-    )
-
-
 OP = registry.register(
     Op(
         name="vocab_parallel_cross_entropy",
@@ -295,7 +279,7 @@ OP = registry.register(
         reference=vocab_parallel_cross_entropy_reference,
         tunables=(FWD, BWD),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=sample_logits,
         options=(
             {},
             {"label_smoothing": 0.1},
