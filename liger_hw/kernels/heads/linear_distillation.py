@@ -21,7 +21,7 @@ from ...runtime.operator import Function, check, check_floats, check_tensors, de
 from ..losses.cross_entropy_reference import SUM, Options, absent, check_in_range
 from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
-from ..losses.divergence_rows import check_labels, label_share
+from ..losses.divergence_rows import check_labels, label_share, share_reference
 from ..losses.log_prob_rows import vocab_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
@@ -69,21 +69,13 @@ def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, op
     """The specification in plain torch. teacher: hidden states, or the probabilities where teacher_weight is None."""
     student, given = _logits(x, weight, None), _logits(teacher, teacher_weight, None).detach()
     soft = distill_reference(student, given, labels, options)[0]
-    return soft.sum() * _share(x, labels, options, per_row, soft.dtype)
+    return soft.sum() * share_reference(x, labels, per_row, options.ignore_index, soft.dtype)
 
 
 def _logits(x, weight, bias):
     """Of a teacher without a weight: what is given, its probabilities."""
     logits = x if weight is None else F.linear(x, weight)
     return logits if bias is None else logits.to(torch.promote_types(logits.dtype, torch.float32)) + bias
-
-
-def _share(x, labels, options: Distillation, per_row: int, dtype: torch.dtype):
-    """What one row counts in the loss; zero where no row does."""
-    if not per_row:
-        return torch.ones((), dtype=dtype, device=x.device)
-    n_rows = x.new_ones(x.shape[0]).sum(dtype=dtype) if labels is None else (labels != options.ignore_index).sum()
-    return torch.where(n_rows == 0, 0.0, 1.0 / (n_rows * per_row).to(dtype))
 
 
 def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False) -> Any:
@@ -143,7 +135,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
             check_in_range(labels, weight.shape[0], call.ignore_index)
         logits = _logits(x, weight, bias), _logits(teacher, teacher_weight, teacher_bias)
         soft, hard = distill_reference(*logits, labels, call.options)
-        share = _share(x, labels, call.options, call.per_row, soft.dtype)
+        share = share_reference(x, labels, call.per_row, call.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
         if any(call.wanted):
             by_soft, by_hard = distill_slopes(*logits, labels, call.options)

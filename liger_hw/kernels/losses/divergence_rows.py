@@ -34,6 +34,7 @@ from ...runtime.operator import (
     first_order,
     launch,
     row_major,
+    schema_of,
     to_flatten,
 )
 from ...runtime.triton_import import libdevice, tl, triton
@@ -98,16 +99,23 @@ def divergence_reference(x, y, labels, options: Divergence):
     wide = torch.promote_types(x.dtype, torch.float32)
     terms = divergence_terms(x.to(wide), y.to(wide), options.kind, options.beta, options.eps)
     terms = terms if labels is None else torch.where((labels != options.ignore_index)[:, None], terms, 0.0)
-    return terms if options.reduction == NONE else terms.sum() * _share(x, labels, options, wide)
+    if options.reduction == NONE:
+        return terms
+    return terms.sum() * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
 
 
-def _share(x, labels, options: Divergence, dtype) -> torch.Tensor:
-    """What a reduction multiplies the sum of the terms by; zero where no row counts."""
-    if options.reduction in (NONE, SUM):
+def share_reference(
+    x: torch.Tensor, labels: torch.Tensor | None, per_row: int, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What one row of x counts in a loss: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
+    if not per_row:
         return torch.ones((), dtype=dtype, device=x.device)
-    rows = torch.tensor(x.shape[0]) if labels is None else (labels != options.ignore_index).sum()
-    per_row = x.shape[1] if options.reduction == MEAN else 1
-    return torch.where(rows == 0, 0.0, 1.0 / (rows * per_row).to(dtype)).to(x.device)
+    n_rows = x.new_ones(x.shape[0]).sum(dtype=dtype) if labels is None else (labels != ignore_index).sum()
+    return torch.where(n_rows == 0, 0.0, 1.0 / (n_rows * per_row).to(dtype))
+
+
+def _per_row(options: Divergence, n_cols: int) -> int:
+    return {MEAN: n_cols, BATCHMEAN: 1}.get(options.reduction, 0)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -351,10 +359,6 @@ def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: to
     return share
 
 
-def _per_row(options: Divergence, n_cols: int) -> int:
-    return {MEAN: n_cols, BATCHMEAN: 1}.get(options.reduction, 0)
-
-
 def _late(dtype: torch.dtype, options: Divergence) -> bool:
     """Whether the gradient leaves the forward before the mean's division, which underflows in fp16."""
     return dtype is torch.float16 and options.reduction in (MEAN, BATCHMEAN)
@@ -377,15 +381,15 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     """(forward, backward) operators of an op; backward is for reduction="none".
 
-    forward(input, target, labels?, *Divergence, dtype, grad) -> (loss, gradient or empty, what a later division needs)
+    forward(input, target, labels?, dtype, grad, *Divergence) -> (loss, gradient or empty, what a later division needs)
     """
 
-    def fwd(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
-        options = Divergence(kind, reduction, beta, eps, ignore_index)
+    def fwd(x, y, labels, dtype, grad, *numbers):
+        options = Divergence(*numbers)
         x, y, labels = row_major(x), row_major(y), labels if labels is None else labels.contiguous()
         n_rows, n_cols = x.shape
-        share = label_share(labels, n_rows, _per_row(options, n_cols), ignore_index, x.device)
-        none = reduction == NONE
+        share = label_share(labels, n_rows, _per_row(options, n_cols), options.ignore_index, x.device)
+        none = options.reduction == NONE
         dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad and not none else None
         terms = torch.empty((n_rows, n_cols), dtype=dtype, device=x.device) if none else None
         rows = None
@@ -394,55 +398,46 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         if terms is not None:
             return terms, absent(share), absent(share)
         rows = share.new_zeros(1) if rows is None else rows
-        loss = launch_sum(RowResults(rows), share, Options(ignore_index, reduction=SUM), dtype)[0]
+        loss = launch_sum(RowResults(rows), share, Options(options.ignore_index, reduction=SUM), dtype)[0]
         return loss, absent(x) if dx is None else dx, share if grad and _late(x.dtype, options) else absent(share)
 
-    def bwd(go, x, y, labels, kind, reduction, beta, eps, ignore_index):
-        options = Divergence(kind, reduction, beta, eps, ignore_index)
+    def bwd(go, x, y, labels, *numbers):
         x, y, go = row_major(x), row_major(y), row_major(go)
         labels = labels if labels is None else labels.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.shape[0]:
             share = label_share(None, 0, 0, 0, x.device)
-            _run(tunable, x, y, labels, share, options, False, None, dx, go)
+            _run(tunable, x, y, labels, share, Divergence(*numbers), False, None, dx, go)
         return dx
 
     def slope(x, y, labels, options):
         wide = torch.promote_types(x.dtype, torch.float32)
         g = divergence_slope(x.to(wide), y.to(wide), options.kind, options.beta)
         g = g if labels is None else torch.where((labels != options.ignore_index)[:, None], g, 0.0)
-        return g * _share(x, labels, options, wide)
+        return g * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
 
-    def fwd_reference(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
-        options = Divergence(kind, reduction, beta, eps, ignore_index)
+    def fwd_reference(x, y, labels, dtype, grad, *numbers):
+        options = Divergence(*numbers)
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
-        stats = x.new_ones(5 if grad and _late(x.dtype, options) and reduction != NONE else 0, dtype=torch.float32)
-        grad = grad and reduction != NONE
+        grad = grad and options.reduction != NONE
+        stats = x.new_ones(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
         return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
 
-    def bwd_reference(go, x, y, labels, kind, reduction, beta, eps, ignore_index):
-        options = Divergence(kind, reduction, beta, eps, ignore_index)
-        g = slope(x, y, labels, options)
+    def bwd_reference(go, x, y, labels, *numbers):
+        g = slope(x, y, labels, Divergence(*numbers))
         return (g * go.to(g.dtype)).to(x.dtype).contiguous()
 
-    def fwd_fake(x, y, labels, kind, reduction, beta, eps, ignore_index, dtype, grad):
-        options = Divergence(kind, reduction, beta, eps, ignore_index)
-        grad = grad and reduction != NONE
-        loss = x.new_empty(x.shape if reduction == NONE else (), dtype=dtype)
-        stats = x.new_empty(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
-        return loss, x.new_empty(x.shape) if grad else x.new_empty(0), stats
-
-    call = (
-        "Tensor input, Tensor target, Tensor? labels, int kind, int reduction, float beta, float eps, int ignore_index"
-    )
+    tensors, numbers = "Tensor input, Tensor target, Tensor? labels", schema_of(Divergence)
     forward = define(
-        f"{op}_fwd({call}, ScalarType dtype, bool grad) -> (Tensor, Tensor, Tensor)",
+        f"{op}_fwd({tensors}, ScalarType dtype, bool grad, {numbers}) -> (Tensor, Tensor, Tensor)",
         launcher=torch.no_grad()(fwd),
         reference=torch.no_grad()(fwd_reference),
-        fake=fwd_fake,
     )
     backward = define(
-        f"{op}_bwd(Tensor grad_output, {call}) -> Tensor", launcher=bwd, reference=bwd_reference, fake=("input",)
+        f"{op}_bwd(Tensor grad_output, {tensors}, {numbers}) -> Tensor",
+        launcher=bwd,
+        reference=bwd_reference,
+        fake=("input",),
     )
     return forward, backward
 
@@ -453,7 +448,7 @@ class DivergenceFunction(Function):
     @staticmethod
     def forward(ctx, input, target, labels, operators, options: Divergence, dtype: torch.dtype):
         ctx.backward_operator, ctx.options = operators[1], options
-        loss, grad, stats = operators[0](input, target, labels, *options, dtype, True)
+        loss, grad, stats = operators[0](input, target, labels, dtype, True, *options)
         ctx.save_for_backward(*((input, target, labels) if options.reduction == NONE else (grad, stats)))
         return loss
 
@@ -489,7 +484,7 @@ def divergence(op: str, operators, input, target, labels, options: Divergence, p
         target = target.detach()
     if torch.is_grad_enabled() and input.requires_grad:
         return DivergenceFunction.apply(input, target, labels, operators, options, dtype)
-    return operators[0](input, target, labels, *options, dtype, False)[0]
+    return operators[0](input, target, labels, dtype, False, *options)[0]
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
