@@ -51,6 +51,7 @@ from ..losses.log_prob_rows import (
 from ..losses.log_probs import (
     LogProbsOutput,
     check_temperature,
+    fake_results,
     next_tokens,
     pack_log_probs,
     results_of,
@@ -83,10 +84,8 @@ def fused_linear_log_probs_reference(
 ) -> torch.Tensor | LogProbsOutput:
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
     target = next_tokens(target, ignore_index) if shift_labels else target
-    y, call = (
-        target.reshape(-1),
-        LogProbsCall(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant),
-    )
+    y = target.reshape(-1)
+    call = LogProbsCall(temperature, softcap or 0.0, ignore_index, batch_invariant=batch_invariant)
     logits = _logits(input.reshape(-1, input.shape[-1]), weight, call)
     logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap or 0.0)
     ids, selected, top = selected_token_ids, None, None
@@ -146,14 +145,10 @@ class LogProbsCall(NamedTuple):
         return TILE if self.batch_invariant else 0
 
 
-def _check_targets_on_device(target, vocab: int, ignore_index: int, device: torch.device) -> None:
-    launch_stats(_NAME, target, None, vocab, Options(ignore_index), device)
-
-
 def _prepared(x, weight, target, bias, call: LogProbsCall):
     """(target, bias, room for the results), after the targets were checked on the device."""
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
-    _check_targets_on_device(target, weight.shape[0], call.ignore_index, x.device)
+    launch_stats(_NAME, target, None, weight.shape[0], Options(call.ignore_index), x.device)  # asserts the targets
     return target, bias, log_prob_buffers(x.shape[0], x.device, entropy=call.entropy, top=call.top)
 
 
@@ -304,14 +299,9 @@ def _keep_bwd_reference(
 
 
 def _fwd_fake(x, weight, target, bias, ids, *numbers):
-    call, n_rows = LogProbsCall(*numbers), x.shape[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
-
-    def rows(there: bool, dtype: torch.dtype = wide) -> torch.Tensor:
-        return x.new_empty(n_rows if there else 0, dtype=dtype)
-
-    selected = rows(False) if ids is None else x.new_empty((n_rows, ids.shape[0]), dtype=wide)
-    return rows(True), rows(call.entropy), rows(call.top, torch.int64), rows(True), selected
+    call = LogProbsCall(*numbers)
+    logp, *others = fake_results(x, call.entropy, call.top)
+    return logp, *others, absent(logp) if ids is None else logp.new_empty((x.shape[0], ids.shape[0]))
 
 
 def _bwd_fake(x, weight, target, bias, *rest):

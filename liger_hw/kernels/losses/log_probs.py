@@ -145,10 +145,15 @@ def _fwd_reference(logits, target, temperature, softcap, ignore_index, entropy, 
     return logp, h if entropy else absent(lse), found, lse
 
 
-def _fwd_fake(logits, target, temperature, softcap, ignore_index, entropy, top):
-    n_rows, wide = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
+def fake_results(x: torch.Tensor, entropy: bool, top: bool) -> tuple[torch.Tensor, ...]:
+    """Empty `results_of` the rows of x, for an operator's fake."""
+    n_rows, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
     sizes = (n_rows, wide), (n_rows if entropy else 0, wide), (n_rows if top else 0, torch.int64), (n_rows, wide)
-    return tuple(logits.new_empty(size, dtype=dtype) for size, dtype in sizes)
+    return tuple(x.new_empty(size, dtype=dtype) for size, dtype in sizes)
+
+
+def _fwd_fake(logits, target, temperature, softcap, ignore_index, entropy, top):
+    return fake_results(logits, entropy, top)
 
 
 def _bwd_reference(dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index):
