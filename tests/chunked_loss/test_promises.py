@@ -173,6 +173,20 @@ def test_garbage_where_nothing_counts(generator):
         assert torch.equal(a, b)
 
 
+@pytest.mark.lanes("cpu", "gpu")
+@pytest.mark.parametrize("name", [n for n in FEW if n.split("-")[0] in ("distillation", "grpo")])
+def test_fp16_of_many_tokens(name, lane, generator):
+    """A token's share of the gradient is below fp16's range; a gradient scaler's factor still brings it back."""
+    op, sample, inputs = _made(name, lane, generator, (32, 1024, VOCAB), torch.float16)
+    scale = 2.0**14
+    found = torch.autograd.grad(_loss(op, sample) * scale, inputs)
+    wide = [t.detach().double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in sample.args]
+    wide_inputs = [wide[i].requires_grad_() for i, t in enumerate(sample.args) if any(t is x for x in inputs)]
+    expected = torch.autograd.grad(tensors(op.reference(*wide, **sample.kwargs))[0] * scale, wide_inputs)
+    for a, b in zip(found, expected):
+        assert (a.double() - b).norm() <= 0.01 * b.norm()
+
+
 # -- torch.compile ---------------------------------------------------------------------------------------------------
 
 
