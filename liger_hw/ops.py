@@ -201,6 +201,20 @@ class Sample:
     exact: dict[str, Any] = field(default_factory=dict)
 
 
+def normal(dtype: "torch.dtype", device: Any, generator: "torch.Generator") -> Callable[..., "torch.Tensor"]:
+    """What a `sample` draws its tensors with: (*shape) -> standard normal values, a leaf that requires a gradient.
+
+    They are drawn in fp32 and rounded, so that every dtype has the same.
+    """
+    import torch
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+        return values.to(dtype).requires_grad_()
+
+    return drawn
+
+
 _ops: dict[str, Op] = {}
 
 

@@ -46,6 +46,7 @@ from .ops import (  # noqa: F401
     get_tunable,
     interpreting,
     next_power_of_2,
+    normal,
     ops,
     register,
     registered,

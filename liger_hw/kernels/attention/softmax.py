@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_tensors, first_order
 from ...runtime.triton_import import tl, triton
@@ -239,10 +239,8 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Sample(
-        args=(x.requires_grad_(),), reduction=n_cols, grad_reduction=n_cols, moved=5 * n_rows * n_cols * dtype.itemsize
-    )
+    x = normal(dtype, device, generator)(n_rows, n_cols)
+    return Sample(args=(x,), reduction=n_cols, grad_reduction=n_cols, moved=5 * n_rows * n_cols * dtype.itemsize)
 
 
 OP = registry.register(

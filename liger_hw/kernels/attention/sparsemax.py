@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import Function, check, check_numbers, check_tensors, first_order, no_view
 from ...runtime.triton_import import tl, triton
@@ -263,9 +263,9 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, dim=-1) -> Sample:
     n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
+    x = normal(dtype, device, generator)(n_rows, n_cols)
     return Sample(
-        args=(x.requires_grad_(), dim),
+        args=(x, dim),
         reduction=sizes[dim],
         grad_reduction=sizes[dim],
         moved=5 * n_rows * n_cols * dtype.itemsize,

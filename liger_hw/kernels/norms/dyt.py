@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -432,13 +432,10 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, beta=True) -> Sample:
     n_rows, n_cols = sizes
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-
+    drawn = normal(dtype, device, generator)
     alpha = torch.full((1,), 0.5, dtype=dtype, device=device).requires_grad_()
     return Sample(
-        args=(normal(n_rows, n_cols), alpha, normal(n_cols), normal(n_cols) if beta else None),
+        args=(drawn(n_rows, n_cols), alpha, drawn(n_cols), drawn(n_cols) if beta else None),
         grad_reduction=n_rows * n_cols,
         moved=5 * n_rows * n_cols * dtype.itemsize,
     )

@@ -17,7 +17,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order
 from . import rms_norm
 from .backward import backward_tunables
@@ -174,9 +174,8 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0) -> Sample:
     n_rows, n_cols = sizes
-    shapes = ((n_rows, n_cols), (n_rows, n_cols), (n_cols,))
-    made = (torch.randn(shape, generator=generator, dtype=torch.float32, device=device) for shape in shapes)
-    x, r, w = (t.to(dtype).requires_grad_() for t in made)
+    drawn = normal(dtype, device, generator)
+    x, r, w = drawn(n_rows, n_cols), drawn(n_rows, n_cols), drawn(n_cols)
     return Sample(
         args=(x, r, w, 1e-6, offset, casting_mode),
         reduction=n_cols,

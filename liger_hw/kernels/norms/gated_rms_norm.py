@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -456,12 +456,9 @@ WORKLOADS = {
 def _sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:
     n_rows, n_cols = sizes
     n_cols *= groups
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
-
-    x, gate = (normal(n_rows, n_cols).to(dtype).requires_grad_() for _ in range(2))
-    w = normal(n_cols).to(torch.float32 if wide_weight and dtype.itemsize < 4 else dtype).requires_grad_()
+    drawn = normal(dtype, device, generator)
+    x, gate = drawn(n_rows, n_cols), drawn(n_rows, n_cols)
+    w = normal(torch.promote_types(dtype, torch.float32) if wide_weight else dtype, device, generator)(n_cols)
     if groups > 1:
         options["group_size"] = n_cols // groups
     return Sample(

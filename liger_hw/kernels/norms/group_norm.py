@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, normal
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
 from ...runtime.operator import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
@@ -400,15 +400,12 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
     batch, groups, spatial, num_channels = sizes
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-
-    w = normal(num_channels) if affine else None
-    b = normal(num_channels) if affine and bias else None
+    drawn = normal(dtype, device, generator)
+    w = drawn(num_channels) if affine else None
+    b = drawn(num_channels) if affine and bias else None
     size = num_channels // groups * spatial
     return Sample(
-        args=(normal(batch, num_channels, spatial), w, b, num_channels, groups, 1e-6),
+        args=(drawn(batch, num_channels, spatial), w, b, num_channels, groups, 1e-6),
         reduction=size,
         grad_reduction=max(size, batch * spatial),
         moved=5 * batch * num_channels * spatial * dtype.itemsize,

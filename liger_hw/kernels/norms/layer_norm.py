@@ -20,7 +20,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Op, Sample, Target
+from ...registry import Key, LaunchConfig, Op, Sample, Target, normal
 from ...runtime.cooperative import resident_options
 from ...runtime.operator import Function, check, check_numbers, check_tensors, define, first_order, swapped
 from ..rows.blocks import held_columns, is_unaligned
@@ -229,11 +229,8 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample:
     n_rows, n_cols = sizes
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-
-    x, w, b = normal(n_rows, n_cols), normal(n_cols) if affine else None, normal(n_cols) if bias and affine else None
+    drawn = normal(dtype, device, generator)
+    x, w, b = drawn(n_rows, n_cols), drawn(n_cols) if affine else None, drawn(n_cols) if bias and affine else None
     return Sample(
         args=(x, w, b, 1e-6),
         reduction=n_cols,

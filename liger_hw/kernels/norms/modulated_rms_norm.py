@@ -21,7 +21,7 @@ import math
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, Target, next_power_of_2, row_key
+from ...registry import Op, Sample, Target, next_power_of_2, normal, row_key
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -369,12 +369,9 @@ def _sample(
     n_mods, n_rows, n_cols = sizes
     if per_row or n_mods == 0 or n_rows % n_mods:
         n_mods = n_rows or 1
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-
-    x, w = normal(n_rows, n_cols), normal(n_cols) if affine else None
-    scale, moved_by = normal(n_mods, n_cols), normal(n_mods, n_cols) if shift else None
+    drawn = normal(dtype, device, generator)
+    x, w = drawn(n_rows, n_cols), drawn(n_cols) if affine else None
+    scale, moved_by = drawn(n_mods, n_cols), drawn(n_mods, n_cols) if shift else None
     rows_moved = 5 * n_rows + (2 if moved_by is None else 3) * n_mods
     return Sample(
         args=(x, w, scale, moved_by, 1e-6, offset, casting_mode),

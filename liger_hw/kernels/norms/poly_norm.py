@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Op, Sample, row_key
+from ...registry import Op, Sample, normal, row_key
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -373,12 +373,9 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, bias=(1,)) -> Sample:
     n_rows, n_cols = sizes
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-
-    x, w = normal(n_rows, n_cols), normal(3)
-    b = None if bias is None else normal(1).detach().view(bias).requires_grad_()
+    drawn = normal(dtype, device, generator)
+    x, w = drawn(n_rows, n_cols), drawn(3)
+    b = None if bias is None else drawn(1).detach().view(bias).requires_grad_()
     return Sample(
         args=(x, w, b), reduction=n_cols, grad_reduction=n_rows * n_cols, moved=5 * n_rows * n_cols * dtype.itemsize
     )

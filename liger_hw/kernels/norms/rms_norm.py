@@ -18,7 +18,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ...runtime.operator import (
     Function,
     check,
@@ -226,11 +226,8 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, affine=True) -> Sample:
     n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    w = torch.randn(n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype) if affine else None
-    x.requires_grad_()
-    if w is not None:
-        w.requires_grad_()
+    drawn = normal(dtype, device, generator)
+    x, w = drawn(n_rows, n_cols), drawn(n_cols) if affine else None
     return Sample(
         args=(x, w, 1e-6, offset, casting_mode),
         reduction=n_cols,

@@ -13,7 +13,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ...runtime.operator import Function, check_tensors, define, empty_like, first_order
 from .elementwise import activation_tunables, evenly_spaced, launch_activation
 
@@ -121,8 +121,8 @@ WORKLOADS = {
 
 def _sample(sizes, dtype, device, generator) -> Sample:
     n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Sample(args=(x.requires_grad_(),), moved=5 * n_rows * n_cols * dtype.itemsize)
+    x = normal(dtype, device, generator)(n_rows, n_cols)
+    return Sample(args=(x,), moved=5 * n_rows * n_cols * dtype.itemsize)
 
 
 OP = registry.register(

@@ -27,7 +27,7 @@ import torch
 
 from ... import registry
 from ...recompute.recipes import offer_all
-from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2
+from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2, normal
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -435,10 +435,8 @@ def _sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0
     """The options of rope's sample beside those of the norm."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     sample = rope_sample(sizes, dtype, device, generator, **options)
-    weights = (
-        torch.randn(head_dim, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-        for _ in range(2)
-    )
+    drawn = normal(dtype, device, generator)
+    weights = drawn(head_dim), drawn(head_dim)
     q, k, cos, sin = sample.args
     heads = batch * seq_len * (n_q_heads + n_k_heads)
     return Sample(
