@@ -89,39 +89,6 @@ def store_partial_sums(Line_ptr, width, first, second, lanes, exist, BOTH: tl.co
         store_columns(Line_ptr + width, lanes, tl.sum(second, axis=0), exist, skew)
 
 
-@triton.jit
-def _sum_columns(
-    DY_ptr,
-    X_ptr,
-    STATS_ptr,
-    Sums_ptr,
-    DY_row_stride,
-    X_row_stride,
-    tile,
-    n_rows,
-    n_cols,
-    CASTING: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
-):
-    """dw and, if HAS_BIAS, db of SUM_COLS columns, from all rows."""
-    rows = tl.arange(0, SUM_ROWS).to(tl.int64)
-    row_mask = rows < n_rows
-    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
-    exist = cols < n_cols
-    mask = tile_mask(row_mask, exist)
-    x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
-    dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
-    mean = None
-    if SUBTRACT_MEAN:
-        mean = load_row_values(STATS_ptr, rows, row_mask)
-    rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
-    _, h = normalised(x, mean, rstd, CASTING)
-    store_partial_sums(Sums_ptr, n_cols, dy * h, dy, cols, exist, HAS_BIAS, 0)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_bwd_kernel(
     DY_ptr,
@@ -169,22 +136,19 @@ def _norm_bwd_kernel(
     SUMS: tl.constexpr = Partial_ptr is not None and SUM_ROWS == 0
     if SUM_ROWS:
         if pid >= n_tiles:
-            _sum_columns(
-                DY_ptr,
-                X_ptr,
-                STATS_ptr,
-                Partial_ptr,
-                DY_row_stride,
-                X_row_stride,
-                pid - n_tiles,
-                n_rows,
-                n_cols,
-                CASTING,
-                SUBTRACT_MEAN,
-                HAS_BIAS,
-                SUM_ROWS,
-                SUM_COLS,
-            )
+            rows = tl.arange(0, SUM_ROWS).to(tl.int64)
+            row_mask = rows < n_rows
+            cols = (pid - n_tiles) * SUM_COLS + tl.arange(0, SUM_COLS)
+            exist = cols < n_cols
+            mask = tile_mask(row_mask, exist)
+            x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "", "")
+            dy = to_fp32(load_tile(DY_ptr, rows, DY_row_stride, cols, mask, "", ""))
+            mean = None
+            if SUBTRACT_MEAN:
+                mean = load_row_values(STATS_ptr, rows, row_mask)
+            rstd = load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
+            _, rounded = normalised(x, mean, rstd, CASTING)
+            store_partial_sums(Partial_ptr, n_cols, dy * rounded, dy, cols, exist, HAS_BIAS, 0)
             return
     skew = tile_skew(pid, n_cols, VECTOR)
     lanes, exist = main_lanes(tl.program_id(1) * BLOCK_SIZE, skew, n_cols, BLOCK_SIZE, TAIL, VECTOR)

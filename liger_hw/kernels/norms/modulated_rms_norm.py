@@ -42,7 +42,7 @@ from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
 from .backward import most_rows_summed, row_means
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
-from .rms_norm import CASTING_MODES, MODE_NAMES, out_dtype
+from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, out_dtype
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ def liger_modulated_rms_norm(
     return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
 
 
-class LigerModulatedRMSNorm(torch.nn.Module):
+class LigerModulatedRMSNorm(LigerRMSNorm):
     """RMSNorm layer whose output is scaled by (1 + scale) and shifted, both given at each call.
 
     The arguments are those of LigerRMSNorm.
@@ -320,15 +320,7 @@ class LigerModulatedRMSNorm(torch.nn.Module):
         in_place: bool = True,
         elementwise_affine: bool = True,
     ) -> None:
-        super().__init__()
-        name = "LigerModulatedRMSNorm"
-        check(init_fn in ("ones", "zeros"), name, f"init_fn must be ones or zeros, got {init_fn!r}")
-        modes = ", ".join(CASTING_MODES)
-        check(casting_mode in CASTING_MODES, name, f"casting_mode must be one of {modes}, got {casting_mode!r}")
-        self.hidden_size, self.variance_epsilon, self.offset = hidden_size, eps, offset
-        self.casting_mode, self.in_place, self.elementwise_affine = casting_mode, in_place, elementwise_affine
-        initial = getattr(torch, init_fn)(hidden_size) if elementwise_affine else None
-        self.register_parameter("weight", None if initial is None else torch.nn.Parameter(initial))
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, None, elementwise_affine)
 
     def forward(
         self, hidden_states: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
@@ -336,10 +328,6 @@ class LigerModulatedRMSNorm(torch.nn.Module):
         """hidden_states: [..., hidden_size]; scale, shift: see the class. Returns the same shape."""
         options = self.variance_epsilon, self.offset, self.casting_mode, self.in_place
         return liger_modulated_rms_norm(hidden_states, self.weight, scale, shift, *options)
-
-    def extra_repr(self) -> str:
-        options = f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
-        return f"{self.hidden_size}, {options}, elementwise_affine={self.elementwise_affine}"
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -179,48 +179,6 @@ def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n
         store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
 
 
-@triton.jit
-def _sum_columns(
-    DY_ptr,
-    X_ptr,
-    W_ptr,
-    Scale_ptr,
-    RSTD_ptr,
-    DScale_ptr,
-    DShift_ptr,
-    DW_ptr,
-    DY_row_stride,
-    X_row_stride,
-    Scale_row_stride,
-    tile,
-    n_mods,
-    rows_per_mod,
-    n_cols,
-    offset,
-    CASTING: tl.constexpr,
-    SUM_MODS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLS: tl.constexpr,
-):
-    """dscale, dshift and dw of SUM_COLS columns, from all rows: [modulations, rows of one, columns]."""
-    cols = tile * SUM_COLS + tl.arange(0, SUM_COLS)
-    mods = tl.arange(0, SUM_MODS).to(tl.int64)
-    in_mod = tl.arange(0, SUM_ROWS)
-    exist, is_mod = cols < n_cols, mods < n_mods
-    rows = mods[:, None] * rows_per_mod + in_mod[None, :]
-    row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
-    mask = row_mask[:, :, None] & exist[None, None, :]
-    x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
-    dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
-    mask = is_mod[:, None] & exist[None, :]
-    scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
-    w = load_scale(W_ptr, cols, exist, offset, 0)
-    _, h = normalised(x, None, rstd, CASTING)
-    q, shift = tl.sum(dy * h, axis=1), tl.sum(dy, axis=1)
-    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
-
-
 @triton.jit(do_not_specialize=["chunks"])
 def _modulated_rms_norm_bwd_sums_kernel(
     Partial_ptr,
@@ -379,29 +337,25 @@ def _modulated_rms_norm_bwd_kernel(
     SUMS: tl.constexpr = Partial_ptr is not None and SUM_COLS == 0
     if SUM_COLS:
         row_programs = chunks if PER_ROW else n_mods * chunks
-        if pid >= row_programs:
-            _sum_columns(
-                DY_ptr,
-                X_ptr,
-                W_ptr,
-                Scale_ptr,
-                RSTD_ptr,
-                DScale_ptr,
-                DShift_ptr,
-                Partial_ptr,
-                DY_row_stride,
-                X_row_stride,
-                Scale_row_stride,
-                pid - row_programs,
-                n_mods,
-                1 if PER_ROW else rows_per_group,
-                n_cols,
-                offset,
-                CASTING,
-                SUM_MODS,
-                SUM_ROWS,
-                SUM_COLS,
-            )
+        if pid >= row_programs:  # [modulations, rows of one, columns]
+            rows_per_mod = 1 if PER_ROW else rows_per_group
+            cols = (pid - row_programs) * SUM_COLS + tl.arange(0, SUM_COLS)
+            mods = tl.arange(0, SUM_MODS).to(tl.int64)
+            in_mod = tl.arange(0, SUM_ROWS)
+            exist, is_mod = cols < n_cols, mods < n_mods
+            rows = mods[:, None] * rows_per_mod + in_mod[None, :]
+            row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
+            mask = row_mask[:, :, None] & exist[None, None, :]
+            x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
+            dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0)
+            dy = dy.to(tl.float32)
+            rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
+            mask = is_mod[:, None] & exist[None, :]
+            scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "", "")
+            w = load_scale(W_ptr, cols, exist, offset, 0)
+            _, rounded = normalised(x, None, rstd, CASTING)
+            q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
+            _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, Partial_ptr, mods, n_cols, cols, mask, exist)
             return
     if PER_ROW:
         group, first_tile = (pid * 0).to(tl.int64), pid

@@ -185,13 +185,10 @@ class LigerRMSNorm(torch.nn.Module):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        check(init_fn in ("ones", "zeros"), "LigerRMSNorm", f"init_fn must be ones or zeros, got {init_fn!r}")
-        check(
-            casting_mode in CASTING_MODES,
-            "LigerRMSNorm",
-            f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}",
-        )
-        warn_ignored("LigerRMSNorm", "the launch configuration decides how many rows a program has", row_mode=row_mode)
+        name, modes = type(self).__name__, ", ".join(CASTING_MODES)
+        check(init_fn in ("ones", "zeros"), name, f"init_fn must be ones or zeros, got {init_fn!r}")
+        check(casting_mode in CASTING_MODES, name, f"casting_mode must be one of {modes}, got {casting_mode!r}")
+        warn_ignored(name, "the launch configuration decides how many rows a program has", row_mode=row_mode)
         self.hidden_size = hidden_size
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
         self.elementwise_affine = elementwise_affine
