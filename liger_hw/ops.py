@@ -6,6 +6,8 @@ here is also a name of `registry`, which is where callers take it from.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
 
@@ -40,6 +42,37 @@ def interpreting() -> bool:
     from .runtime.triton_import import INTERPRET
 
     return INTERPRET
+
+
+def tile_space(
+    target: Target,
+    tiles: Iterable[Mapping[str, int]],
+    warps: Iterable[int],
+    *,
+    per_thread: tuple[int, int],
+    stages: Iterable[int] = (1,),
+    ctas: Iterable[int] = (0,),
+    hints: Iterable[str] = ("none",),
+    width: int = 1,
+    staged_bytes: int = 0,
+) -> list[LaunchConfig]:
+    """Candidates for the tuner: each of `tiles`, the blocks of a kernel, with every choice of the other knobs.
+
+    per_thread: the least and the most elements of a tile that a thread may have; a tile has the product of its blocks,
+    times `width` where a kernel has a dimension that is no block
+    staged_bytes: what each stage beyond the first keeps in shared memory, for each element of a tile
+    Left out are persistent grids (`ctas` programs a multiprocessor) whose programs would not be resident together.
+    """
+    found = []
+    for blocks, n_warps, n_stages, n_ctas, hint in itertools.product(tiles, warps, stages, ctas, hints):
+        elements, threads = width * math.prod(blocks.values()), n_warps * target.warp_size
+        resident = (
+            n_ctas * threads <= target.max_threads_per_multiprocessor
+            and staged_bytes * (n_stages - 1) * elements * max(1, n_ctas) <= target.shared_memory
+        )
+        if per_thread[0] <= elements // threads <= per_thread[1] and resident:
+            found.append(LaunchConfig(blocks, n_warps, n_stages, n_ctas, hint))
+    return found
 
 
 class Plan:

@@ -51,6 +51,7 @@ from .ops import (  # noqa: F401
     register,
     registered,
     row_key,
+    tile_space,
     tunables,
     unregister,
 )

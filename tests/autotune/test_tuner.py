@@ -369,3 +369,23 @@ def test_a_journals_results_are_checked_field_by_field():
     hostile = {"heuristic_us": "\x1b[31m", "winner_us": float("nan"), "gain": 10**400, "note": 5, "error": ["x"]}
     found = Result.from_json(JOB, {**hostile, "config": [], "tried": "many", "job": 1, "unknown": 2, "floor_us": 3})
     assert found == replace(Result(JOB), floor_us=3.0)
+
+
+def test_a_space_leaves_out_what_a_thread_or_a_multiprocessor_cannot_hold():
+    tiles = [{"BLOCK_SIZE": 1024}, {"BLOCK_SIZE": 4096}]
+    found = registry.tile_space(H200, tiles, (1, 4, 32), per_thread=(8, 32), hints=("none", "stream"))
+    blocks = {(c.blocks["BLOCK_SIZE"], c.num_warps) for c in found}
+    assert blocks == {(1024, 1), (1024, 4), (4096, 4)} and len(found) == 2 * len(blocks)
+    doubled = registry.tile_space(H200, tiles, (1, 4, 32), per_thread=(8, 32), width=2)
+    assert {(c.blocks["BLOCK_SIZE"], c.num_warps) for c in doubled} == {(1024, 4), (4096, 32)}
+
+    persistent = {"per_thread": (1, 4096), "stages": (1, 3), "ctas": (1, 3)}
+    found = registry.tile_space(H200, tiles[1:], (4, 32), staged_bytes=H200.shared_memory // 2 // 4096, **persistent)
+    # 3 programs of 1024 threads are too many; so are 3 that each keep two stages of half the shared memory
+    assert [(c.num_warps, c.num_stages, c.ctas_per_mp) for c in found] == [
+        (4, 1, 1),
+        (4, 1, 3),
+        (4, 3, 1),
+        (32, 1, 1),
+        (32, 3, 1),
+    ]

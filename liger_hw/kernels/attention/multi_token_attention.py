@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, backend_of, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, backend_of, row_key, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -88,13 +88,13 @@ def _heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps)
+    tiles = [
+        {"BLOCK_SIZE": block, "ROWS": rows}
         for block in sorted({min(key[0], 16384), min(key[0], 4096)})
         for rows in (1, 2, 4, 8, 16)
-        for warps in (1, 2, 4, 8, 16)
-        if rows * block <= max(block, 8192) and 4 <= rows * block // (warps * target.warp_size) <= 64
+        if rows * block <= max(block, 8192)
     ]
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 64))
 
 
 def _tunable(variant: str, kernel, **rules) -> Tunable:
@@ -127,13 +127,8 @@ def _channels_safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def _channels_space(target: Target, key: Key) -> list[LaunchConfig]:
-    block = min(key[0], _WIDEST)
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "CHANNELS": channels}, warps)
-        for channels in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16)
-        if 8 <= channels * block // (warps * target.warp_size) <= 64
-    ]
+    tiles = [{"BLOCK_SIZE": min(key[0], _WIDEST), "CHANNELS": channels} for channels in (1, 2, 4, 8, 16, 32)]
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(8, 64))
 
 
 def _channels_valid(config: LaunchConfig, key: Key) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, Callable
 
 import torch
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import cdiv, define, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
@@ -185,19 +185,15 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
 
 def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     n_cols, _, itemsize = key
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas, hint)
+    tiles = [
+        {"BLOCK_SIZE": block, "ROWS": rows}
         for block in sorted({n_cols} | ({4096, 8192, 16384} if n_cols > 16384 else set()))
         for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages, ctas in ((1, 0), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4))
-        for hint in ("none", "stream")
-        if rows * block <= max(block, 8192)
-        and (rows == 1 or block == n_cols)
-        and block <= _WIDEST_TILE
-        and 4 <= rows * block // (warps * target.warp_size) <= 64
-        and tensors * (stages - 1) * rows * block * itemsize * max(1, ctas) <= target.shared_memory
+        if rows * block <= max(block, 8192) and (rows == 1 or block == n_cols) and block <= _WIDEST_TILE
     ]
+    warps, how = (1, 2, 4, 8, 16, 32), {"per_thread": (4, 64), "hints": ("none", "stream")}
+    persistent = {"stages": (2, 3), "ctas": (1, 2, 4), "staged_bytes": tensors * itemsize}
+    return [*tile_space(target, tiles, warps, **how), *tile_space(target, tiles, warps, **how, **persistent)]
 
 
 def _misfit(config: LaunchConfig, key: Key) -> str | None:

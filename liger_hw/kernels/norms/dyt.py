@@ -11,10 +11,12 @@ Source: Zhu, Chen, He, LeCun and Liu, "Transformers without Normalization", http
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, normal, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, next_power_of_2, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -242,26 +244,14 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16 // share, 16), stages, 4)
 
 
-def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 0, hint)
-        for block in sorted({min(key[0], width) for width in (256, 512, 1024, 2048, 4096)})
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (2, 4, 8, 16)
-        for hint in ("none", "stream")
-        if 4 <= rows * block // (warps * target.warp_size) <= 32
-    ]
+def _space(target: Target, key: Key, **persistent: Any) -> list[LaunchConfig]:
+    blocks = sorted({min(key[0], width) for width in (256, 512, 1024, 2048, 4096)})
+    tiles = [{"BLOCK_SIZE": block, "ROWS": rows} for block in blocks for rows in (1, 2, 4, 8, 16, 32)]
+    return tile_space(target, tiles, (2, 4, 8, 16), per_thread=(4, 32), hints=("none", "stream"), **persistent)
 
 
 def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig(tile.blocks, tile.num_warps, stages, ctas, tile.hint)
-        for tile in _fwd_space(target, key)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 6)
-        if ctas * tile.num_warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and 2 * (stages - 1) * tile.blocks["BLOCK_SIZE"] * tile.blocks["ROWS"] * key[2] * ctas <= target.shared_memory
-    ]
+    return _space(target, key, stages=(1, 2, 3, 4), ctas=(1, 2, 3, 4, 6), staged_bytes=2 * key[2])
 
 
 FWD = row_tunable(
@@ -270,7 +260,7 @@ FWD = row_tunable(
     _dyt_fwd_kernel,
     key=_key,
     heuristic=_fwd_heuristic,
-    space=_fwd_space,
+    space=_space,
     neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE", "ROWS"}),
 )
 BWD = row_tunable(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key, tile_space
 from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import (
     Function,
@@ -236,15 +236,11 @@ def _safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, warps, stages, ctas, hint)
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in (1, 2)
-        for ctas in (2, 4, 8)
-        for hint in ("none", "stream")
-        if rows * key[0] <= max(key[0], 8192) and 4 <= rows * key[0] // (warps * target.warp_size) <= 64
+    tiles = [
+        {"BLOCK_SIZE": key[0], "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * key[0] <= max(key[0], 8192)
     ]
+    how = {"per_thread": (4, 64), "stages": (1, 2), "ctas": (2, 4, 8), "hints": ("none", "stream")}
+    return tile_space(target, tiles, (1, 2, 4, 8, 16, 32), **how)
 
 
 def _holds_a_row(config: LaunchConfig, key: Key) -> str | None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, normal
+from ...registry import Key, LaunchConfig, Op, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.cooperative import COOPERATIVE, cooperative_misfit, launch_cooperative, resident_options
 from ...runtime.operator import Function, cdiv, check, check_numbers, check_tensors, define, dense, first_order, launch
 from ..rows.reduce import column_sum, column_sum_tunable, halves, param_parts, params_dtype, partial_sums
@@ -132,16 +132,8 @@ def _safe(target: Target, key: Key) -> LaunchConfig:
 
 def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
     tiles = {tuple(_blocks(key, tile, n).items()) for tile in (1024, 2048, 4096, 8192, 16384) for n in (1, 4)}
-    return [
-        LaunchConfig(dict(blocks), warps, stages, ctas)
-        for blocks in sorted(tiles)
-        for warps in (1, 2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 8, 16)
-        if 4 <= blocks[0][1] * blocks[1][1] // (warps * target.warp_size) <= 32
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and tensors * (stages - 1) * ctas * blocks[0][1] * blocks[1][1] * key[3] <= target.shared_memory
-    ]
+    how = {"per_thread": (4, 32), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 8, 16), "staged_bytes": tensors * key[3]}
+    return tile_space(target, map(dict, sorted(tiles)), (1, 2, 4, 8, 16), **how)
 
 
 def _valid(config: LaunchConfig, key: Key) -> str | None:

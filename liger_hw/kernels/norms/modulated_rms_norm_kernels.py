@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...registry import Key, LaunchConfig, Target, Tunable, row_key
+from ...registry import Key, LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
@@ -463,18 +463,14 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, stages, ctas)
+    tiles = [
+        {"BLOCK_SIZE": block, "ROWS": rows}
         for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)})
         for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16)
-        for stages in (1, 2, 3, 4)
-        for ctas in (1, 2, 3, 4, 6, 8, 16)
         if rows * block <= max(block, 8192)
-        and 8 <= rows * block // (warps * target.warp_size) <= 64
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and 3 * (stages - 1) * rows * held_columns(block) * key[2] <= target.shared_memory
     ]
+    how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16), "staged_bytes": 3 * key[2]}
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), **how)
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -490,13 +486,8 @@ def _sums_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _sums_space(target: Target, key: Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_M": rows, "BLOCK_N": columns}, warps)
-        for rows in (4, 8, 16, 32, 64)
-        for columns in (32, 64, 128, 256)
-        for warps in (1, 2, 4, 8)
-        if 4 <= rows * columns // (warps * target.warp_size) <= 32
-    ]
+    tiles = [{"BLOCK_M": rows, "BLOCK_N": columns} for rows in (4, 8, 16, 32, 64) for columns in (32, 64, 128, 256)]
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 32))
 
 
 def _all_sums_heuristic(target: Target, key: Key) -> LaunchConfig:

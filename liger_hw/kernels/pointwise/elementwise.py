@@ -16,7 +16,7 @@ from typing import Any, Callable
 import torch
 
 from ...recompute.recipes import offer
-from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key
+from ...registry import Key, LaunchConfig, Sample, Target, Tunable, next_power_of_2, row_key, tile_space
 from ...runtime import saved_tensors
 from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, check, check_tensors, define, empty_like, launch
@@ -281,13 +281,8 @@ def flat_safe(target: Target, key: Key) -> LaunchConfig:
 
 def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
     """`Tunable.space` of a kernel with one block, BLOCK_SIZE."""
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, hint=hint)
-        for block in (256, 512, 1024, 2048, 4096, 8192)
-        for warps in (1, 2, 4, 8, 16)
-        for hint in ("none", "stream")
-        if 4 <= block // (warps * target.warp_size) <= 32
-    ]
+    tiles = [{"BLOCK_SIZE": block} for block in (256, 512, 1024, 2048, 4096, 8192)]
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), hints=("none", "stream"))
 
 
 def activation_tunables(op: str, fwd: dict[str, int], bwd: dict[str, int]) -> tuple[Tunable, Tunable]:

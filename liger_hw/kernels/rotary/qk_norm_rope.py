@@ -21,13 +21,14 @@ Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from ... import registry
 from ...recompute.recipes import offer_all
-from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2, normal
+from ...registry import LaunchConfig, Op, Plan, Sample, Target, Tunable, next_power_of_2, normal, tile_space
 from ...runtime.operator import (
     Function,
     cdiv,
@@ -114,35 +115,27 @@ def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": 1}, 1, 1, 1)
 
 
-def _tiles(target: Target, key: registry.Key) -> list[tuple[dict[str, int], int]]:
-    """Blocks and warps of 16 to 64 elements a thread."""
-    return [
-        ({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
-        for block_t in (1, 2, 4, 8, 16, 32)
-        for block_h in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8)
-        if block_h <= key[0] and 16 <= block_t * block_h * key[2] // (warps * target.warp_size) <= 64
-    ]
+def _tiles(key: registry.Key) -> list[dict[str, int]]:
+    blocks = (1, 2, 4, 8, 16, 32)
+    return [{"BLOCK_T": block_t, "BLOCK_H": block_h} for block_t in blocks for block_h in blocks if block_h <= key[0]]
 
 
 def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    hints = ("none", "stream")
     return [
-        LaunchConfig({**blocks, "HEADS": steps * blocks["BLOCK_H"]}, warps, hint=hint)
-        for blocks, warps in _tiles(target, key)
+        replace(config, blocks={**config.blocks, "HEADS": steps * config.blocks["BLOCK_H"]})
+        for config in tile_space(target, _tiles(key), (1, 2, 4, 8), per_thread=(16, 64), hints=hints, width=key[2])
         for steps in (1, 2, 4, 8, 16)
-        for hint in ("none", "stream")
-        if steps * blocks["BLOCK_H"] <= key[0]
+        if steps * config.blocks["BLOCK_H"] <= key[0]
     ]
 
 
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
+    how = {"per_thread": (16, 64), "hints": ("none", "stream"), "width": key[2], "staged_bytes": 2 * key[4]}
     return [
-        LaunchConfig(blocks, warps, stages, ctas, hint)
-        for blocks, warps in _tiles(target, key)
-        for stages, ctas in ((1, 3), (1, 5), (1, 10), (1, 20), (2, 2), (2, 4), (3, 2), (3, 4), (3, 8))
-        for hint in ("none", "stream")
-        if ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-        and 2 * (stages - 1) * blocks["BLOCK_T"] * blocks["BLOCK_H"] * key[2] * key[4] <= target.shared_memory // ctas
+        config
+        for stages, ctas in (((1,), (3, 5, 10, 20)), ((2, 3), (2, 4, 8)))
+        for config in tile_space(target, _tiles(key), (1, 2, 4, 8), stages=stages, ctas=ctas, **how)
     ]
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2
+from ...registry import Key, LaunchConfig, Plan, Sample, Target, Tunable, next_power_of_2, tile_space
 from ...runtime.dependent_launch import is_small
 from ...runtime.operator import cdiv, check, define, launch
 from ..pointwise.elementwise import flat_safe, flat_space
@@ -120,16 +120,14 @@ def _safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def _space(target: Target, key: Key) -> list[LaunchConfig]:
-    heads, _, width, _, _ = key
-    width = next_power_of_2(width)
-    return [
-        LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps, hint=hint)
+    tiles = [
+        {"BLOCK_T": block_t, "BLOCK_H": block_h}
         for block_t in (1, 2, 4, 8, 16)
         for block_h in (1, 2, 4, 8, 16, 32, 64, 128)
-        for warps in (1, 2, 4, 8)
-        for hint in ("none", "stream")
-        if block_h <= heads and 8 <= block_t * block_h * width // (warps * target.warp_size) <= 128
+        if block_h <= key[0]
     ]
+    width, hints = next_power_of_2(key[2]), ("none", "stream")
+    return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(8, 128), hints=hints, width=width)
 
 
 def _small_launch(key: Key) -> bool:
