@@ -222,29 +222,17 @@ def _bwd_reference(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
     return dx, dw, (weight * q).reshape(scale.shape).to(scale.dtype), dshift
 
 
-def _fwd_fake(x, w, scale, shift, eps, offset, casting):
-    stat = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape, dtype=out_dtype(x, w, casting)), x.new_empty(math.prod(x.shape[:-1]), dtype=stat)
-
-
-def _bwd_fake(dy, x, w, scale, shift, rstd, offset, casting, needs_params):
-    grads = (t.new_empty(t.shape) if needs_params and t is not None else no_weight(x) for t in (w, scale, shift))
-    return x.new_empty(x.shape), *grads
-
-
 modulated_rms_norm_fwd = define(
     "modulated_rms_norm_fwd(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, int casting)"
     " -> (Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 modulated_rms_norm_bwd = define(
     "modulated_rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor? shift, Tensor rstd, float offset,"
     " int casting, bool needs_params) -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
 )
 
 
