@@ -254,11 +254,16 @@ def norm_forward_tunable(
     return row_tunable(op, "fwd", _norm_fwd_kernel, key=aligned_key, heuristic=heuristic, space=space)
 
 
-def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, subtract_mean):
-    """(y, x + residual or None, stats) of a norm over the rows of `x`; residual, w, b and offset may be None."""
+def out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
+    """The dtype of y."""
+    return x.dtype if w is None or casting == GEMMA or w.dtype == x.dtype else torch.promote_types(x.dtype, w.dtype)
+
+
+def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):
+    """(y, stats) of a norm over the rows of `x`; with a residual (y, x + residual, stats). w and offset may be None."""
     x, w, b = row_major(x), dense(w), dense(b)
     n_rows, n_cols, stride = rows_of(x)
-    y = empty_like(x, out_dtype)
+    y = empty_like(x, out_dtype(x, w, casting))
     s = r_stride = None
     if residual is not None:
         residual, s = row_major(residual), empty_like(x, x.dtype)
@@ -277,4 +282,4 @@ def norm_forward(tunable, x, residual, w, b, out_dtype, eps, offset, casting, su
         numbers = stride, r_stride, n_rows, n_cols, n_tiles if loop else None, eps, offset
         flags = casting, subtract_mean, whole, tail, vector, loop
         launch(plan, _norm_fwd_kernel, (programs,), (*tensors, *numbers), flags)
-    return y, s, stats
+    return (y, stats) if residual is None else (y, s, stats)

@@ -40,11 +40,11 @@ BACKWARD = backward_tunables("fused_add_rms_norm", streams=3)
 
 
 def _fwd(x, r, w, eps, offset, casting):
-    return norm_forward(FWD, x, r, w, None, rms_norm.out_dtype(x, w, casting), eps, offset, casting, False)
+    return norm_forward(FWD, x, w, eps, offset, casting, residual=r)
 
 
 def _bwd(dy, ds, s, w, rstd, offset, casting, needs_dw):
-    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, ds, offset, casting, needs_dw)
+    return rms_norm.rms_backward(BACKWARD, dy, s, w, rstd, offset, casting, needs_dw, ds)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------

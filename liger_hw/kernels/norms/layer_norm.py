@@ -89,8 +89,7 @@ BACKWARD = backward_tunables("layer_norm", means="bwd_means", grads=2)
 
 
 def _fwd(x, w, b, eps):
-    y, _, stats = norm_forward(FWD, x, None, w, b, x.dtype, eps, None, GEMMA, True)
-    return y, stats
+    return norm_forward(FWD, x, w, eps, None, GEMMA, b=b, subtract_mean=True)
 
 
 def _bwd(dy, x, w, b, stats, needs_params):

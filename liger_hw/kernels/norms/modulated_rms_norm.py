@@ -41,8 +41,9 @@ from ..pointwise.elementwise import evenly_spaced
 from ..rows.blocks import blocks_key, row_blocks
 from ..rows.reduce import column_sum, partial_sums
 from .backward import most_rows_summed, row_means
+from .forward import out_dtype
 from .modulated_rms_norm_kernels import BWD, BWD_ALL_SUMS, BWD_DOT, BWD_SUMS, DW, FWD
-from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm, out_dtype
+from .rms_norm import CASTING_MODES, MODE_NAMES, LigerRMSNorm
 
 # -- reference -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ... import registry
@@ -57,26 +59,12 @@ FWD = norm_forward_tunable("rms_norm")
 BACKWARD = backward_tunables("rms_norm")
 
 
-def out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
-    """The dtype of y."""
-    return x.dtype if w is None or casting == GEMMA or w.dtype == x.dtype else torch.promote_types(x.dtype, w.dtype)
-
-
-def _fwd(x, w, eps, offset, casting):
-    y, _, rstd = norm_forward(FWD, x, None, w, None, out_dtype(x, w, casting), eps, offset, casting, False)
-    return y, rstd
-
-
-def rms_backward(tunables, dy, x, w, rstd, ds, offset, casting, needs_dw):
+def rms_backward(tunables, dy, x, w, rstd, offset, casting, needs_dw, ds=None):
     """(dx, dw) of RMSNorm; ds [like x] or None is added to dx."""
     needed = needs_dw and w is not None
     dtype = x.dtype if w is None else w.dtype
     dx, dw = norm_backward(tunables, dy, x, w, rstd, ds, offset, casting, False, int(needed), dtype)
     return dx, dw if needed else no_weight(x)
-
-
-def _bwd(dy, x, w, rstd, offset, casting, needs_dw):
-    return rms_backward(BACKWARD, dy, x, w, rstd, None, offset, casting, needs_dw)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -103,13 +91,13 @@ def bwd_reference(dy, x, w, rstd, offset, casting, needs_dw):
 
 rms_norm_fwd = define(
     "rms_norm_fwd(Tensor x, Tensor? w, float eps, float offset, int casting) -> (Tensor, Tensor)",
-    launcher=_fwd,
+    launcher=partial(norm_forward, FWD),
     reference=fwd_reference,
 )
 rms_norm_bwd = define(
     "rms_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, int casting, bool needs_dw)"
     " -> (Tensor, Tensor)",
-    launcher=_bwd,
+    launcher=partial(rms_backward, BACKWARD),
     reference=bwd_reference,
 )
 
