@@ -108,7 +108,7 @@ def check() -> Iterator[dict[str, Any]]:
     for name in FAMILIES:
         plan = e2e.Plan(model=name, layers=2, batch=2, seq=512, hidden=512)
         for dtype, autocast in (("bfloat16", False), ("float32", True)):
-            model = training.build(e2e.Plan(**{**asdict(plan), "dtype": dtype}).training, torch.device("cuda"))
+            model = training.build(e2e.Plan(**{**asdict(plan), "dtype": dtype}), torch.device("cuda"))
             getattr(patches, f"apply_liger_kernel_to_{plan.shape.family}")(model=model)
             ids = torch.randint(plan.shape.vocab, (2, 512), device="cuda")
             results = {}
@@ -136,7 +136,7 @@ def arms(library: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     device = with_index(options.device)
     with training.patched(library, plan.shape.family, device):
-        model = training.build(plan.training, device)
+        model = training.build(plan, device)
         if options.no_window:
             model.config.sliding_window = None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -60,7 +60,7 @@ def main() -> int:
     found["allocator"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     print("allocator:", found["allocator"], flush=True)
     with training.patched("liger_hw", plan.shape.family, device):
-        model = training.build(plan.training, device)
+        model = training.build(plan, device)
         model.config.sliding_window = None  # flash attention, which needs no mask
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         attempt = Attempt(model, optimizer, plan.shape.vocab, device)

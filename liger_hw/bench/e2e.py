@@ -6,7 +6,7 @@ Tokens/s, peak memory and loss curves of each arm (`training.py`); with `rounds`
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -19,47 +19,10 @@ from ..text import StatusLine, first_line, table
 from . import plots as drawing
 from .peers import Absent
 from .timing import Budget, OutOfBudget
-from .training import ARMS, MODELS, Run, Shape, Training, patched, read_text, release, to_tokens, train
+from .training import Plan, Run, patched, read_text, release, to_tokens, train
 
 FEWEST_STEPS = 3
 """Steps that a run makes whatever the budget says: with fewer there is nothing to take a median of."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to train. Raises `ValueError` for an unknown model or arm."""
-
-    model: str = "mistral"
-    layers: int = 8
-    batch: int = 4
-    seq: int = 4096
-    steps: int = 20
-    arms: tuple[str, ...] = ("hf", "liger", "liger_hw")
-    rounds: int = 1
-    checkpointing: bool = False
-    dtype: str = "bfloat16"
-    hidden: int | None = None
-    text: str | None = None
-    learning_rate: float = 1e-4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"unknown model {self.model!r}; known: {', '.join(MODELS)}")
-        if wrong := [arm for arm in self.arms if arm not in ARMS]:
-            raise ValueError(f"unknown arm {wrong[0]!r}; known: {', '.join(ARMS)}")
-        if self.hidden is not None and self.hidden % 32:
-            raise ValueError(f"--hidden must be a multiple of 32, got {self.hidden}")
-
-    @property
-    def shape(self) -> Shape:
-        return MODELS[self.model].scaled(self.hidden) if self.hidden else MODELS[self.model]
-
-    @property
-    def training(self) -> Training:
-        """What every arm trains."""
-        sizes = self.layers, self.batch, self.seq, self.steps
-        return Training(self.shape, *sizes, self.dtype, self.checkpointing, self.learning_rate, self.seed)
 
 
 def measure(
@@ -97,7 +60,7 @@ def measure(
             try:
                 budget.check()
                 with patched(arm, plan.shape.family, device):
-                    run = train(arm, plan.training, tokens, device, partial(spent, screen, arm))
+                    run = train(arm, plan, tokens, device, partial(spent, screen, arm))
                 row |= _row(run, plan.steps)
                 on_run(arm, run)
             except OutOfBudget as stop:

@@ -98,20 +98,38 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Training:
-    """A model, its batches and its optimizer. A vocabulary of 256 reads text byte by byte, a larger one in pairs of
-    bytes.
+class Plan:
+    """What to train: a model, its batches and its optimizer, under which arms and how often.
+
+    hidden: a smaller width, with bytes for a vocabulary; text: a file (default: Python's own documentation)
+    Raises `ValueError` for an unknown model or arm.
     """
 
-    shape: Shape
-    layers: int
-    batch: int
-    seq: int
-    steps: int
-    dtype: str = "bfloat16"
+    model: str = "mistral"
+    layers: int = 8
+    batch: int = 4
+    seq: int = 4096
+    steps: int = 20
+    arms: tuple[str, ...] = ("hf", "liger", "liger_hw")
+    rounds: int = 1
     checkpointing: bool = False
+    dtype: str = "bfloat16"
+    hidden: int | None = None
+    text: str | None = None
     learning_rate: float = 1e-4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}; known: {', '.join(MODELS)}")
+        if wrong := [arm for arm in self.arms if arm not in ARMS]:
+            raise ValueError(f"unknown arm {wrong[0]!r}; known: {', '.join(ARMS)}")
+        if self.hidden is not None and self.hidden % 32:
+            raise ValueError(f"--hidden must be a multiple of 32, got {self.hidden}")
+
+    @property
+    def shape(self) -> Shape:
+        return MODELS[self.model].scaled(self.hidden) if self.hidden else MODELS[self.model]
 
 
 def read_text(path: str | None) -> bytes:
@@ -146,11 +164,11 @@ def to_tokens(text: bytes, vocab: int) -> torch.Tensor:
     return ((pairs[:, 0] & 0x7F) << 8 | pairs[:, 1]) % vocab
 
 
-def config(training: Training) -> Any:
+def config(plan: Plan) -> Any:
     """The transformers config of the model."""
     from transformers import AutoConfig
 
-    shape = training.shape
+    shape = plan.shape
     experts = {}
     if shape.experts:  # families name these differently
         experts = dict.fromkeys(("num_local_experts", "num_experts"), shape.experts)
@@ -162,11 +180,11 @@ def config(training: Training) -> Any:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=training.layers,
+        num_hidden_layers=plan.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=max(4096, training.seq),
+        max_position_embeddings=max(4096, plan.seq),
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -176,23 +194,26 @@ def config(training: Training) -> Any:
     )
 
 
-def build(training: Training, device: torch.device) -> Any:
-    """The model with random weights from the seed, made on the device in its dtype."""
+def build(plan: Plan, device: torch.device, attention: str = "") -> Any:
+    """The model with random weights from the seed, made on the device in its dtype.
+
+    attention: another implementation of it than the model's shape names
+    """
     from transformers import AutoModelForCausalLM
 
-    attention = training.shape.attention
+    attention = attention or plan.shape.attention
     if attention == "flex_attention" and device.type == "cpu":  # it has no backward there
         attention = "eager"
-    torch.manual_seed(training.seed)
+    torch.manual_seed(plan.seed)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, training.dtype))
+    torch.set_default_dtype(getattr(torch, plan.dtype))
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config(training), attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config(plan), attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     model.train()
-    if training.checkpointing:
+    if plan.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -318,7 +339,7 @@ class Run:
 
 def train(
     arm: str,
-    training: Training,
+    plan: Plan,
     tokens: torch.Tensor,
     device: torch.device,
     on_step: Callable[[int, Callable[[], float]], Any] = lambda step, loss: None,
@@ -328,24 +349,23 @@ def train(
     `on_step(step, loss)` is called after each step; calling `loss()` reads the step's loss, which waits for the
     device. It returns True to end the run after this step.
     """
-    t = replace(training, shape=replace(training.shape, attention="eager")) if arm == "hf-eager" else training
-    generator = torch.Generator().manual_seed(t.seed)
-    rows = torch.randint(tokens.numel() - t.seq, (t.steps, t.batch), generator=generator).to(device)
-    columns = torch.arange(t.seq, device=device)
+    generator = torch.Generator().manual_seed(plan.seed)
+    rows = torch.randint(tokens.numel() - plan.seq, (plan.steps, plan.batch), generator=generator).to(device)
+    columns = torch.arange(plan.seq, device=device)
     memory = _PeakMemory(device)
-    model = build(t, device)
+    model = build(plan, device, "eager" if arm == "hf-eager" else "")
     parameters = dict(model.named_parameters())
     start = float(sum(p.detach().sum(dtype=torch.float64).abs() for p in parameters.values()))
     if arm == "compile":
         model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=t.learning_rate, fused=True)
-    losses = torch.zeros(t.steps, dtype=torch.float32, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, fused=True)
+    losses = torch.zeros(plan.steps, dtype=torch.float32, device=device)
     clock = _Clock(device)
     grad_norms: dict[str, float] = {}
     done = 0
     try:
         clock.mark()
-        for step in range(t.steps):
+        for step in range(plan.steps):
             batch = tokens[rows[step, :, None] + columns]
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
@@ -353,7 +373,7 @@ def train(
             if step == 0:
                 grad_norms = _norms(parameters)
             for group in optimizer.param_groups:
-                group["lr"] = t.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
+                group["lr"] = plan.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             clock.mark()
@@ -366,7 +386,7 @@ def train(
             grad_norms=grad_norms,
             start=start,
             step_seconds=seconds[min(5, max(1, done // 4), done - 1) :],
-            tokens_per_step=t.batch * t.seq,
+            tokens_per_step=plan.batch * plan.seq,
             peak_memory=memory.read(),
             first_step_seconds=seconds[0],
         )
