@@ -68,6 +68,29 @@ def positive(text: str) -> int:
     return _number(int, text, lambda value: 1 <= value < 2**31, "a positive integer")
 
 
+_TOKENS = "write positive integers such as 65536, or 64k for 64 * 1024"
+
+
+def _tokens(text: str) -> int:
+    number = text.strip().lower()
+    return 1024 * int(number[:-1]) if number.endswith("k") else int(number)
+
+
+def tokens(text: str) -> int:
+    """argparse type: `65536` or `64k` -> 65536."""
+    return _number(_tokens, text, lambda value: 1 <= value < 2**31, f"a number of tokens; {_TOKENS}")
+
+
+def token_list(text: str) -> list[int]:
+    """argparse type: `512,64k` -> [512, 65536]."""
+    return _number(
+        lambda joined: [_tokens(part) for part in joined.split(",") if part],
+        text,
+        lambda values: values and min(values) >= 1 and max(values) < 2**31,
+        f"a list of numbers of tokens; {_TOKENS}, joined by commas",
+    )
+
+
 def seed(text: str) -> int:
     """argparse type: an integer that torch takes as a seed, from 0 to 2**64 - 1."""
     return _number(int, text, lambda value: 0 <= value < 2**64, "a seed; write an integer from 0 to 2**64 - 1")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs
-from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes
+from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes, token_list
 
 if TYPE_CHECKING:
     from ..autotune.jobs import Job, Result
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes for --model (default 1)")
     what.add_argument(
         "--seq",
-        type=numbers,
+        type=token_list,
         metavar="S,..",
-        help="sequence lengths for --model (default powers of two, 512 to 16384)",
+        help="sequence lengths for --model, as 4096 or 4k (default powers of two, 512 to 16384)",
     )
     what.add_argument(
         "--shapes",

@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 from ..text import fold, json_text, time_left
 from . import UsageError
-from .arguments import dtype_name, positive, seconds, torch_dtype, usable_device
+from .arguments import dtype_name, positive, seconds, tokens, torch_dtype, usable_device
 
 OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     e2e.add_argument("--layers", type=positive, default=8, help="of the model's layers (default 8)")
     e2e.add_argument("--batch", type=positive, default=4, help="sequences of a step (default 4)")
-    e2e.add_argument("--seq", type=positive, default=4096, help="tokens of a sequence (default 4096)")
+    e2e.add_argument("--seq", type=tokens, default=4096, help="tokens of a sequence, as 4096 or 4k (default 4096)")
     e2e.add_argument("--steps", type=positive, default=20, help="steps of each arm (default 20)")
     e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
     e2e.add_argument(

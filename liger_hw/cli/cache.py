@@ -79,7 +79,14 @@ def _folders(arguments: argparse.Namespace) -> list[Path]:
     from .. import registry
     from ..autotune import store
 
-    folders = store.device_folders()
+    try:
+        folders = store.device_folders()
+    except NotADirectoryError:
+        above = (store.root(), *store.root().parents)
+        file = next((path for path in above if path.exists()), store.root())
+        raise UsageError(
+            f"cache: there is no cache in {store.root()}, since {file} is a file; LIGER_HW_CACHE_DIR names a folder"
+        ) from None
     if arguments.device is None:
         return folders
     if not arguments.device.strip():

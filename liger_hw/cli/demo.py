@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import env
 from ..text import fold
 from . import UsageError, needs
-from .arguments import dtype_name, name_list, positive, seed, usable_device
+from .arguments import dtype_name, name_list, positive, seed, tokens, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", choices=SIZES, help="model and batch (default small; with --interpret a few rows of tiny)")
     add("--steps", type=positive, help="training steps (default: what --size has)")
     add("--batch", type=positive, help="sequences a step (default: what --size has)")
-    add("--seq", type=positive, help="tokens a sequence (default: what --size has)")
+    add("--seq", type=tokens, help="tokens a sequence, as 1024 or 1k (default: what --size has)")
     add("--device", help="torch device (default: the GPU if there is one, else cpu)")
     add("--dtype", type=dtype_name, help="fp32 or bf16 (default: bf16 on a GPU, fp32 on the CPU)")
     add("--text", metavar="FILE", help="train on this file (default: Python's own documentation)")

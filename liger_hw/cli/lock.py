@@ -12,25 +12,27 @@ from typing import Any
 
 from ..text import StatusLine, json_text, printable
 from . import UsageError
-from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers
+from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, token_list
+
+_PINS = ("model", "batch", "seq", "ops", "dtype", "output", "force", "allow-other-device")
+"""What says what to pin and where: a check takes none of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    parser.add_argument("--batch", type=numbers, default=[1], metavar="B,..", help="batch sizes (default 1)")
+    parser.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes (default 1)")
     parser.add_argument(
         "--seq",
-        type=numbers,
-        default=SEQS,
+        type=token_list,
         metavar="S,..",
-        help="sequence lengths (default powers of two, 512 to 16384)",
+        help="sequence lengths, as 4096 or 4k (default powers of two, 512 to 16384)",
     )
     parser.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
+    parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default bf16)")
     parser.add_argument(
         "--device", help="cuda:0, xpu, h200, or an architecture such as sm90 (default: the device here)"
     )
-    parser.add_argument("-o", "--output", default="liger-hw.lock", help="file to write (default liger-hw.lock)")
+    parser.add_argument("-o", "--output", help="file to write (default liger-hw.lock)")
     parser.add_argument("--force", action="store_true", help="overwrite the file where it exists")
     parser.add_argument("--check", metavar="FILE", help="check a lock file instead of writing one")
     parser.add_argument(
@@ -50,7 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"lock: {error}") from None
     if arguments.check:
+        given = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
+        if given:
+            raise UsageError(f"lock: --check looks at a whole lock file, and takes no {', '.join(given)}")
         return _check(arguments, target)
+    arguments.output = arguments.output or "liger-hw.lock"
     if not arguments.model:
         raise UsageError("lock: say what to pin: --model with one or more models")
     if target.vendor == "cpu" and not registry.interpreting():
@@ -88,14 +94,14 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
         chosen = [models.find(name) for name in arguments.model]
     except ValueError as error:
         raise UsageError(f"lock: {error}") from None
-    wanted = jobs.shapes(ops, chosen, arguments.batch, arguments.seq, [])
+    wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, [])
     found: dict[tuple[str, tuple], None] = {}
     scan = jobs.scan(target)
     screen = StatusLine()
     for number, (op, sizes) in enumerate(wanted):
         screen.progress(number, len(wanted), f"{op}: what it launches")
         try:
-            found.update(dict.fromkeys(scan(op, sizes, arguments.dtype)))
+            found.update(dict.fromkeys(scan(op, sizes, arguments.dtype or "bfloat16")))
         except Exception as error:
             raise UsageError(f"lock: {op} at {sizes}: {type(error).__name__}: {error}") from None
     screen.end()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import fold, json_text, table
 from . import UsageError
-from .arguments import A_MODEL, dtype_name, positive, share
+from .arguments import A_MODEL, dtype_name, positive, share, tokens
 
 if TYPE_CHECKING:
     from ..recompute.planner import Planner, Prediction
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=A_MODEL)
     parser.add_argument("--batch", type=positive, required=True, help="sequences a device takes at a time")
-    parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
+    parser.add_argument("--seq", type=tokens, required=True, help="tokens of a sequence, as 8192 or 8k")
     parser.add_argument(
         "--memory",
         nargs="+",

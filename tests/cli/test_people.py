@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from liger_hw import registry, text
-from liger_hw.cli import main
+from liger_hw.cli import arguments, main
 
 pytestmark = pytest.mark.cpu
 
@@ -98,6 +98,41 @@ def test_lock_overwrites_only_when_told_to(capsys, tmp_path):
     code, _, err = said(capsys, *words, "--device", "gfx942")
     assert code == 2 and "--force" in err and file.read_text() == before
     assert said(capsys, *words, "--device", "gfx942", "--force")[0] == 0 and file.read_text() != before
+
+
+@pytest.mark.parametrize(
+    "more", [("--ops", "softmax"), ("--model", "mistral-7b"), ("--batch", "1"), ("--seq", "512"), ("--force",)]
+)
+def test_a_lock_files_check_takes_nothing_of_what_a_lock_file_is_made_from(capsys, tmp_path, more):
+    file = str(tmp_path / "a.lock")
+    words = ("lock", "--model", "mistral-7b", "--ops", "rms_norm", "--seq", "512", "--device", "sm90")
+    assert said(capsys, *words, "-o", file)[0] == 0
+    code, out, err = said(capsys, "lock", "--check", file, "--device", "sm90", *more)
+    assert (code, out) == (2, "") and err.endswith(f"and takes no {more[0]}\n")
+
+
+@pytest.mark.parametrize("what", ["moe", "e2e"])
+def test_a_bench_that_takes_no_op_says_so(capsys, what):
+    code, out, err = said(capsys, "bench", what, "rms_norm", "--device", "cpu")
+    assert (code, out) == (2, "") and f"{what} takes no op, got 'rms_norm'" in err
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "export", "clear"])
+def test_a_cache_under_a_file_is_named(clean_registry, capsys, tmp_path, monkeypatch, action):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    clean_registry.reset()
+    code, _, err = said(capsys, "cache", action)
+    assert code == 2 and f"since {tmp_path / 'file'} is a file; LIGER_HW_CACHE_DIR names a folder" in err
+
+
+def test_a_sequence_length_may_be_written_in_k(capsys):
+    words = ("plan", "--model", "mistral-7b", "--batch", "1", "--memory", "80GiB", "--json", "--seq")
+    assert said(capsys, *words, "8k") == said(capsys, *words, "8192")
+    for wrong in ("k", "0k", "1.5k", "8m", "-1k"):
+        code, _, err = said(capsys, *words[:-1], f"--seq={wrong}")
+        assert code == 2 and "write positive integers such as 65536, or 64k for 64 * 1024" in err
+    assert arguments.token_list("512,4k") == [512, 4096]
 
 
 @pytest.mark.parametrize(
