@@ -20,12 +20,12 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from ..autotune import compile_ahead
 from ..distributed import agreement
 from ..distributed.owners import Access, find_access, hooks_of
 from ..kernels.heads.counted_rows import CountedRows
 from ..runtime.checks import autocast_dtype
 from ..text import first_line
+from . import rehearse
 from .deferred import DeferredLogits, GradientWouldBeLost, Surroundings
 from .replacing import keeps_own_code
 from .report import patched_parts
@@ -333,7 +333,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return original(self, *args, **kwargs)
         counted, rows = None, labels.numel()
         if skip:
-            compile_ahead.at_first_forward(self, args, kwargs)
+            rehearse.at_first_forward(self, args, kwargs)
             if of_transformers and _has_its_own_loss(self):  # another loss may count what the labels ignore
                 # before the model runs, so that the copy to the host has arrived when the loss asks for it
                 counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])

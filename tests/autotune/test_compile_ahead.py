@@ -1,4 +1,4 @@
-"""Compiling ahead: what is foreseen is what the patched model then launches, and a launch takes what is ready."""
+"""Compiling ahead: each kernel that is foreseen compiles once, and a launch takes what is ready."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from liger_hw.backends import known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
-from liger_hw.runtime.observe import observing
-from liger_hw.runtime.operator import LauncherMode
 
 pytestmark = pytest.mark.cpu
 
@@ -35,38 +33,57 @@ def _noted(launches: set):
     return note
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma2"])
-def test_a_model_launches_what_was_foreseen(kind, target):
-    transformers = pytest.importorskip("transformers")
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _job(rows: int):
+    def job():
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, requires_grad=True)
+        rms_norm.liger_rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), 1e-6).sum().backward()
 
-    import liger_hw.transformers as patches
-
-    name = kind.capitalize()
-    sizes = dict(vocab_size=512, num_hidden_layers=1, hidden_size=256, intermediate_size=512, head_dim=64)
-    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    foreseen, launched = set(), set()
-    jobs = compile_ahead.foresee(config, 2, 32)
-    compile_ahead.note_launches(jobs, torch.bfloat16, torch.device("cpu"), _noted(foreseen))
-    report = getattr(patches, f"apply_liger_kernel_to_{kind}")()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(_noted(launched))):
-            model = getattr(transformers, f"{name}ForCausalLM")(config).train()
-            ids = torch.randint(0, 512, (2, 32))
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        report.revert()
-    assert launched and launched <= foreseen, sorted(n[0] for n in launched - foreseen)
+    return job
 
 
-def test_nothing_is_started_where_nothing_compiles():
-    class Config:
-        def to_dict(self):
-            raise AssertionError("asked for although the CPU compiles nothing")
+def test_a_job_that_fails_is_left_out(target):
+    def fails():
+        raise RuntimeError("no kernel of ours")
 
-    assert compile_ahead.start(Config(), 1, 8, torch.float32, torch.device("cpu")) is None
+    alone, beside = set(), set()
+    compile_ahead.note_launches([_job(64)], _noted(alone))
+    compile_ahead.note_launches([fails, _job(64)], _noted(beside))
+    assert {name for name, *_ in alone} == {"rms_norm.fwd", "rms_norm.bwd"} and beside == alone
+
+
+def test_the_first_kernel_compiles_alone(monkeypatch, target):
+    """Nobody begins before it is done, and then everybody does; each kernel compiles once."""
+    begun, first_is_done, lock = [], threading.Event(), threading.Lock()
+    together = threading.Barrier(2, timeout=30)
+
+    def compile_only(plan, kernel, args, flags):
+        with lock:
+            begun.append(plan.tunable.name)
+            alone = len(begun) == 1
+        if alone:
+            assert not first_is_done.wait(0.2) and len(begun) == 1
+            first_is_done.set()
+            raise RuntimeError("a first kernel that fails holds nobody up")
+        assert first_is_done.is_set()
+        together.wait()
+
+    plans = {}
+
+    def plan_of(tunable):
+        return types.SimpleNamespace(tunable=tunable, compiled=plans.setdefault(tunable.name, {}))
+
+    def note_launches(jobs, note):
+        for plan in map(plan_of, (rms_norm.FWD, *rms_norm.BACKWARD[:2])):
+            for _ in range(2):
+                note(plan, _norm_fwd_kernel, (1,), (), ())
+
+    monkeypatch.setattr(compile_ahead, "note_launches", note_launches)
+    monkeypatch.setattr(_launch, "compile_only", compile_only)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
+    compile_ahead.start([], torch.device("cpu")).result(60)
+    assert begun[0] == "rms_norm.fwd" and sorted(begun) == sorted(plans) and len(begun) == 3
+    failed, *others = plans.values()
+    assert not failed and all(future.result() is None for found in others for future in found.values())
 
 
 def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
@@ -104,5 +121,5 @@ def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, target):
     plan.compiled["alike"] = future
     monkeypatch.setattr(_launch, "compile_only", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
-    compile_ahead._compile(future, "alike", plan, None, (), (), x.device)
+    compile_ahead._compile(future, future, "alike", plan, None, (), (), x.device)
     assert "alike" not in plan.compiled and future.exception() is not None

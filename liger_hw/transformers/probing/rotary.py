@@ -391,11 +391,16 @@ def halves_are_shared(modules: list[nn.Module], function: Callable) -> bool:
     return bool(callers) and callers <= known
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding, by its class's name."""
+    return bool(_EMBEDDING_NAME.search(type(module).__name__))
+
+
 def _embeddings_of(holder: nn.Module) -> list[nn.Module]:
     """The rotary embeddings, by their class's name, that a module holds, also in a list or dictionary."""
     children = list(holder.children())
     children += [m for c in children if isinstance(c, (nn.ModuleList, nn.ModuleDict)) for m in c.children()]
-    return [m for m in children if _EMBEDDING_NAME.search(type(m).__name__)]
+    return [m for m in children if is_embedding(m)]
 
 
 def _gives(module: nn.Module) -> str:

@@ -1,0 +1,218 @@
+"""What the first step of a patched model will launch: its patched parts, run once on fake tensors.
+
+A part is a module that takes one tensor and computes with a kernel: a norm, an MLP, a block of experts. A copy of it,
+with fake parameters, runs forward and backward at the step's shape; of parts that are alike only one does. Rotary
+functions run on the cos and sin that the model's own rotary embedding gives. So whatever the patch recognised (casting
+mode, offset, activation, layout of the angles) is what is foreseen. The output head's loss runs by its sizes.
+
+Nothing of the model changes, no memory is taken and nothing is computed. `autotune/compile_ahead.py` compiles what the
+rehearsal notes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from .. import registry
+from ..autotune import compile_ahead, models
+from ..autotune.record import forward_and_backward, tensors_in
+from .marks import PATCH_MARK, is_ours
+from .probing import rotary
+from .probing.probe import current_forward, is_customised
+
+log = logging.getLogger("liger_hw")
+_started: dict[int, Any] = {}
+"""Configs that were looked at, by id; held, so that no other takes the id."""
+
+
+def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Called by a patched causal LM's forward with its arguments: compile what it launches, once for each model config
+    of a process. Returns `compile_ahead.start`'s Future, or None where nothing is to be done.
+
+    Not under autocast, where what dtype an op sees is not the model's to say.
+    """
+    if id(model.config) in _started:
+        return None
+    _started[id(model.config)] = model.config
+    given = [t for t in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if type(t) is torch.Tensor]
+    if not given or given[0].dim() < 2 or not compile_ahead.is_wanted(given[0].device):
+        return None
+    device = given[0].device
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is None or torch.is_autocast_enabled(device.type):  # a replica of nn.DataParallel has no parameters
+        return None
+    batch, seq = given[0].shape[:2]
+    try:
+        return compile_ahead.start(foresee(model, batch, seq, dtype, device), device)
+    except Exception as error:  # a step that compiles its kernels itself is no failure
+        log.debug("liger_hw: nothing is compiled ahead: %s: %s", type(error).__name__, error)
+        return None
+
+
+def foresee(
+    model: nn.Module, batch: int, seq: int, dtype: torch.dtype, device: torch.device
+) -> list[compile_ahead.Job]:
+    """What to run on fake tensors for the launches of a step of [batch, seq] tokens, in the order of first launches.
+
+    Raises `ValueError` for a config without the usual fields.
+    """
+    data = model.config.to_dict()
+    facts = models.from_config(data, type(model.config).__name__)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    modules = list(decoder.modules())
+    jobs: dict[Any, compile_ahead.Job] = {}
+    for part in sorted(_parts(decoder), key=lambda part: bool(part._modules)):  # norms first, as in the step
+        for shape in _input_shapes(part, facts, batch, seq):
+            key = _structure(part), shape
+            if key not in jobs:
+                jobs[key] = functools.partial(_run_part, _copied(part), shape, dtype, device)
+    embedding = next((m for m in modules if rotary.is_embedding(m)), None)
+    forwards = dict.fromkeys(map(current_forward, modules))
+    functions = dict.fromkeys(f for forward in forwards for f in rotary.functions_called(forward).values())
+    for function in functions:
+        if hasattr(function, PATCH_MARK) and embedding is not None:
+            jobs[function] = functools.partial(
+                _run_rotary, function, _copied(embedding), facts, batch, seq, dtype, device
+            )
+    softcap = data.get("final_logit_softcapping")
+    head = registry.get_op("fused_linear_cross_entropy")
+    for sizes in models.sizes_of(head.name, facts, batch, seq):
+        options = {"softcap": softcap} if softcap else {}
+        jobs[head.name] = functools.partial(_run_op, head, sizes, dtype, device, options)
+    return list(jobs.values())
+
+
+# -- which parts there are -------------------------------------------------------------------------------------------
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that take one tensor and are patched, or have a part that is."""
+    if not any(_is_patched(inner) for inner in module.modules()):
+        return
+    if _takes_one_tensor(current_forward(module)) and not _cannot_be_copied(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _parts(child)
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return any(
+        is_ours(held) for slot in ("forward", "_apply_gate") if (held := getattr(module, slot, None)) is not None
+    )
+
+
+def _cannot_be_copied(module: nn.Module) -> bool:
+    """Whether a call of a module, or of one in it, does more than a forward of its class or of ours, or its parameters
+    are no plain tensors (sharded, quantised): then a copy cannot stand for it."""
+    for inner in module.modules():
+        if is_customised(inner) and not is_ours(vars(inner).get("forward")):
+            return True
+        if any(type(p) not in (nn.Parameter, torch.Tensor) for p in inner._parameters.values() if p is not None):
+            return True
+    return False
+
+
+@functools.cache
+def _takes_one_tensor(forward: Callable) -> bool:
+    parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return len(parameters) == 2 and parameters[1].kind is not parameters[1].VAR_POSITIONAL  # with self
+
+
+def _structure(module: nn.Module) -> tuple:
+    """Equal for modules whose launches are alike at one shape of input."""
+    inside = tuple(module.modules())
+    classes = tuple((type(inner), current_forward(inner)) for inner in inside)
+    shapes = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return classes, shapes
+
+
+def _input_shapes(part: nn.Module, facts: models.Model, batch: int, seq: int) -> list[tuple[int, ...]]:
+    """The shapes of what a part is given: a norm's width is that of its weight, which may be a head's."""
+    widths = [p.shape[0] for p in part._parameters.values() if p is not None and p.dim() == 1]
+    if part._modules or not widths:
+        return [(batch, seq, facts.hidden)]
+    if widths[0] == facts.head_dim != facts.hidden:
+        return [(batch, seq, heads, facts.head_dim) for heads in dict.fromkeys((facts.heads, facts.kv_heads))]
+    return [(batch, seq, widths[0])]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A module of the same classes, attributes, parameters and buffers, without hooks, whose own may be replaced."""
+    copied = object.__new__(type(module))
+    nn.Module.__init__(copied)
+    for name, value in vars(module).items():
+        if name not in vars(copied):
+            is_bound = isinstance(value, types.MethodType) and value.__self__ is module
+            copied.__dict__[name] = types.MethodType(value.__func__, copied) if is_bound else value
+    copied.__dict__["training"] = module.training
+    copied.__dict__["_parameters"] = dict(module._parameters)
+    copied.__dict__["_buffers"] = dict(module._buffers)
+    copied.__dict__["_modules"] = {n: None if c is None else _copied(c) for n, c in module._modules.items()}
+    return copied
+
+
+# -- running them, on fake tensors -----------------------------------------------------------------------------------
+
+
+def _run_part(part: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _with_fake_parameters(part, device)
+    x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+    _backward(part(x), [x, *part.parameters()])
+
+
+def _run_rotary(
+    function: Callable,
+    embedding: nn.Module,
+    facts: models.Model,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """A rotary function of (q, k, cos, sin); one of other arguments raises, and is compiled when it is launched."""
+    _with_fake_parameters(embedding, device)
+    x = torch.empty(batch, seq, facts.hidden, dtype=dtype, device=device)
+    positions = torch.empty(1, seq, dtype=torch.int64, device=device)
+    layer_types = dict.fromkeys(getattr(embedding, "layer_types", None) or ())
+    for kind in [(t,) for t in layer_types] or [()]:
+        cos, sin = embedding(x, positions, *kind)
+        q, k = (
+            torch.empty(batch, seq, heads, facts.head_dim, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+            for heads in (facts.heads, facts.kv_heads)
+        )
+        _backward(function(q, k, cos, sin), [q, k])
+
+
+def _run_op(op: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: Mapping) -> None:
+    forward_and_backward(op, op.sample(sizes, dtype, device, None, **options))
+
+
+def _with_fake_parameters(module: nn.Module, device: torch.device) -> None:
+    """Replace a copy's parameters and buffers by fakes of the same layout."""
+    for inner in module.modules():
+        inner._parameters |= {
+            n: nn.Parameter(_fake(p, device), p.requires_grad) for n, p in _present(inner._parameters)
+        }
+        inner._buffers |= {n: _fake(b, device) for n, b in _present(inner._buffers)}
+
+
+def _present(tensors: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t) for name, t in tensors.items() if t is not None]
+
+
+def _fake(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _backward(outputs: Any, inputs: list[torch.Tensor]) -> None:
+    outputs = [t for t in tensors_in(outputs) if t.requires_grad]
+    inputs = [t for t in inputs if t.requires_grad]
+    torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)

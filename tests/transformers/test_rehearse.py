@@ -1,0 +1,163 @@
+"""What a patched model's first step is foreseen to launch is what it launches, and foreseeing changes nothing of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from liger_hw import registry
+from liger_hw.autotune import compile_ahead
+from liger_hw.backends import known_target
+from liger_hw.runtime import launch as _launch
+from liger_hw.runtime.observe import observing
+from liger_hw.runtime.operator import LauncherMode
+from liger_hw.transformers import rehearse
+from liger_hw.transformers.models import specs
+from liger_hw.transformers.tiny import tiny_config
+
+transformers = pytest.importorskip("transformers")
+import liger_hw.transformers as patches  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+BATCH, SEQ = 2, 32
+# Norms that cast as Llama's, Gemma's and OLMo's do, over heads and over projections, and LayerNorm; gate and up in
+# one product, GeGLU, relu squared; angles in fp32, of half the width, of part of it, and of neighbours; experts.
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4", "nemotron", "mixtral", "gpt_oss")
+
+
+@pytest.fixture
+def target(clean_registry):
+    with registry.pretend(known_target("sm90")):
+        yield
+
+
+def _noted(launches: set):
+    def note(plan, kernel, grid, args, flags):
+        launches.add((plan.tunable.name, plan.key, _launch.likeness(kernel, args, flags)))
+
+    return note
+
+
+def _foreseen(model) -> set:
+    found: set = set()
+    jobs = rehearse.foresee(model, BATCH, SEQ, torch.bfloat16, torch.device("cpu"))
+    compile_ahead.note_launches(jobs, _noted(found))
+    return found
+
+
+def _class_of(kind):
+    cls = getattr(transformers, specs()[kind].models[0], None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    return cls
+
+
+def _made(cls):
+    return cls(tiny_config(cls.config_class)).train().to(torch.bfloat16)
+
+
+def _launched(cls, prepare=lambda model: model) -> set:
+    """By a whole training step."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found: set = set()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(_noted(found))):
+            model = prepare(cls(tiny_config(cls.config_class)).train())
+            ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        torch.set_default_dtype(before)
+    return found
+
+
+def _differ(launched: set, foreseen: set) -> str:
+    missed, in_vain = (sorted(name for name, *_ in found) for found in (launched - foreseen, foreseen - launched))
+    return f"missed {missed}, in vain {in_vain}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_launches_what_was_foreseen(kind, target):
+    """No more, which would compile in vain, and no less."""
+    cls = _class_of(kind)
+    with getattr(patches, f"apply_liger_kernel_to_{kind}")():
+        foreseen, launched = _foreseen(_made(cls)), _launched(cls)
+    assert len(launched) >= 9
+    assert foreseen == launched, _differ(launched, foreseen)
+
+
+def test_a_live_model_is_foreseen_like_its_class(target):
+    cls = _class_of("olmo2")
+    model = _made(cls)
+    with patches.apply_liger_kernel_to_olmo2(model=model):
+        found = _foreseen(model)
+    with patches.apply_liger_kernel_to_olmo2():
+        assert found and _foreseen(_made(cls)) == found
+
+
+def test_norms_that_are_not_trained_have_no_gradient(target):
+    """As beside an adapter: another kernel, without the gradient of the weight."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+        return model
+
+    with patches.apply_liger_kernel_to_llama():
+        cls = _class_of("llama")
+        foreseen, launched = _foreseen(freeze(_made(cls))), _launched(cls, freeze)
+        assert foreseen == launched, _differ(launched, foreseen)
+        assert foreseen != _foreseen(_made(cls))
+
+
+def test_nothing_of_the_model_changes(target):
+    with patches.apply_liger_kernel_to_mixtral():
+        model = _made(_class_of("mixtral"))
+        before = {name: (id(t), copy.deepcopy(t.detach())) for name, t in model.named_parameters()}
+        attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+        state = torch.get_rng_state()
+        assert _foreseen(model)
+        assert torch.equal(state, torch.get_rng_state())
+        for name, parameter in model.named_parameters():
+            number, value = before[name]
+            assert id(parameter) == number and torch.equal(parameter, value) and parameter.grad is None, name
+        for name, module in model.named_modules():
+            assert vars(module).keys() == attributes[name].keys(), name
+            assert all(value is attributes[name][key] for key, value in vars(module).items()), name
+
+
+def test_a_part_that_does_more_than_its_class_is_left_out(target):
+    """A hook may do anything, here raise; who runs a copy without it would foresee another module."""
+    with patches.apply_liger_kernel_to_llama():
+        model = _made(_class_of("llama"))
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+        found = {name for name, *_ in _foreseen(model)}
+    assert "rms_norm.fwd" in found and not any(name.startswith("swiglu") for name in found)
+
+
+def test_no_model_is_looked_at_where_nothing_compiles():
+    class Model:
+        config = object()
+
+        def parameters(self):
+            raise AssertionError("asked for although the CPU compiles nothing")
+
+    assert rehearse.at_first_forward(Model(), (torch.zeros(1, 8, dtype=torch.long),), {}) is None
+
+
+def test_a_model_of_other_fields_is_no_failure(monkeypatch):
+    class Config:
+        def to_dict(self):
+            return {}
+
+    class Model(torch.nn.Linear):
+        config = Config()
+
+    monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
+    monkeypatch.setattr(compile_ahead, "start", lambda *_: pytest.fail("there is nothing to start"))
+    assert rehearse.at_first_forward(Model(2, 2), (torch.zeros(1, 8, dtype=torch.long),), {}) is None
