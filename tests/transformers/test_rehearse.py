@@ -26,6 +26,8 @@ BATCH, SEQ = 2, 32
 # one product, GeGLU, relu squared; angles in fp32, of half the width, of part of it, and of neighbours; experts.
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4", "nemotron", "mixtral", "gpt_oss")
 
+EXPERTS = ("mixtral", "gpt_oss")
+
 
 @pytest.fixture
 def target(clean_registry):
@@ -83,6 +85,8 @@ def _differ(launched: set, foreseen: set) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_launches_what_was_foreseen(kind, target):
     """No more, which would compile in vain, and no less."""
+    if kind in EXPERTS and transformers.__version__.startswith("4."):
+        pytest.skip("the model of transformers 4 asks for numbers of tokens, which fake tensors do not have")
     cls = _class_of(kind)
     with getattr(patches, f"apply_liger_kernel_to_{kind}")():
         foreseen, launched = _foreseen(_made(cls)), _launched(cls)
