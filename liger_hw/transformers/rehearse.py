@@ -23,6 +23,7 @@ from torch import nn
 from .. import registry
 from ..autotune import compile_ahead, models
 from ..autotune.record import forward_and_backward, tensors_in
+from ..distributed import owners
 from .marks import PATCH_MARK, is_ours
 from .probing import rotary
 from .probing.probe import current_forward, is_customised
@@ -110,12 +111,13 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _cannot_be_copied(module: nn.Module) -> bool:
-    """Whether a call of a module, or of one in it, does more than a forward of its class or of ours, or its parameters
-    are no plain tensors (sharded, quantised): then a copy cannot stand for it."""
+    """Whether a call of a module, or of one in it, does more than a forward of its class or of ours, or whether what
+    its parameters are when they are gathered is not known: then a copy cannot stand for it."""
     for inner in module.modules():
-        if is_customised(inner) and not is_ours(vars(inner).get("forward")):
+        if (is_customised(inner) and not is_ours(vars(inner).get("forward"))) or owners.forgotten(inner):
             return True
-        if any(type(p) not in (nn.Parameter, torch.Tensor) for p in inner._parameters.values() if p is not None):
+        own = [p for p in inner._parameters.values() if p is not None]
+        if any(type(p) not in (nn.Parameter, torch.Tensor) and not owners.is_dtensor(p) for p in own):
             return True
     return False
 
@@ -130,18 +132,19 @@ def _structure(module: nn.Module) -> tuple:
     """Equal for modules whose launches are alike at one shape of input."""
     inside = tuple(module.modules())
     classes = tuple((type(inner), current_forward(inner)) for inner in inside)
-    shapes = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    shapes = tuple((n, owners.whole_shape(p), p.dtype, p.requires_grad) for n, p in module.named_parameters())
     return classes, shapes
 
 
 def _input_shapes(part: nn.Module, facts: models.Model, batch: int, seq: int) -> list[tuple[int, ...]]:
     """The shapes of what a part is given: a norm's width is that of its weight, which may be a head's."""
-    widths = [p.shape[0] for p in part._parameters.values() if p is not None and p.dim() == 1]
-    if part._modules or not widths:
+    shapes = [owners.whole_shape(p) for p in part._parameters.values() if p is not None]
+    width = next((shape[0] for shape in shapes if len(shape) == 1), facts.hidden)
+    if part._modules or width == facts.hidden:
         return [(batch, seq, facts.hidden)]
-    if widths[0] == facts.head_dim != facts.hidden:
-        return [(batch, seq, heads, facts.head_dim) for heads in dict.fromkeys((facts.heads, facts.kv_heads))]
-    return [(batch, seq, widths[0])]
+    if width == facts.head_dim:
+        return [(batch, seq, heads, width) for heads in dict.fromkeys((facts.heads, facts.kv_heads))]
+    return [(batch, seq, width)]
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -209,7 +212,11 @@ def _present(tensors: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fake(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    """Of the layout that a parameter has when it is gathered."""
+    shape = owners.whole_shape(t)
+    if owners.is_dtensor(t) or shape != tuple(t.shape):
+        return torch.empty(shape, dtype=t.dtype, device=device)
+    return torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=device)
 
 
 def _backward(outputs: Any, inputs: list[torch.Tensor]) -> None:

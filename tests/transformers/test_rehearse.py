@@ -144,6 +144,15 @@ def test_a_part_that_does_more_than_its_class_is_left_out(target):
     assert "rms_norm.fwd" in found and not any(name.startswith("swiglu") for name in found)
 
 
+def test_parameters_that_zero_3_took_away_are_foreseen_as_they_are_when_gathered(target):
+    with patches.apply_liger_kernel_to_olmo2():
+        model = _made(_class_of("olmo2"))
+        whole = _foreseen(model)
+        for parameter in model.parameters():
+            parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0, dtype=torch.bfloat16)
+        assert whole and _foreseen(model) == whole
+
+
 def test_no_model_is_looked_at_where_nothing_compiles():
     class Model:
         config = object()
