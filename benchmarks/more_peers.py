@@ -13,6 +13,7 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
+from liger_hw import registry
 from liger_hw.bench import peers
 from liger_hw.bench.peers.common import only
 
@@ -145,12 +146,23 @@ ATEN: dict[str, Callable[..., Any]] = {
 }
 
 
+def table_of(table: dict[str, Callable[..., Any]], peer: str) -> Callable[[registry.Op], Callable[..., Any]]:
+    """A `Peer.build` that looks an op's function up in a table."""
+
+    def build(op: registry.Op) -> Callable[..., Any]:
+        if op.name not in table:
+            raise peers.Absent(f"{peer} has no {op.name}")
+        return table[op.name]
+
+    return build
+
+
 peers.PEERS |= {
     peer.name: peer
     for peer in (
-        peers.Peer("aten", "torch", "torch", peers.table_of(ATEN, "aten")),
-        peers.Peer("quack", "quack", "quack-kernels", peers.table_of(QUACK, "quack")),
-        peers.Peer("cce", "cut_cross_entropy", "cut-cross-entropy", peers.table_of(_cce("high"), "cce")),
-        peers.Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", peers.table_of(_cce(None), "cce")),
+        peers.Peer("aten", "torch", "torch", table_of(ATEN, "aten")),
+        peers.Peer("quack", "quack", "quack-kernels", table_of(QUACK, "quack")),
+        peers.Peer("cce", "cut_cross_entropy", "cut-cross-entropy", table_of(_cce("high"), "cce")),
+        peers.Peer("cce_exact", "cut_cross_entropy", "cut-cross-entropy", table_of(_cce(None), "cce")),
     )
 }

@@ -26,7 +26,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import chunked_losses
-import more_peers  # noqa: F401  adds them to peers.PEERS
+import more_peers
 import separate_ops
 import share
 
@@ -44,7 +44,7 @@ CASE_LIMIT = 180
 floors.PRODUCTS.update(
     (name, floors.two_heads if name in chunked_losses.TWO_HEADS else floors.linear_head) for name in chunked_losses.OPS
 )
-peers.PEERS["apart"] = peers.Peer("apart", "torch", "torch", peers.table_of(separate_ops.SEPARATE, "apart"))
+peers.PEERS["apart"] = peers.Peer("apart", "torch", "torch", more_peers.table_of(separate_ops.SEPARATE, "apart"))
 _of_liger = peers.PEERS["liger"].build
 
 

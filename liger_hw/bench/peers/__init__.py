@@ -63,17 +63,6 @@ def _compile(op: Op) -> Callable[..., Any]:
     return torch.compile(_torch(op), dynamic=False)
 
 
-def table_of(table: dict[str, Callable[..., Any]], peer: str) -> Callable[[Op], Callable[..., Any]]:
-    """A `Peer.build` that looks an op's function up in a table."""
-
-    def build(op: Op) -> Callable[..., Any]:
-        if op.name not in table:
-            raise Absent(f"{peer} has no {op.name}")
-        return table[op.name]
-
-    return build
-
-
 PEERS = {
     peer.name: peer
     for peer in (
