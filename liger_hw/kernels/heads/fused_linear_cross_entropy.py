@@ -21,7 +21,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Op, Sample
@@ -53,7 +52,7 @@ from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, random_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, fake_gradients, reference_gradients, scale_wanted, sweep
+from .linear_head import HeadGradients, fake_gradients, reference_gradients, reference_logits, scale_wanted, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -81,16 +80,8 @@ def fused_linear_cross_entropy_reference(
     options = Options(
         ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction], use_token_scaling
     )
-    outputs = reference_losses(_logits(input, weight, bias), target, ce_weight, options)
+    outputs = reference_losses(reference_logits(input, weight, bias), target, ce_weight, options)
     return pack(*outputs, (return_z_loss, return_token_accuracy, return_predicted_tokens))
-
-
-def _logits(input, weight, bias):
-    logits = F.linear(input, weight)
-    if bias is None:
-        return logits
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -192,10 +183,10 @@ def _put_back(rows: RowResults, order: torch.Tensor | None, n_rows: int) -> RowR
 
 
 def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=None):
-    """What autograd gives through `_logits`: the logits' gradient is rounded to their dtype before it is summed."""
+    """What autograd gives: the gradient of the logits is rounded to their dtype before it is summed."""
     if not any(call.wanted):
         return reference_gradients(None, x, weight, bias, call.wanted)
-    dlogits = reference_gradient(_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
+    dlogits = reference_gradient(reference_logits(x, weight, bias), target, ce_weight, call.options, row_grads)
     return reference_gradients(dlogits, x, weight, bias, call.wanted)
 
 
@@ -203,7 +194,7 @@ def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=
 def _fwd_reference(x, weight, target, bias, ce_weight, order, *arguments):
     call = _Call(*arguments)
     check_targets(_NAME, target, weight.shape[0], call.ignore_index)
-    outputs = reference_losses(_logits(x, weight, bias), target, ce_weight, call.options)
+    outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.extra)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
     return *outputs, *grads, torch.ones(5 if call.scales_in_backward(x.dtype) else 0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ...registry import Tunable
 from ...runtime.operator import Function, check, check_floats, check_tensors, define, first_order, schema_of
@@ -25,7 +24,7 @@ from ..losses.divergence_rows import check_labels, label_share, share_reference
 from ..losses.log_prob_rows import vocab_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, fake_gradients, reference_gradients, scale_wanted, sweep
+from .linear_head import HeadGradients, fake_gradients, reference_gradients, reference_logits, scale_wanted, sweep
 
 
 class DistillationCall(NamedTuple):
@@ -67,15 +66,9 @@ class DistillationCall(NamedTuple):
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
     """The specification in plain torch. teacher: hidden states, or the probabilities where teacher_weight is None."""
-    student, given = _logits(x, weight, None), _logits(teacher, teacher_weight, None).detach()
-    soft = distill_reference(student, given, labels, options)[0]
+    given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight)
+    soft = distill_reference(reference_logits(x, weight), given.detach(), labels, options)[0]
     return soft.sum() * share_reference(x, labels, per_row, options.ignore_index, soft.dtype)
-
-
-def _logits(x, weight, bias):
-    """Of a teacher without a weight: what is given, its probabilities."""
-    logits = x if weight is None else F.linear(x, weight)
-    return logits if bias is None else logits.to(torch.promote_types(logits.dtype, torch.float32)) + bias
 
 
 def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False) -> Any:
@@ -133,7 +126,8 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         call = DistillationCall(*numbers)
         if call.with_hard:
             check_in_range(labels, weight.shape[0], call.ignore_index)
-        logits = _logits(x, weight, bias), _logits(teacher, teacher_weight, teacher_bias)
+        given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
+        logits = reference_logits(x, weight, bias), given
         soft, hard = distill_reference(*logits, labels, call.options)
         share = share_reference(x, labels, call.per_row, call.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None

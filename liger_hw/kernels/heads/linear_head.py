@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ...registry import backend_of
 from ...runtime.saved_tensors import graph_is_kept
@@ -115,6 +116,15 @@ class HeadGradients:
             absent(self._like) if self.dweight is None else self.dweight.to(self.dtype),
             absent(self._like) if self.dbias is None else self.dbias.to(self.dtype if bias is None else bias.dtype),
         )
+
+
+def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A head's logits in plain differentiable torch, rounded to x's dtype before the bias; with one in fp32 or fp64."""
+    logits = F.linear(x, weight)
+    if bias is None:
+        return logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
 
 
 def reference_gradients(

@@ -359,7 +359,7 @@ def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: to
     return share
 
 
-def _late(dtype: torch.dtype, options: Divergence) -> bool:
+def _scales_in_backward(dtype: torch.dtype, options: Divergence) -> bool:
     """Whether the gradient leaves the forward before the mean's division, which underflows in fp16."""
     return dtype is torch.float16 and options.reduction in (MEAN, BATCHMEAN)
 
@@ -373,7 +373,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
     numbers = n_cols, options.ignore_index, options.beta, options.eps
-    flags = options.kind, _late(x.dtype, options), edge_vector(x, y, terms, dx, go)
+    flags = options.kind, _scales_in_backward(x.dtype, options), edge_vector(x, y, terms, dx, go)
     launch(plan, _divergence_kernel, (n_rows, parts), (*args, *numbers), flags)
     return partial
 
@@ -399,7 +399,11 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
             return terms, absent(share), absent(share)
         rows = share.new_zeros(1) if rows is None else rows
         loss = launch_sum(RowResults(rows), share, Options(options.ignore_index, reduction=SUM), dtype)[0]
-        return loss, absent(x) if dx is None else dx, share if grad and _late(x.dtype, options) else absent(share)
+        return (
+            loss,
+            absent(x) if dx is None else dx,
+            share if grad and _scales_in_backward(x.dtype, options) else absent(share),
+        )
 
     def bwd(go, x, y, labels, *numbers):
         x, y, go = row_major(x), row_major(y), row_major(go)
@@ -420,7 +424,7 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         options = Divergence(*numbers)
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
         grad = grad and options.reduction != NONE
-        stats = x.new_ones(5 if grad and _late(x.dtype, options) else 0, dtype=torch.float32)
+        stats = x.new_ones(5 if grad and _scales_in_backward(x.dtype, options) else 0, dtype=torch.float32)
         return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
 
     def bwd_reference(go, x, y, labels, *numbers):
