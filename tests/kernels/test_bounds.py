@@ -27,8 +27,8 @@ def test_a_row_whose_norm_is_one_element(lane, number):
 @pytest.mark.lanes("cpu", "interpret", "gpu")
 @pytest.mark.parametrize("name", ["log_probs", "fused_linear_log_probs"])
 def test_a_vocabulary_of_one_class(lane, name, seed):
-    """Log-probability and entropy are zero, as differences of numbers that are each rounded: a multiply-add that rounds
-    once where the log-sum-exp was rounded twice leaves half a unit in the last place of it."""
+    """Log-probability and entropy are zero, as differences of equal numbers: where the log-sum-exp is rounded and a
+    multiply-add takes the logit's product unrounded, half a unit in its last place is left."""
     op = registry.get_op(name)
     sizes = (*few_sizes(op)[:-1], 1)
     sample = make(op, sizes, torch.float32, lane.device, seed, {"return_entropy": True, "temperature": 0.7})

@@ -18,7 +18,8 @@ multiple of 16, so it stays within a unit of 16 bytes that also holds an element
 GPU memory gives out whole units of at least that size. (Where a 16-bit tensor and one in fp32 are read by the same
 vectors, those of the latter are 32 bytes, and so is the unit: `begins_whole`.) Nothing comes of it: a selection, not a
 product, replaces what was read, so that even NaN leaves no trace, and it does no harm if another program is writing
-there (tests/kernels/test_read_behind.py).
+there (tests/kernels/test_read_behind.py). A mask that ended with the row instead would split every load into loads of
+single elements, for the compiler sees no vector of one mask then.
 
 VECTOR is the number of elements in a vector, from `row_vector`. It is 1 for rows that are accessed as they come: pad is
 0 then, and every function here is a plain masked access. In a kernel, for one row (or rows [ROWS, 1], some of which may
