@@ -53,6 +53,9 @@ def test_edge(lane, op, edge, seed):
     if op.name in REFUSES[edge]:
         with pytest.raises((TypeError, ValueError), match=f"^liger_{op.name}: "):
             forward(op.function, sample)
+    elif (op.name, edge) == ("embedding", "no columns"):  # torch's own gradient writes out of bounds here, on CUDA
+        result = run(op.function, sample, seed)
+        assert [t.shape for t in result.bits()] == [(*sample.args[1].shape, 0), sample.args[0].shape]
     elif edge != "one element":
         verify(op, sample, seed)
     else:

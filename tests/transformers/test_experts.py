@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import logging
 import pickle
 from types import SimpleNamespace
@@ -449,6 +450,8 @@ def test_recomputed_layers_have_the_same_gradients(level, calls):
 def test_in_bfloat16_on_the_device(family, gpu, calls):
     """As far from fp64 as transformers' own products in bf16, which round more often, or nearer."""
     module = of(family, KINDS[family][0], hidden_size=64, intermediate_size=96, moe_intermediate_size=96)
+    if len(inspect.signature(module.forward).parameters) != 3:
+        pytest.skip(f"this transformers' {KINDS[family][0]} is not given a choice of experts")
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_((parameter * 0.5).bfloat16())

@@ -463,14 +463,15 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    tiles = [
-        {"BLOCK_SIZE": block, "ROWS": rows}
-        for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)})
-        for rows in (1, 2, 4, 8, 16, 32)
-        if rows * block <= max(block, 8192)
-    ]
-    how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16), "staged_bytes": 3 * key[2]}
-    return tile_space(target, tiles, (1, 2, 4, 8, 16), **how)
+    found = []
+    for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)}):
+        tiles = [
+            {"BLOCK_SIZE": block, "ROWS": rows} for rows in (1, 2, 4, 8, 16, 32) if rows * block <= max(block, 8192)
+        ]
+        how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
+        in_flight = 3 * key[2] * held_columns(block) // block  # a row in two blocks has columns beside its tile's
+        found += tile_space(target, tiles, (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
+    return found
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
