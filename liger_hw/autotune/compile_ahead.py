@@ -37,10 +37,31 @@ def is_wanted(device: "torch.device") -> bool:
 
 def start(jobs: list[Job], device: "torch.device") -> Future:
     """Compile in the background what `jobs` launch on `device`. The Future is done when every kernel is."""
+    name_launchers_apart()
     pool = ThreadPoolExecutor(
         1 + _threads(), thread_name_prefix="liger_hw-compile"
     )  # one notes, and waits for the others
     return pool.submit(_compile_all, pool, jobs, device)
+
+
+def name_launchers_apart() -> None:
+    """Let several threads load Triton's launchers at once.
+
+    Up to Triton 3.6 every signature of a kernel has a launcher of its own, a C extension that is always called
+    `__triton_launcher`. Python keeps one module object for extensions of one name: a thread that loads a launcher again
+    could be given the function of the launcher that another thread loads meanwhile, and a kernel would get the
+    arguments of another. So each is loaded under the name of its folder in Triton's cache, the hash of its source.
+    """
+    from triton.runtime import build
+
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None or load.__module__ == __name__:
+        return
+
+    def load_apart(name: str, path: str) -> Any:
+        return load(f"{os.path.basename(os.path.dirname(path))}.{name}", path)
+
+    build._load_module_from_path = load_apart
 
 
 def _threads() -> int:

@@ -255,6 +255,8 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
 def _raise(plan: Plan, error: Exception) -> NoReturn:
     if blames_config(error):
         raise LaunchFailed(plan, error) from error
+    if "CUDA]: out of memory" in str(error):  # Triton's words, where a kernel's code found no room on the device
+        raise torch.OutOfMemoryError(f"CUDA out of memory: no room for the kernel {plan.tunable.name}") from error
     raise error
 
 

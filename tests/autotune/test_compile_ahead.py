@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
+import sysconfig
 import threading
 import types
 from concurrent.futures import Future
@@ -123,3 +127,38 @@ def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, target):
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
     compile_ahead._compile(future, future, "alike", plan, None, (), (), x.device)
     assert "alike" not in plan.compiled and future.exception() is not None
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *none) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher_of_a_test", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher_of_a_test(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_a_launcher_that_is_loaded_again_stays_itself(tmp_path, monkeypatch):
+    """Two launchers of one name, as Triton up to 3.6 builds them, each loaded again while the other is."""
+    build = pytest.importorskip("triton.runtime.build")
+    headers, compiler = sysconfig.get_paths()["include"], shutil.which("cc")
+    if compiler is None or not os.path.exists(os.path.join(headers, "Python.h")):
+        pytest.skip("needs a C compiler and Python's headers")
+    paths = []
+    for number in (1, 2):
+        folder = tmp_path / f"hash{number}"
+        folder.mkdir()
+        (folder / "launcher.c").write_text(LAUNCHER.replace("NUMBER", str(number)))
+        paths.append(str(folder / f"launcher_of_a_test{sysconfig.get_config_var('EXT_SUFFIX')}"))
+        command = [compiler, "-shared", "-fPIC", f"-I{headers}", str(folder / "launcher.c"), "-o", paths[-1]]
+        subprocess.run(command, check=True)
+
+    def loaded() -> list[int]:
+        return [
+            module.launch() for module in [build._load_module_from_path("launcher_of_a_test", p) for p in paths * 2]
+        ]
+
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)  # put back afterwards
+    compile_ahead.name_launchers_apart()
+    compile_ahead.name_launchers_apart()  # changes nothing more
+    assert loaded() == [1, 2, 1, 2]

@@ -24,6 +24,9 @@ MOST, MOST_OF_TWO = (1 << 12, 1 << 12) if DEVICE == "cpu" else (1 << 25, 1 << 22
 SHAPES = 1 if DEVICE == "cpu" else 6
 if DEVICE != "cpu":  # several such processes share a GPU: what takes more than a tenth of it is out of memory
     torch.cuda.set_per_process_memory_fraction(0.1)
+    # a product that cuBLAS splits is rounded between its parts, one side's and not the other's: no error of a kernel
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def attempt(chance: random.Random, folder: Path) -> str:
@@ -42,10 +45,12 @@ def one(op: registry.Op, sizes: tuple, dtype: torch.dtype, options: Mapping, lay
     said = f"{op.name} {sizes} {dtype} {options} {layout and layout.__name__} seed {seed}"
     try:
         sample = make(op, sizes, dtype, DEVICE, seed, options)
+        if layout:
+            sample = changed(sample, lambda t: layout(t) if t.dim() else t)
+    except torch.OutOfMemoryError:
+        return _out_of_memory()
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, TypeError):
         return "no such sizes"
-    if layout:
-        sample = changed(sample, lambda t: layout(t) if t.dim() else t)
     try:
         verify(op, sample, seed)
     except (ValueError, TypeError) as error:
@@ -55,11 +60,15 @@ def one(op: registry.Op, sizes: tuple, dtype: torch.dtype, options: Mapping, lay
     except AssertionError as error:
         raise AssertionError(f"{said}: {error}") from error
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return "out of memory"
+        return _out_of_memory()
     except Exception as error:
         raise AssertionError(f"{said}: {type(error).__name__}: {str(error)[:400]}") from error
     return "right"
+
+
+def _out_of_memory() -> str:
+    torch.cuda.empty_cache()
+    return "out of memory"
 
 
 def draw_sizes(chance: random.Random, op: registry.Op) -> tuple[int, ...]:
