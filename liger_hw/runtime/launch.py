@@ -255,8 +255,9 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
 def _raise(plan: Plan, error: Exception) -> NoReturn:
     if blames_config(error):
         raise LaunchFailed(plan, error) from error
-    if "CUDA]: out of memory" in str(error):  # Triton's words, where a kernel's code found no room on the device
-        raise torch.OutOfMemoryError(f"CUDA out of memory: no room for the kernel {plan.tunable.name}") from error
+    if "]: out of memory" in str(error):  # Triton's words, where a kernel's code found no room on the device
+        where = plan.device.type.upper()
+        raise torch.OutOfMemoryError(f"{where} out of memory. No room for the kernel {plan.tunable.name}") from error
     raise error
 
 
