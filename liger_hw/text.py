@@ -56,6 +56,28 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
     ]
 
 
+def with_notes(rows: Sequence[Sequence[str]], places: Sequence[int]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of a table whose cells at `places` are short, and the lines that stand below it.
+
+    A longer cell keeps what stands before its first colon or bracket and the number of its line: `left alone (1)`. The
+    line has the whole cell, so that what is said of one row does not widen all others.
+    """
+    numbers: dict[str, int] = {}
+
+    def short(cell: str) -> str:
+        if len(cell) <= LONGEST_CELL:
+            return cell
+        start = cell.partition(" (")[0].partition(":")[0]
+        return f"{start} ({numbers.setdefault(cell, len(numbers) + 1)})"
+
+    short_rows = [tuple(short(cell) if i in places else cell for i, cell in enumerate(row)) for row in rows]
+    return short_rows, [f"({number}) {cell}" for cell, number in numbers.items()]
+
+
+LONGEST_CELL = 40
+"""Characters that `with_notes` leaves in a table."""
+
+
 def fold(text: str, hang: str = "") -> str:
     """Each line of `text`, folded where it is wider than `columns()`; what goes on below begins with `hang`.
 
@@ -119,7 +141,9 @@ class StatusLine:
         if now - self.last < (0.1 if self.live else self.EVERY):
             return
         self.last, self.drawn = now, self.live
-        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+        if self.live:
+            text = text[: (columns() or 80) - 1]  # of a longer one only the last line could be drawn over
+        print(f"\r\x1b[K{text}" if self.live else fold(text, " " * 4), end="" if self.live else "\n", file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int, text: str) -> None:
         """`[3/20] text, 40 s left`, where `done` of `total` are finished."""

@@ -24,7 +24,7 @@ from typing import Sequence
 
 from .. import __version__, env
 from ..env import SettingError
-from ..text import json_text, printable
+from ..text import fold, json_text, printable
 
 COMMANDS = {
     "info": "devices, versions, which package provides Triton, and the state of every op",
@@ -122,7 +122,7 @@ def _answer(argv: list[str]) -> int:
 
 def _failed(argv: list[str], message: str, code: int) -> int:
     message = printable(message) if code != 2 else "\n".join(map(printable, message.splitlines()))
-    print(f"liger-hw: {message}", file=sys.stderr)
+    print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
     try:
         if _prints_json(argv):
             print(json_text({"error": message}))

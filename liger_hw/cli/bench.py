@@ -223,7 +223,7 @@ def _bench_ops(
             print(f"\n{text}")
         print(fold(_where(facts)))
         if ended:
-            print(ended)
+            print(fold(ended))
     failed = any(row["arm"] == peers.OURS and row["status"] == "error" for row in rows)
     return 130 if ended.endswith("interrupted") else 1 if failed or "answering" in ended else 0
 
@@ -284,4 +284,4 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
 
 def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(fold(text, " " * 8), file=sys.stderr, flush=True)

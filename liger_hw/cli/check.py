@@ -11,13 +11,14 @@ The model is built without weights, on torch's meta device, and patched as `appl
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable
 
-from ..text import fold, json_text, table
+from ..text import fold, json_text, table, with_notes
 from . import UsageError, needs
 
 MOST_MODULES = 1024
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         words = f"{kernel} ({variant})" if variant else kernel
         rows.append((part, f"{where} x{count}" if count > 1 else where, words, state))
     print(f"{type(model).__name__}, model type {config.model_type}")
-    print(table(rows))
+    rows, notes = with_notes(rows, places=(2, 3))
+    print("\n".join([table(rows), *map(fold, notes)]))
     if not report.patched:
         print("nothing of this model would run on a kernel")
         return 1
@@ -98,10 +100,12 @@ def _check_counts(data: Any) -> None:
 
 
 def _model_type(name: str, known: Iterable[str]) -> str:
-    """The model type that the last part of a name begins with, as Qwen/Qwen3-8B with qwen3; else mistral."""
+    """The model type that the last part of a name begins with, as Qwen/Qwen3-8B with qwen3; else one that is spelled
+    almost so, as lama with llama; else mistral."""
     plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())
     begins = [one for one in known if plain.startswith(re.sub("[^a-z0-9]", "", one))]
-    return max(begins, key=len, default="mistral")
+    near = difflib.get_close_matches(plain, known, 1, 0.75)
+    return max(begins or near, key=len, default="mistral")
 
 
 def _model(config: Any) -> Any:

@@ -55,19 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print(json_text(items, indent=2))
         return 0
+    runs_reference = target.vendor == "cpu" and not registry.interpreting()
     for name, explanations in found.items():
         if name:
             print(f"workload {name}: {'x'.join(map(str, shapes[name]))}")
         for one, launched in explanations:
             head, *answers = str(one).splitlines()
-            if launched == []:  # nothing takes its configuration
+            if launched == [] or runs_reference:  # nothing takes its configuration
                 answers = [
                     f"{line[: -len('taken')]}would be taken" if line.endswith(": taken") else line for line in answers
                 ]
             print(fold("\n".join([f"{head}{'' if launched is None else f': {_said(launched)}'}", *answers]), " " * 4))
         if explanations[0][1] is None:
             why = _unasked(target) or "which of them this size launches is unknown: its launchers failed, see stderr"
-            print(f"These are the op's own kernels; {why}.")
+            print(fold(f"These are the op's own kernels; {why}."))
     return 0
 
 

@@ -2,7 +2,8 @@
 
     PYTHONPATH=$(liger-hw shim) python train.py
 
-For programs that know liger-kernel and not liger_hw: `Trainer(use_liger_kernel=True)`, TRL, Axolotl, LLaMA-Factory.
+For programs that know liger-kernel and not liger_hw: `TrainingArguments(use_liger_kernel=True)`, TRL, Axolotl,
+LLaMA-Factory.
 """
 
 from __future__ import annotations

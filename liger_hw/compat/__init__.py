@@ -1,6 +1,6 @@
 """The name `liger_kernel` for code written for Liger Kernel 0.8.5, answered by liger_hw.
 
-    PYTHONPATH=$(liger-hw shim) python train.py      # Trainer(use_liger_kernel=True), TRL, Axolotl, LLaMA-Factory, ...
+    PYTHONPATH=$(liger-hw shim) python train.py      # TrainingArguments(use_liger_kernel=True), TRL, Axolotl, ...
 
 Only the folder that `liger-hw shim` prints holds a `liger_kernel`; a normal install of liger_hw adds no such name. Its
 modules are made by the finder below as they are imported: each looks its names up in modules of liger_hw, so there is

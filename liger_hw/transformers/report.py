@@ -21,7 +21,7 @@ import torch
 
 from .. import env
 from ..locks import fork_safe
-from ..text import table
+from ..text import fold, table, with_notes
 from . import copies
 from .marks import PATCH_MARK, is_ours, mark, switch_off
 
@@ -312,7 +312,8 @@ class PatchReport:
         return f"<PatchReport {self.family} ({self.target}): {len(self.patched)} patched{left}; print() shows them>"
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.family}: {self.target}", table(self._cells()), *self._others()])
+        cells, notes = with_notes(self._cells(), places=(2, 3))
+        return "\n".join([f"{self.family}: {self.target}", table(cells), *map(fold, [*notes, *self._others()])])
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""

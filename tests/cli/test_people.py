@@ -35,14 +35,31 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
         ("autotune", "--dry-run", "--device", "xpu", "--ops", "softmax"),
         ("cache", "verify"),
         ("check", "mistral"),
+        ("explain", "rms_norm", "--shape", "2x4096", "--device", "cpu"),
+        ("bench", "relu_squared", "--device", "cpu", "--against", "torch"),
+        ("autotune", "--device", "no-such-device"),
+        ("check", "/no/such/folder/config.json"),
     ],
     ids=lambda words: words[0] if isinstance(words, tuple) else words,
 )
 def test_nothing_is_wider_than_the_terminal(capsys, monkeypatch, columns, words):
     monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, _ = said(capsys, *words)
-    wide = [line for line in out.splitlines() if len(line) > columns]
-    assert code in (0, 1) and out and not wide
+    code, out, err = said(capsys, *words)
+    wide = [line for line in (out + err).splitlines() if len(line) > columns]
+    assert code in (0, 1, 2) and out + err and not wide
+
+
+def test_a_changing_line_fits_the_terminal(capsys, monkeypatch):
+    """Of a line that the terminal breaks in two, the next one would be drawn over the second half only."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    text.StatusLine().update("word " * 30)
+    assert len(capsys.readouterr().err.removeprefix("\r\x1b[K")) < 60
+
+
+def test_explain_takes_nothing_where_the_reference_runs(capsys):
+    _, out, _ = said(capsys, "explain", "rms_norm", "--shape", "8192x4096", "--device", "cpu")
+    assert "none is launched" in out and ": would be taken" in out and ": taken" not in out
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -45,6 +45,17 @@ def test_what_is_left_alone_is_named_by_its_path(model):
     assert "<td>LlamaRMSNorm.forward x2 (first model.layers.1.input_layernorm)</td>" in shown
 
 
+def test_a_long_reason_stands_below_the_table(model, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    model.model.layers[0].mlp.act_fn = torch.nn.Mish()
+    model.lm_head.register_forward_hook(lambda *_: None)
+    lines = str(liger_hw.patch(model)).splitlines()
+    reasons = [line for line in lines if line.startswith("(")]
+    assert [line.partition(":")[0] for line in reasons] == ["(1) left alone", "(2) cross_entropy (logits computed"]
+    assert "left alone (1)" in "".join(lines) and "cross_entropy (2)" in "".join(lines)
+    assert max(len(line) for line in lines if line not in reasons) < 160
+
+
 class Ln(torch.nn.Module):
     def __init__(self):
         super().__init__()
