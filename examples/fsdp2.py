@@ -35,7 +35,9 @@ if torch.accelerator.is_available():
 model, tokenizer = load(options.model)
 model.to(device)
 if not options.unpatched:
-    liger_hw.patch(model)
+    report = liger_hw.patch(model)
+    if rank == 0:
+        print(report)
 mesh = init_device_mesh(device.type, (size,))
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)

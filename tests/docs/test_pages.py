@@ -14,7 +14,8 @@ import torch
 
 pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")), *sorted(ROOT.glob("docs/guides/*.md"))]
+GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("activations", "distributed", "losses", "moe", "safety")]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")), *sorted(ROOT.glob("docs/guides/*.md")), *GUIDES]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -40,12 +41,13 @@ def tiny(monkeypatch, tmp_path):
         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: Qwen3ForCausalLM(config))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **_: Qwen3ForCausalLM(config))
     monkeypatch.chdir(tmp_path)
     ids = torch.randint(96, (2, 8))
     x = torch.randn(6, 32, requires_grad=True)
     return {
         "torch": torch, "model": model, "ids": ids, "batches": [ids, ids], "wrap": lambda module: module,
+        "AutoModelForCausalLM": AutoModelForCausalLM, "name": "a/model", "batch": {"input_ids": ids, "labels": ids},
         "x": x, "weight": torch.ones(32), "gate": x, "up": x, "head": torch.randn(96, 32), "labels": ids.flatten()[:6],
     }  # fmt: skip
 
@@ -67,13 +69,37 @@ def patches_taken_back(monkeypatch):
         report.revert()
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone, for pages whose blocks run on every rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def given_on_a_rank(tiny, group):
+    """What docs/distributed.md takes for granted: the hidden states of a model, its head, and a loss of one's own."""
+    x, ids = tiny["x"], tiny["ids"]
+    return {
+        "hidden": x, "hidden_rows": x, "weight": tiny["head"], "target": tiny["labels"], "group": group,
+        "dpo": lambda weight, x, target, bias: (torch.nn.functional.cross_entropy(x @ weight.T, target),),
+        "tokens": ids, "positions": torch.arange(8).expand(2, 8), "shifted": ids, "items": 16,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("page", pages("python"))
-def test_python_runs(page, tiny, patches_taken_back):
+def test_python_runs(page, tiny, patches_taken_back, request):
     """The blocks of a page one after the other, as a reader would run them."""
     import liger_hw
 
     namespace = dict(tiny, liger_hw=liger_hw)
+    if page.name == "distributed.md":
+        namespace |= given_on_a_rank(tiny, request.getfixturevalue("one_rank"))
     for number, text in enumerate(blocks(page, "python")):
+        if "liger_hw.megatron" in text:
+            continue  # tests/distributed/test_megatron.py calls it, beside a Megatron-core
         for package in ("peft", "accelerate"):
             if package in text:
                 pytest.importorskip(package)
