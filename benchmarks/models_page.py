@@ -38,6 +38,8 @@ def page_of(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Models",
         "",
+        "For users who want to know what a patch does to their model.",
+        "",
         "What every causal LM family of transformers runs on liger_hw's kernels. Made by `benchmarks/models_page.py` "
         f"on {date.today()} with {made}, Python {platform.python_version()}, on the CPU; do not edit.",
         "",
@@ -75,6 +77,8 @@ def _verified(rows: list[dict[str, Any]]) -> str:
 def _converge_page(rows: list[dict[str, Any]], made: str) -> str:
     lines = [
         "# Convergence",
+        "",
+        "For users who ask whether a patched model trains as before.",
         "",
         f"Made by `benchmarks/models_page.py` on {date.today()} with {made}, from rows of "
         "`benchmarks/convergence.py --json` in several places (`--device cuda --dtype bfloat16`); do not edit.",

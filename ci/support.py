@@ -221,6 +221,8 @@ def page() -> str:
     lines = [
         "# Support, from evidence",
         "",
+        "For users who want to know what is proven for their GPU.",
+        "",
         "Written by `python ci/support.py`, which reads `benchmarks/results/` and `ci/evidence/`; do not edit.",
         "",
         *(f"- {sign} *{name}*: {meaning}" for name, (sign, meaning) in STATES.items()),

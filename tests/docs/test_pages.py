@@ -119,6 +119,11 @@ def test_commands_parse(page):
         parser_of(name).parse_args(options)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_page_says_first_whom_it_is_for(page):
+    assert page.read_text().split("\n\n")[1].startswith("For ")
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200 and len(text.split()) <= 1200
