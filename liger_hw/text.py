@@ -142,8 +142,10 @@ class StatusLine:
             return
         self.last, self.drawn = now, self.live
         if self.live:
-            text = text[: (columns() or 80) - 1]  # of a longer one only the last line could be drawn over
-        print(f"\r\x1b[K{text}" if self.live else fold(text, " " * 4), end="" if self.live else "\n", file=sys.stderr, flush=True)
+            text = text[: (columns() or 80) - 1]  # of a longer one only its last line would be drawn over
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(fold(text, " " * 4), file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int, text: str) -> None:
         """`[3/20] text, 40 s left`, where `done` of `total` are finished."""
