@@ -74,5 +74,5 @@ class Explanation:
         for c in self.candidates:
             state = "taken" if c is taken else c.rejected or "a better layer answered"
             where = f" from {c.source}" if c.source else ""
-            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.to_text()}{where}: {state}")
+            lines.append(f"  {c.layer:<15} {c.provenance.get('kind', '?'):<10} {c.config.in_words()}{where}: {state}")
         return "\n".join(lines)

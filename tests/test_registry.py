@@ -472,6 +472,7 @@ def test_explain(made_up):
     assert found.chosen.layer == "user"
     text = str(found)
     assert "made_up.fwd on NVIDIA H100" in text and "measured" in text and "/cache/entry.json: taken" in text
+    assert f"{_named(5).in_words()} from" in text and _named(5).in_words().startswith("BLOCK=")
     assert "64 warps of 32 are 2048 threads" in text and "a better layer answered" in text
     data = json.loads(json.dumps(found.to_json()))
     assert data["layer"] == "user" and data["config"] == _named(5).to_json() and data["key"] == list(KEY)

@@ -143,6 +143,13 @@ class LaunchConfig:
         """Canonical JSON: equal configurations give equal text."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
 
+    def in_words(self) -> str:
+        """For people: `BLOCK_SIZE=4096 ROWS=2 warps=8 stages=1`."""
+        words = [f"{name}={value}" for name, value in (*self.blocks.items(), *self.vendor.items())]
+        words += [f"warps={self.num_warps}", f"stages={self.num_stages}"]
+        words += [f"ctas={self.ctas_per_mp}"] if self.ctas_per_mp else []
+        return " ".join([*words, self.hint] if self.hint != "none" else words)
+
     @classmethod
     def from_json(cls, data: Any) -> "LaunchConfig":
         """Build from untrusted JSON. Raises `ValueError` that names the bad field."""

@@ -124,6 +124,7 @@ def _state(name: tuple, entry: Any) -> str:
 
 def _list(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
+    from ..backends import LaunchConfig
 
     devices = []
     for folder in _folders(arguments):
@@ -160,7 +161,7 @@ def _list(arguments: argparse.Namespace) -> int:
                     f"{gain:.1%}" if isinstance(gain, (int, float)) else "",
                     str(p.get("date", ""))[:10],
                     r["state"],
-                    _short(r["config"]),
+                    LaunchConfig.from_json(r["config"]).in_words(),
                 )
             )
         if len(rows) > 1:
@@ -168,14 +169,6 @@ def _list(arguments: argparse.Namespace) -> int:
         for problem in device["problems"]:
             print(f"  cannot be read: {printable(problem)}")
     return 0
-
-
-def _short(config: dict[str, Any]) -> str:
-    words = [f"{k}={v}" for k, v in (*config["blocks"].items(), *config["vendor"].items())]
-    words += [f"warps={config['num_warps']}", f"stages={config['num_stages']}"]
-    words += [f"ctas={config['ctas_per_mp']}"] if config["ctas_per_mp"] else []
-    words += [config["hint"]] if config["hint"] != "none" else []
-    return " ".join(words)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -331,8 +324,8 @@ def _changes(target: Any, entries: dict) -> list[str]:
     for name, entry in entries.items():
         now = registry.choose(registry.get_tunable(f"{name[0]}.{name[1]}"), target, name[2])
         if now.config != entry.config:
-            key, new = ",".join(map(str, name[2])), _short(entry.config.to_json())
-            lines.append(f"  {name[0]}.{name[1]} {key}: {_short(now.config.to_json())} ({now.layer}) -> {new}")
+            key, new = ",".join(map(str, name[2])), entry.config.in_words()
+            lines.append(f"  {name[0]}.{name[1]} {key}: {now.config.in_words()} ({now.layer}) -> {new}")
     return lines
 
 
