@@ -79,10 +79,20 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+def given_to_losses(tiny):
+    """What docs/losses.md takes for granted: hidden states of pairs and of a reference model."""
+    hidden, ids = torch.randn(2, 8, 32), tiny["ids"]
+    return {
+        "hidden_states": hidden, "ref_hidden_states": hidden, "labels": ids, "input_ids": ids,
+        "ref_model": tiny["model"], "advantages": torch.ones(2, 8),
+    }  # fmt: skip
+
+
 def given_on_a_rank(tiny, group):
     """What docs/distributed.md takes for granted: the hidden states of a model, its head, and a loss of one's own."""
     x, ids = tiny["x"], tiny["ids"]
     return {
+        "fully_shard": lambda module: module,
         "hidden": x, "hidden_rows": x, "weight": tiny["head"], "target": tiny["labels"], "group": group,
         "dpo": lambda weight, x, target, bias: (torch.nn.functional.cross_entropy(x @ weight.T, target),),
         "tokens": ids, "positions": torch.arange(8).expand(2, 8), "shifted": ids, "items": 16,
@@ -97,6 +107,8 @@ def test_python_runs(page, tiny, patches_taken_back, request):
     namespace = dict(tiny, liger_hw=liger_hw)
     if page.name == "distributed.md":
         namespace |= given_on_a_rank(tiny, request.getfixturevalue("one_rank"))
+    if page.name == "losses.md":
+        namespace |= given_to_losses(tiny)
     for number, text in enumerate(blocks(page, "python")):
         if "liger_hw.megatron" in text:
             continue  # tests/distributed/test_megatron.py calls it, beside a Megatron-core
