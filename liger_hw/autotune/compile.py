@@ -19,7 +19,7 @@ import importlib
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
@@ -180,43 +180,64 @@ def trace(
     compiled.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ..runtime import triton_import as _triton
     from ..runtime.launch import tuned_values
-    from ..runtime.observe import Observer, observing
-    from ..runtime.operator import LauncherMode
-    from .record import forward_and_backward
 
     _triton.require()
     if _triton.INTERPRET:
         raise RuntimeError("kernels are interpreted in this process; compile in one without LIGER_HW_INTERPRET")
-    entry = registry.get_op(op)
     found: list[Launch] = []
 
-    class Record(Observer):
-        def launch(
-            self, proceed: Any, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple
-        ) -> None:
-            values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
-            args = tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
-            name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-            choices = tuple(sorted(plan.options.items()))
-            chosen = target, plan.tunable.name, plan.key, plan.layer, plan.config
-            sizes = tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values)
-            found.append(Launch(*chosen, name, args, choices, tuple(grid), sizes))
+    def note(plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        values = (*args, *flags, *tuned_values(plan, kernel, args, flags))
+        found.append(
+            Launch(
+                *(target, plan.tunable.name, plan.key, plan.layer, plan.config),
+                kernel=f"{kernel.fn.__module__}:{kernel.fn.__name__}",
+                args=tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values)),
+                options=tuple(sorted(plan.options.items())),
+                grid=tuple(grid),
+                sizes=tuple(value.nbytes if isinstance(value, torch.Tensor) else 0 for value in values),
+            )
+        )
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(registry.pretend(target))
-        stack.enter_context(_tables_of(target, shipped, own))
         for scope, config in (configs or {}).items():
             stack.enter_context(registry.override(scope, config))
-        stack.enter_context(observing(Record()))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(LauncherMode())
+        foresee(op, sizes, dtype, target, note, options, _tables_of(target, shipped, own))
+    return found
+
+
+def foresee(
+    op: str,
+    sizes: Sequence[int],
+    dtype: "torch.dtype",
+    target: Target,
+    note: Callable[[registry.Plan, Any, tuple, tuple, tuple], None],
+    options: Mapping[str, Any] | None = None,
+    layers: registry.Layers = (),
+) -> None:
+    """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
+    flags)` in place of each launch. layers: the stored configurations that answer there; without any, the heuristics.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ..runtime.observe import Foreseen, observing
+    from ..runtime.operator import LauncherMode
+    from .record import forward_and_backward
+
+    entry = registry.get_op(op)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registry.pretend(target))
+        stack.enter_context(registry.only_tables(target, list(layers)))
+        stack.enter_context(observing(Foreseen(note)))
+        if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(LauncherMode())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         forward_and_backward(entry, sample)
-    return found
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:
@@ -235,14 +256,12 @@ def _stand_in(parameter: Any, value: Any) -> Any:
     return "ptr", str(value.dtype).removeprefix("torch."), aligned, value.untyped_storage().nbytes() < _INT32
 
 
-def _tables_of(target: Target, shipped: bool, own: bool) -> contextlib.AbstractContextManager[None]:
-    """The registry with no tables of `target` but the shipped ones, the user's own, or both."""
+def _tables_of(target: Target, shipped: bool, own: bool) -> registry.Layers:
+    """The shipped tables of `target`, the user's own, or both."""
     from . import store
 
-    layers = []
-    if shipped or own:
-        layers = [one for one in store.layers(target) if (shipped if one[0].startswith("shipped") else own)]
-    return registry.only_tables(target, layers)
+    found = store.layers(target) if shipped or own else []
+    return [one for one in found if (shipped if one[0].startswith("shipped") else own)]
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------

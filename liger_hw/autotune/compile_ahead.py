@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from .. import env, registry
 from ..runtime import launch as _launch
-from ..runtime.observe import Observer, observing
+from ..runtime.observe import Foreseen, observing
 
 if TYPE_CHECKING:
     import torch
@@ -83,16 +83,6 @@ def _compile_all(pool: ThreadPoolExecutor, jobs: list[Job], device: "torch.devic
     pool.shutdown(wait=False)
     for future in waiting:
         future.exception()
-
-
-class Foreseen(Observer):
-    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch."""
-
-    def __init__(self, note: Note) -> None:
-        self.note = note
-
-    def launch(self, proceed: Any, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        self.note(plan, kernel, grid, args, flags)
 
 
 def note_launches(jobs: list[Job], note: Note) -> None:

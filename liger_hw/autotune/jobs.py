@@ -97,31 +97,43 @@ class Result:
         return {**self.job.to_json(), **data, "floor_share": round(self.floor_share, 4)}
 
 
-def scan(target: Target, measurer: Any = None) -> Scan:
-    """Finds what an op launches, by running its launchers on fake tensors as on `target`.
+def each(
+    jobs: list[Job],
+    choose: Callable[[int, float], Result],
+    done: Callable[[Result], None],
+    budget: float | None,
+    clock: Callable[[], float],
+) -> list[Result]:
+    """`choose(number of a job, seconds left)` for each job; none is begun once `budget` seconds are spent.
 
-    With a measurer, an op that cannot be traced is run on the device instead.
+    Returns the results in the order of the jobs; `done` is called with each as it is known.
     """
+    results = []
+    deadline = clock() + (math.inf if budget is None else budget)
+    for number, job in enumerate(jobs):
+        began = clock()
+        if began >= deadline:
+            result = Result(job, note=OUT_OF_BUDGET)
+        else:
+            result = choose(number, deadline - began)
+            result.seconds = round(clock() - began, 3)
+        results.append(result)
+        done(result)
+    return results
+
+
+def scan(target: Target) -> Scan:
+    """Finds what an op launches, by running its launchers on fake tensors as on `target`."""
     import torch
 
-    from .compile import trace
+    from .compile import foresee
 
-    def traced(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        launches = trace(op, sizes, getattr(torch, dtype), target, shipped=False)
-        return list(dict.fromkeys((launch.tunable, launch.key) for launch in launches))
+    def launched(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
+        found: list[tuple[str, Key]] = []
+        foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: found.append((plan.tunable.name, plan.key)))
+        return list(dict.fromkeys(found))
 
-    def measured(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        return [(f"{op}.{variant}", tuple(key)) for variant, key in measurer.scan(op, list(sizes), dtype)]
-
-    def either(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
-        try:
-            return traced(op, sizes, dtype)
-        except Exception:
-            return measured(op, sizes, dtype)
-
-    if measurer is None:
-        return traced
-    return measured if target.vendor == "cpu" else either
+    return launched
 
 
 def shapes(

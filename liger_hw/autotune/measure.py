@@ -467,10 +467,6 @@ class LocalMeasurer:
             "copy_gbs": round(self.clock.copy_bandwidth(), 1),
         }
 
-    def scan(self, op: str, sizes: list[int], dtype: str) -> list[list[Any]]:
-        """[variant, key] of everything `op` launches at this shape, forward and backward."""
-        return [[variant, list(key)] for variant, key in self._open_bench(op, sizes, dtype).tunables()]
-
     def open(
         self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list
     ) -> dict[str, Any]:

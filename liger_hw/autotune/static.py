@@ -38,7 +38,7 @@ from ..registry import Entry, Tunable
 from . import compile as aot
 from . import space, store
 from .compile import Certificate, Launch
-from .jobs import OUT_OF_BUDGET, Job, Result
+from .jobs import Job, Result, each
 from .ttir import Access
 from .workers import CompilePool
 
@@ -66,19 +66,10 @@ class StaticTuner:
         self.target, self.pool, self.most, self.save = target, pool, candidates, save
 
     def run(
-        self, jobs: Iterable[Job], done: Callable[[Result], None] = lambda result: None, budget: float = math.inf
+        self, jobs: list[Job], done: Callable[[Result], None] = lambda result: None, budget: float | None = None
     ) -> list[Result]:
         """Results in the order of `jobs`; `done` is called with each. After `budget` seconds no job is begun."""
-        results = []
-        deadline = time.monotonic() + budget
-        for job in jobs:
-            began = time.monotonic()
-            late = began >= deadline
-            result = Result(job, note=OUT_OF_BUDGET) if late else self.choose(job)
-            result.seconds = round(time.monotonic() - began, 3)
-            results.append(result)
-            done(result)
-        return results
+        return each(jobs, lambda number, left: self.choose(jobs[number]), done, budget, time.monotonic)
 
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
         """The configuration that the model prefers, with the certificates of the kernels it decides.

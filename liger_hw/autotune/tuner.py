@@ -25,7 +25,7 @@ from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..registry import Entry, Key, Tunable
 from . import space, store
-from .jobs import OUT_OF_BUDGET, Job, Result
+from .jobs import Job, Result, each
 from .store import Journal, Past
 from .workers import WorkerDied, WorkerError
 
@@ -60,7 +60,7 @@ class Tuner:
 
     measurer: `measure.LocalMeasurer`, `workers.RemoteMeasurer` or a fake; pool: `workers.CompilePool`, None without one
     save, discard: called with (name, entry) for a winner, and with what a heuristic that won makes obsolete
-    budget: seconds; progress: called with a job and what is being done
+    progress: called with a job and what is being done
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Tuner:
         save: Callable[[tuple, Entry], Any] | None = None,
         discard: Callable[[tuple, Entry], Any] | None = None,
         effort: Effort | None = None,
-        budget: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[Job, str], None] = lambda job, text: None,
     ) -> None:
@@ -83,31 +82,23 @@ class Tuner:
         self.journal, self.past = journal, past or Past(None, "")
         self.save, self.discard, self.effort = save, discard, effort or Effort()
         self.clock, self.progress = clock, progress
-        self.deadline = None if budget is None else clock() + budget
         self.winners: dict[tuple[str, str, Key], LaunchConfig] = {}
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
-    def run(self, jobs: list[Job], done: Callable[[Result], None] = lambda result: None) -> list[Result]:
-        """Results in the order of `jobs`; `done` is called with each as it is known."""
+    def run(
+        self, jobs: list[Job], done: Callable[[Result], None] = lambda result: None, budget: float | None = None
+    ) -> list[Result]:
+        """Results in the order of `jobs`; `done` is called with each. Where time is short, less is tried."""
         for job in jobs[:SUBMITTED_AHEAD]:
             self._submit_all(job)
-        results = []
-        for number, job in enumerate(jobs):
+
+        def choose(number: int, left: float) -> Result:
             if number + SUBMITTED_AHEAD < len(jobs):
                 self._submit_all(jobs[number + SUBMITTED_AHEAD])
-            began = self.clock()
-            limit = self.effort.job_seconds
-            left = limit if self.deadline is None else self.deadline - began
-            if left <= 0:
-                result = Result(job, note=OUT_OF_BUDGET)
-            else:
-                if self.deadline is not None:
-                    limit = min(limit, max(0.3, 1.5 * left / (len(jobs) - number)))
-                result = self._tune(job, began + limit)
-                result.seconds = round(self.clock() - began, 3)
-            results.append(result)
-            done(result)
-        return results
+            limit = min(self.effort.job_seconds, max(0.3, 1.5 * left / (len(jobs) - number)))
+            return self._tune(jobs[number], self.clock() + limit)
+
+        return each(jobs, choose, done, budget, self.clock)
 
     def _tune(self, job: Job, until: float) -> Result:
         tunable = registry.get_tunable(job.name)

@@ -126,7 +126,7 @@ class Worker:
 class RemoteMeasurer:
     """`measure.LocalMeasurer`'s methods in a process of its own, which is started again after it died."""
 
-    LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "scan": 180.0, "verify": 180.0, "facts": 120.0}
+    LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
     """Seconds a call may take."""
 
     def __init__(self, device: str, limits: dict[str, float] | None = None) -> None:

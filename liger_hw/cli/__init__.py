@@ -12,6 +12,7 @@ message that says what to do, and becomes exit code 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -20,7 +21,7 @@ import re
 import sys
 import textwrap
 import traceback
-from typing import Sequence
+from typing import Iterator, Sequence
 
 from .. import __version__, env
 from ..env import SettingError
@@ -54,6 +55,15 @@ EXTRAS = {
 
 class UsageError(Exception):
     """Something the user can put right; the message says how. Ends the command with exit code 2."""
+
+
+@contextlib.contextmanager
+def told(command: str, kinds: type | tuple[type, ...] = ValueError) -> Iterator[None]:
+    """Errors of these kinds are the user's to put right: raised in a `with` block, they become `UsageError`."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(f"{command}: {error}") from None
 
 
 def missing(command: str, package: str) -> UsageError:

@@ -14,6 +14,7 @@ Interrupt it at any time: every measurement is kept, and `--resume` goes on from
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
@@ -22,7 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..text import StatusLine, fold, json_text, table, time_left
-from . import UsageError, needs
+from . import UsageError, needs, told
 from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes, token_list
 
 if TYPE_CHECKING:
@@ -89,46 +90,27 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.list:
         return _list(arguments)
-    absent = _absent_targets(arguments.device)
+    device, absent = _device(arguments.device)
     if len(absent) > 1 and not (arguments.model or arguments.shapes or arguments.from_misses):
         arguments.first = True  # every workload of every op on every architecture would take a day
     arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
     if arguments.dry_run:
-        return _dry_run(arguments, absent)
-    if absent:
-        return _choose_without_device(arguments, absent)
-    from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
-    from ..backends import Target
-
-    device = _device(arguments.device)
-    measurer = RemoteMeasurer(device)
-    pool = None
-    try:
-        try:
-            facts = measurer.facts()
-        except (WorkerDied, WorkerError) as error:
-            raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
-        target = Target.from_json(facts["target"])
-        jobs, problems = _jobs(arguments, target, measurer)
-        if not device.startswith("cpu"):
-            workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
-            pool = CompilePool(workers, seconds=60.0)
-        return _tune(arguments, target, facts, measurer, pool, jobs, problems)
-    finally:
-        measurer.close()
-        if pool is not None:
-            pool.close()
+        return _dry_run(arguments, device, absent)
+    return _choose_without_device(arguments, absent) if absent else _measure(arguments, device)
 
 
 # -- what to tune ----------------------------------------------------------------------------------------------------
 
 
-def _device(name: str | None) -> str:
-    """The torch device to measure on. Raises `UsageError` that names what is here."""
+def _device(name: str | None) -> tuple[str, list["Target"]]:
+    """(the torch device to measure on, []), or ("", the Targets that a name means and that are not in this machine).
+
+    The name of a vendor that is not here means each of its known architectures. Raises `UsageError`.
+    """
     import torch
 
     from .. import registry
-    from ..backends import VENDORS, backend, backends, target_of
+    from ..backends import VENDORS, backend, backends, known_target, target_of
 
     here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
     names = ", ".join(b.vendor for b in here) or "none"
@@ -138,7 +120,7 @@ def _device(name: str | None) -> str:
                 "autotune: no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
                 "one that is not here, by compiling and a model; `--list` has the names"
             )
-        return f"{here[0].device_type}:0"
+        return f"{here[0].device_type}:0", []
     kind, _, index = name.partition(":")
     if kind == "cpu":
         if not registry.interpreting():
@@ -146,7 +128,7 @@ def _device(name: str | None) -> str:
                 "autotune: the cpu runs each op's reference, which has nothing to tune (LIGER_HW_INTERPRET=1 tries "
                 "the tuner out)"
             )
-        return "cpu"
+        return "cpu", []
     for one in here:
         if kind == one.vendor:
             count = getattr(torch, one.device_type).device_count()
@@ -155,21 +137,28 @@ def _device(name: str | None) -> str:
                     f"autotune: no device {name!r}; there are {count} ({one.device_type}:0 to "
                     f"{one.device_type}:{count - 1})"
                 )
-            return f"{one.device_type}:{index or 0}"
+            return f"{one.device_type}:{index or 0}", []
         if one.is_called(target_of(torch.device(one.device_type, 0)), name):
-            return f"{one.device_type}:0"
+            return f"{one.device_type}:0", []
+    if name in VENDORS:
+        return "", [known_target(arch) for arch in backend(name).known_archs()]
+    try:
+        return "", [known_target(name)]
+    except ValueError:
+        pass
+    if kind in VENDORS:
+        raise UsageError(
+            f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
+            "Name a device or an architecture, as in --device mi300x, to choose for one that is not here"
+        )
     kinds = [*VENDORS, *(one for v in VENDORS for one in (*backend(v).known_archs(), *backend(v).known_devices()))]
-    if kind not in kinds:  # what is known and not here was answered before
-        near = difflib.get_close_matches(kind.lower(), kinds, 1)
-        hint = f"did you mean {near[0]}?" if near else "`liger-hw autotune --list` has the names"
-        raise UsageError(f"autotune: {name!r} is no known device or architecture (GPUs here: {names}); {hint}")
-    raise UsageError(
-        f"autotune: {name!r} is not in this machine (GPUs here: {names}; torch {torch.__version__}). "
-        "Name a device or an architecture, as in --device mi300x, to choose for one that is not here"
-    )
+    near = difflib.get_close_matches(kind.lower(), kinds, 1)
+    hint = f"did you mean {near[0]}?" if near else "`liger-hw autotune --list` has the names"
+    raise UsageError(f"autotune: {name!r} is no known device or architecture (GPUs here: {names}); {hint}")
 
 
-def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tuple[list["Job"], list[str]]:
+def _jobs(arguments: argparse.Namespace, target: "Target") -> tuple[list["Job"], list[str]]:
+    """(what to tune, what could not be planned)"""
     from .. import registry
     from ..autotune import jobs, models, notes
 
@@ -178,51 +167,40 @@ def _jobs(arguments: argparse.Namespace, target: "Target", measurer: Any) -> tup
     if arguments.from_misses and (arguments.model or arguments.shapes or arguments.first):
         raise UsageError("autotune: --from-misses says what to tune: --model, --shapes and --first do not go with it")
     names = arguments.ops or list(registry.ops())
-    try:
+    with told("autotune"):
         kernels = {name: registry.get_tunable(name) for name in names if "." in name}
         ops = list(dict.fromkeys(registry.get_op(name.partition(".")[0]).name for name in names))
-        in_part = set(ops) - set(names)  # ops of which single kernels are named
         chosen = [models.find(name) for name in arguments.model]
-    except ValueError as error:
-        raise UsageError(f"autotune: {error}") from None
     if arguments.from_misses:
         known = {name for _, entries in registry.tables(target) for name in entries}
-        misses = [name for name in notes.read_misses(target) if name not in known]
-        found, problems = jobs.from_misses(misses, ops)
-        found = [job for job in found if job.op not in in_part or job.name in kernels]
-        if not found and not problems:
-            raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
-        return found, problems
-    wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
-    if arguments.first:
-        wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
-    if not wanted:
-        counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
-        raise UsageError(
-            f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
-        )
-    found, problems = jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target, measurer))
-    return [job for job in found if job.op not in in_part or job.name in kernels], problems
+        found, problems = jobs.from_misses([name for name in notes.read_misses(target) if name not in known], ops)
+    else:
+        wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, arguments.shapes)
+        if arguments.first:
+            wanted = list({op: (op, sizes) for op, sizes in reversed(wanted)}.values())[::-1]
+        if not wanted:
+            counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
+            raise UsageError(
+                f"autotune: no op takes these shapes or is used by these models; sizes each op takes: {counts}"
+            )
+        found, problems = jobs.from_shapes(wanted, arguments.dtype, jobs.scan(target))
+    in_part = set(ops) - set(names)  # ops of which single kernels are named
+    found = [job for job in found if job.op not in in_part or job.name in kernels]
+    if arguments.from_misses and not found and not problems:
+        raise UsageError(f"autotune: no misses are recorded for {target.name} that have no entry yet")
+    return found, problems
 
 
-def _dry_run(arguments: argparse.Namespace, absent: list["Target"]) -> int:
+def _dry_run(arguments: argparse.Namespace, device: str, absent: list["Target"]) -> int:
+    import torch
+
     from .. import registry
     from ..autotune import space
+    from ..backends import target_of
 
-    measurer = None
-    if not absent:
-        import torch
-
-        from ..backends import target_of
-
-        absent = [target_of(torch.device(_device(arguments.device)))]
-    if absent[0].vendor == "cpu":
-        from ..autotune.measure import LocalMeasurer
-
-        measurer = LocalMeasurer(_device("cpu"))  # says that there is nothing to tune, unless kernels are interpreted
     documents = []
-    for target in absent:
-        jobs, problems = _jobs(arguments, target, measurer)
+    for target in absent or [target_of(torch.device(device))]:
+        jobs, problems = _jobs(arguments, target)
         rows = []
         for job in jobs:
             legal, refused = space.legal(registry.get_tunable(job.name), target, job.key)
@@ -241,128 +219,6 @@ def _dry_run(arguments: argparse.Namespace, absent: list["Target"]) -> int:
 def _planned(row: dict[str, Any]) -> tuple[str, ...]:
     name, key = f"{row['op']}.{row['variant']}", str(tuple(row["key"]))
     return name, key, _by(row["sizes"]), str(row["legal"]), str(sum(row["refused"].values()))
-
-
-# -- tuning ----------------------------------------------------------------------------------------------------------
-
-
-def _tune(
-    arguments: argparse.Namespace,
-    target: "Target",
-    facts: dict[str, Any],
-    measurer: Any,
-    pool: Any,
-    jobs: list["Job"],
-    problems: list[str],
-) -> int:
-    from ..autotune import store
-    from ..autotune.store import Journal, Past
-    from ..autotune.tuner import Effort, Tuner
-
-    folder = store.home(target)
-    journal = Journal(folder / "_journal.jsonl" if folder else None)
-    past = Past(journal, facts["triton"]) if arguments.resume else None
-    screen = _Progress(len(jobs), sys.stderr if arguments.json else sys.stdout, arguments.budget)
-    screen.line(
-        f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
-        f"copy {facts['copy_gbs']:.0f} GB/s"
-    )
-    screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
-    for problem in problems:
-        screen.line(f"not planned: {problem}")
-    tuner = Tuner(
-        target,
-        measurer,
-        facts=facts,
-        pool=pool,
-        journal=journal,
-        past=past,
-        save=lambda name, entry: store.save(target, name, entry),
-        discard=lambda name, entry: store.discard(target, name, entry),
-        effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
-        budget=arguments.budget,
-        progress=screen.update,
-    )
-    results: list["Result"] = []
-
-    def done(result: "Result") -> None:
-        results.append(result)
-        screen.finished(result)
-
-    interrupted = False
-    try:
-        tuner.run(jobs, done)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        journal.close()
-    screen.line(
-        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s; "
-        f"{sum(r.stored for r in results)} stored"
-    )
-    if arguments.json:
-        data = {
-            "facts": facts,
-            "results": [r.to_json() for r in results],
-            "problems": problems,
-            "interrupted": interrupted,
-        }
-        print(json_text(data, indent=2))
-    else:
-        print(_table(results))
-    if screen.left_out:
-        screen.line(f"{screen.unbegun()}; go on with the same command and --resume")
-    if interrupted:
-        screen.line("go on with the same command and --resume")
-        return 130
-    return 1 if results and all(r.error for r in results) else 0
-
-
-def _table(results: list["Result"], measured: bool = True) -> str:
-    """A row a job: of measured ones the noise and the share of the floor, of others how many were tried and dropped."""
-    from ..autotune.jobs import OUT_OF_BUDGET
-
-    last = ("noise", "of floor") if measured else ("tried", "dropped")
-    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", *last, "")]
-    for r in results:
-        if r.note == OUT_OF_BUDGET:  # counted in one line
-            continue
-        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
-        if r.error or not r.heuristic_us:
-            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80] if r.error else r.note))
-            continue
-        share = f"{r.floor_share:.0%}" if r.floor_share else ""
-        what = f"stored{', ' + r.note if r.note else ''}" if r.stored else r.note
-        last = (f"{r.noise:.1%}", share) if measured else (str(r.tried), str(r.failed))
-        rows.append((*head, f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", *last, what))
-    return table(rows) + ("" if measured else "\nTimes are the model's, not measured.")
-
-
-def _by(sizes: Any) -> str:
-    return "x".join(map(str, sizes))
-
-
-# -- for a device that is not here -----------------------------------------------------------------------------------
-
-
-def _absent_targets(name: str | None) -> list["Target"]:
-    """The Targets that a name means and that are not in this machine: of a vendor one for each known architecture."""
-    import torch
-
-    from ..backends import VENDORS, backend, backends, known_target, target_of
-
-    here = [b for b in backends() if b.device_type != "cpu" and getattr(torch, b.device_type).device_count()]
-    if name in VENDORS and name != "cpu":
-        present = any(one.vendor == name for one in here)
-        return [] if present else [known_target(arch) for arch in backend(name).known_archs()]
-    try:
-        target = known_target(name or "")
-    except ValueError:
-        return []
-    if target.vendor == "cpu":
-        return []
-    is_here = any(one.is_called(target_of(torch.device(one.device_type, 0)), name or "") for one in here)
-    return [] if is_here else [target]
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -387,6 +243,65 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# -- on the device ---------------------------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace, device: str) -> int:
+    from ..autotune import store
+    from ..autotune.store import Journal, Past
+    from ..autotune.tuner import Effort, Tuner
+    from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
+    from ..backends import Target
+
+    with contextlib.ExitStack() as stack:
+        measurer = stack.enter_context(contextlib.closing(RemoteMeasurer(device)))
+        try:
+            facts = measurer.facts()
+        except (WorkerDied, WorkerError) as error:
+            raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
+        target = Target.from_json(facts["target"])
+        jobs, problems = _jobs(arguments, target)
+        pool = None
+        if not device.startswith("cpu"):
+            workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
+            pool = stack.enter_context(CompilePool(workers, seconds=60.0))
+        folder = store.home(target)
+        journal = stack.enter_context(contextlib.closing(Journal(folder / "_journal.jsonl" if folder else None)))
+        screen = _Progress(arguments, len(jobs))
+        screen.line(
+            f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, "
+            f"copy {facts['copy_gbs']:.0f} GB/s"
+        )
+        screen.line(f"winners go to {folder or 'nowhere: set LIGER_HW_CACHE_DIR'}")
+        for problem in problems:
+            screen.line(f"not planned: {problem}")
+        tuner = Tuner(
+            target,
+            measurer,
+            facts=facts,
+            pool=pool,
+            journal=journal,
+            past=Past(journal, facts["triton"]) if arguments.resume else None,
+            save=lambda name, entry: store.save(target, name, entry),
+            discard=lambda name, entry: store.discard(target, name, entry),
+            effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
+            progress=screen.update,
+        )
+        results = screen.run(tuner, jobs, arguments.budget)
+    again = "go on with the same command and --resume"
+    screen.line(f"{screen.ended()}; {sum(r.stored for r in results)} stored")
+    if arguments.json:
+        rows = [r.to_json() for r in results]
+        data = {"facts": facts, "results": rows, "problems": problems, "interrupted": screen.interrupted}
+        print(json_text(data, indent=2))
+    else:
+        print(_table(results))
+    return screen.conclude(again, again, failed=bool(results) and all(r.error for r in results))
+
+
+# -- for a device that is not here -----------------------------------------------------------------------------------
+
+
 def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"]) -> int:
     """Choose for every job of every target, store the choices, print them, and say what they are worth."""
     from ..autotune import store
@@ -397,10 +312,9 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     plans = []
     for target in targets:
         planning.update(f"{target.arch}: what its kernels launch")
-        plans.append((target, *_jobs(arguments, target, None)))
+        plans.append((target, *_jobs(arguments, target)))
     planning.end()
-    total = sum(len(jobs) for _, jobs, _ in plans)
-    screen = _Progress(total, sys.stderr if arguments.json else sys.stdout, arguments.budget)
+    screen = _Progress(arguments, sum(len(jobs) for _, jobs, _ in plans))
     names = ", ".join(target.arch for target in targets)
     screen.line(
         f"{arguments.device} is not in this machine ({names}): kernels are compiled for it as far as Triton can, and a "
@@ -408,24 +322,20 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
     )
     if arguments.first and len(targets) > 1:
         screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
-    documents, found, interrupted = [], [], False
+    documents = []
     deadline = time.monotonic() + (arguments.budget or math.inf)
     with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
         for number, (target, jobs, problems) in enumerate(plans):
             share = (deadline - time.monotonic()) / (len(plans) - number)
-            results, document = _choose_for(arguments, target, jobs, problems, pool, screen, share)
-            found += results
-            documents.append(document)
-            if interrupted := document["interrupted"]:
+            documents.append(_choose_for(arguments, target, jobs, problems, pool, screen, share))
+            if screen.interrupted:
                 break
-    failed = [r for r in found if r.error]
-    screen.line(
-        f"{'interrupted' if interrupted else 'done'} after {screen.elapsed():.0f} s: "
-        f"{sum(r.stored for r in found)} stored, {len(failed)} failed"
-    )
+    rows = [row for document in documents for row in document["results"]]
+    failed = sum(bool(row["error"]) for row in rows)
+    screen.line(f"{screen.ended()}: {sum(row['stored'] for row in rows)} stored, {failed} failed")
     if arguments.json:
         print(json_text(documents[0] if len(targets) == 1 else documents, indent=1))
-    elif not any(r.stored for r in found):
+    elif not any(row["stored"] for row in rows):
         print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     else:
         print(f"The choices lie in {store.root()}. On the machine with the GPU:", file=sys.stderr)
@@ -435,12 +345,11 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list["Target"
                 export = f"liger-hw cache export --device {name} -o {name}.json"
                 print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
-    if screen.left_out:
-        screen.line(f"{screen.unbegun()}; the same command goes on, what was compiled is kept by Triton")
-    if interrupted:
-        screen.line("what was compiled is kept by Triton, the same command goes on from there")
-        return 130
-    return 1 if failed else 0
+    return screen.conclude(
+        "the same command goes on, what was compiled is kept by Triton",
+        "what was compiled is kept by Triton, the same command goes on from there",
+        failed=failed > 0,
+    )
 
 
 def _choose_for(
@@ -451,8 +360,8 @@ def _choose_for(
     pool: Any,
     screen: "_Progress",
     seconds: float,
-) -> tuple[list[Any], dict[str, Any]]:
-    """(results, what --json prints of them) of one target; its table is printed without --json.
+) -> dict[str, Any]:
+    """What --json prints of one target; its table is printed without --json.
 
     seconds: after them no kernel is begun
     """
@@ -480,42 +389,82 @@ def _choose_for(
     def save(name: tuple, entry: Any) -> Any:
         return None if name in measured else store.save(target, name, entry)  # a guess must not answer before those
 
-    results: list[Any] = []
-
-    def done(result: Any) -> None:
-        results.append(result)
-        screen.finished(result)
-
-    interrupted = False
     tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=save)
-    try:
-        tuner.run(jobs, done, seconds)
-    except KeyboardInterrupt:
-        interrupted = True
+    results = screen.run(tuner, jobs, seconds)
     if not arguments.json:
         print(_table(results, measured=False))
     facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today(), "margin": margin}
     rows = [r.to_json() for r in results]
-    document = {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": interrupted}
-    return results, document
+    return {"kind": "static", **facts, "results": rows, "problems": problems, "interrupted": screen.interrupted}
 
 
-# -- progress --------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _table(results: list["Result"], measured: bool = True) -> str:
+    """A row a job: of measured ones the noise and the share of the floor, of others how many were tried and dropped."""
+    from ..autotune.jobs import OUT_OF_BUDGET
+
+    last = ("noise", "of floor") if measured else ("tried", "dropped")
+    rows = [("kernel", "sizes", "key", "heuristic us", "winner us", "gain", *last, "")]
+    for r in results:
+        if r.note == OUT_OF_BUDGET:  # counted in one line
+            continue
+        head = (r.job.name, _by(r.job.sizes), str(r.job.key))
+        if r.error or not r.heuristic_us:
+            rows.append((*head, "", "", "", "", "", r.error.splitlines()[0][:80] if r.error else r.note))
+            continue
+        share = f"{r.floor_share:.0%}" if r.floor_share else ""
+        what = f"stored{', ' + r.note if r.note else ''}" if r.stored else r.note
+        last = (f"{r.noise:.1%}", share) if measured else (str(r.tried), str(r.failed))
+        rows.append((*head, f"{r.heuristic_us:.2f}", f"{r.winner_us:.2f}", f"{r.gain:.1%}", *last, what))
+    return table(rows) + ("" if measured else "\nTimes are the model's, not measured.")
+
+
+def _by(sizes: Any) -> str:
+    return "x".join(map(str, sizes))
 
 
 class _Progress:
-    """What is being done, as `StatusLine` shows it, and a plain line for each job that is finished."""
+    """What is being done, as `StatusLine` shows it, and a plain line for each job that is finished.
 
-    def __init__(self, total: int, stream: Any, budget: float | None = None) -> None:
-        self.total, self.stream, self.budget = total, stream, budget
-        self.status, self.count, self.left_out = StatusLine(), 0, 0
+    interrupted: whether Ctrl-C ended a run; left_out: jobs that the budget left out
+    """
+
+    def __init__(self, arguments: argparse.Namespace, total: int) -> None:
+        self.total, self.budget = total, arguments.budget
+        self.stream = sys.stderr if arguments.json else sys.stdout
+        self.status, self.count, self.left_out, self.interrupted = StatusLine(), 0, 0, False
+
+    def run(self, tuner: Any, jobs: list["Job"], budget: float | None) -> list["Result"]:
+        """The results of a tuner's run, so far as it came."""
+        results: list["Result"] = []
+
+        def done(result: "Result") -> None:
+            results.append(result)
+            self.finished(result)
+
+        try:
+            tuner.run(jobs, done, budget)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return results
+
+    def ended(self) -> str:
+        return f"{'interrupted' if self.interrupted else 'done'} after {self.elapsed():.0f} s"
+
+    def conclude(self, after_budget: str, after_interrupt: str, failed: bool) -> int:
+        """The exit code, after saying how to go on with what was left out."""
+        if self.left_out:
+            spent = f"the budget of {self.budget:.0f} s is spent"
+            self.line(f"{self.left_out} of {self.total} were not begun: {spent}; {after_budget}")
+        if self.interrupted:
+            self.line(after_interrupt)
+            return 130
+        return 1 if failed else 0
 
     def elapsed(self) -> float:
         return time.monotonic() - self.status.began
-
-    def unbegun(self) -> str:
-        """What the budget left out."""
-        return f"{self.left_out} of {self.total} were not begun: the budget of {self.budget:.0f} s is spent"
 
     def line(self, text: str) -> None:
         self.status.end()

@@ -47,6 +47,16 @@ class Observer:
         return proceed(call, args)
 
 
+class Foreseen(Observer):
+    """Calls `note(plan, kernel, grid, args, flags)` in place of each launch."""
+
+    def __init__(self, note: Callable[[Any, Any, tuple, tuple, tuple], None]) -> None:
+        self.note = note
+
+    def launch(self, proceed: Any, plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        self.note(plan, kernel, grid, args, flags)
+
+
 Watcher = TypeVar("Watcher", bound=Observer)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import check, measure
+from liger_hw.autotune.jobs import scan
 from liger_hw.autotune.measure import LocalMeasurer
 from liger_hw.backends import LaunchConfig
 
@@ -30,17 +31,23 @@ def measurer(clean_registry):
     one.close()
 
 
+def launched(measurer: LocalMeasurer, op: str, sizes: list[int]) -> list[tuple[str, list[int]]]:
+    """(variant, key) of the op's own kernels at these sizes."""
+    found = [(*name.split("."), key) for name, key in scan(measurer.target)(op, sizes, "float32")]
+    return [(variant, list(key)) for owner, variant, key in found if owner == op]
+
+
 def opened(measurer: LocalMeasurer, op: str, variant: str, sizes: list[int] | None = None) -> dict:
     sizes = sizes or SIZES[op]
-    key = next(key for found, key in measurer.scan(op, sizes, "float32") if found == variant)
+    key = next(key for found, key in launched(measurer, op, sizes) if found == variant)
     return measurer.open(op, sizes, "float32", variant, key, [])
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_kernel_of_an_op_can_be_measured(measurer, name):
-    launched = measurer.scan(name, SIZES[name], "float32")
-    assert {variant for variant, _ in launched} <= {t.variant for t in registry.get_op(name).tunables}
-    for variant, key in launched:
+    found = launched(measurer, name, SIZES[name])
+    assert {variant for variant, _ in found} <= {t.variant for t in registry.get_op(name).tunables}
+    for variant, key in found:
         answer = measurer.open(name, SIZES[name], "float32", variant, key, [])
         assert "error" not in answer and answer["bytes"] > 0
         arm = measurer.prepare(answer["baseline"])
@@ -116,7 +123,7 @@ def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
 
 def test_a_kernel_launched_with_two_keys_is_measured_with_either(measurer):
     """dyt adds up dgamma and dbeta, then dalpha, by the same kernel."""
-    keys = [key for variant, key in measurer.scan("dyt", [512, 64], "float32") if variant == "dw"]
+    keys = [key for variant, key in launched(measurer, "dyt", [512, 64]) if variant == "dw"]
     assert len(keys) == 2
     for key in keys:
         answer = measurer.open("dyt", [512, 64], "float32", "dw", key, [])
@@ -131,7 +138,7 @@ def test_a_wrong_heuristic_stops_the_job(measurer, monkeypatch):
 
 def test_where_the_heuristic_does_not_launch_the_safe_one_is_the_baseline(measurer, monkeypatch):
     tunable = registry.get_op("swiglu").tunables[0]
-    key = measurer.scan("swiglu", SIZES["swiglu"], "float32")[0][1]
+    key = launched(measurer, "swiglu", SIZES["swiglu"])[0][1]
     heuristic = tunable.heuristic
     broken = replace(heuristic(measurer.target, tuple(key)), num_warps=64)
     monkeypatch.setattr(tunable, "heuristic", lambda target, k: broken)
@@ -159,7 +166,7 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
     original = torch._grouped_mm
     monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **more: grouped.append(1) or original(*args, **more))
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
-    keys = {variant: key for variant, key in measurer.scan("fused_moe", sizes, "float32")}
+    keys = {variant: key for variant, key in launched(measurer, "fused_moe", sizes)}
     for variant in ("down", "up_weights"):
         tunable = registry.get_tunable(f"fused_moe.{variant}")
         kernels = tunable.heuristic(measurer.target, tuple(keys[variant]))
@@ -187,6 +194,6 @@ def test_tuning_end_to_end_in_the_interpreter(measurer, tmp_path):
     tuner = Tuner(
         measurer.target, measurer, facts=measurer.facts(), save=lambda n, e: saved.update({n: e}) or True, effort=effort
     )
-    jobs = [Job("swiglu", v, tuple(k), (8, 64), "float32") for v, k in measurer.scan("swiglu", [8, 64], "float32")]
+    jobs = [Job("swiglu", v, tuple(k), (8, 64), "float32") for v, k in launched(measurer, "swiglu", [8, 64])]
     results = tuner.run(jobs)
     assert [r.error for r in results] == ["", ""] and all(r.heuristic_us > 0 and r.tried == 3 for r in results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,10 +246,15 @@ def test_without_a_heuristic_that_compiles_there_is_no_choice():
 
 @pytest.mark.aot
 def test_the_budget_ends_a_run(monkeypatch):
-    tuner = static.StaticTuner(H200, FakePool(lambda config: {}), candidates=2)
-    clock = iter(range(0, 100, 10))
-    monkeypatch.setattr(static.time, "monotonic", lambda: next(clock))
-    results = tuner.run([JOB] * 3, budget=15)
+    now = [0.0]
+
+    def answer(config):
+        now[0] += 10
+        return {}
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tuner = static.StaticTuner(H200, FakePool(answer), candidates=2)
+    results = tuner.run([JOB] * 3, budget=5)
     assert [bool(r.heuristic_us) for r in results] == [True, False, False]
     assert results[1].note == "skipped: the budget is spent" and not results[1].error
 

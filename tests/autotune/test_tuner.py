@@ -41,8 +41,9 @@ class Kept(dict):
 def tune(measure=cost, jobs=(JOB,), kept=None, measurer=None, **kwargs):
     kept = Kept() if kept is None else kept
     measurer = measurer or FakeMeasurer(START, measure, kwargs.pop("noise", 0.0), kwargs.pop("verify", lambda c: ""))
+    budget = kwargs.pop("budget", None)
     tuner = Tuner(H200, measurer, facts=FACTS, save=kept.save, discard=kept.discard, **kwargs)
-    return tuner.run(list(jobs)), kept, measurer
+    return tuner.run(list(jobs), budget=budget), kept, measurer
 
 
 def test_it_finds_the_best_and_keeps_its_evidence():

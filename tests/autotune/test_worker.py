@@ -101,7 +101,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest
 from liger_hw.autotune import workers
 workers.Worker.module = "tests.autotune.fake_worker"
 import liger_hw.cli.autotune as command
-command._device = lambda name: "cuda:0"
+command._device = lambda name: ("cuda:0", [])
 from liger_hw.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -201,4 +201,4 @@ def test_what_the_pool_compiles_is_what_a_launch_looks_up(tmp_path, monkeypatch)
 
 
 def test_limits_have_a_default_for_every_long_call():
-    assert {"prepare", "time", "open", "scan", "verify", "facts"} <= set(RemoteMeasurer.LIMITS)
+    assert {"prepare", "time", "open", "verify", "facts"} <= set(RemoteMeasurer.LIMITS)
