@@ -174,12 +174,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     problems = []
     todo = in_turns()[: arguments.shapes]
-    with measure.Clock(
+    with measure.GraphClock(
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     ) as clock:
         target = target_of(clock.device)
         tables = store.layers(target)
-        workers = 0 if clock.on_cpu else arguments.workers or max(2, (os.cpu_count() or 2) - 2)
+        workers = 0 if clock.module is None else arguments.workers or max(2, (os.cpu_count() or 2) - 2)
         pool = CompilePool(workers, seconds=60.0)
 
         def keep():
@@ -212,7 +212,7 @@ def main() -> None:
             if time.monotonic() - began > arguments.budget:
                 problems.append(f"{name} {sizes}: the budget was spent")
                 break
-            sizes = tuple(min(size, 32) for size in sizes) if clock.on_cpu else sizes
+            sizes = tuple(min(size, 32) for size in sizes) if clock.module is None else sizes
             try:
                 plan = planned_at(registry.get_op(name), sizes, clock, target, tables, arguments.candidates, pool)
             except Exception as error:

@@ -46,7 +46,7 @@ from liger_hw import registry
 from liger_hw.bench import ops, peers, report
 from liger_hw.bench.inputs import Inputs, Work
 from liger_hw.bench.timing import Budget, Meter, OutOfBudget
-from liger_hw.cli.arguments import dtype_name, name_list, seconds, torch_dtype, usable_device
+from liger_hw.cli.arguments import dtype_name, listed, seconds, torch_dtype, usable_device
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.observe import Observer, observing
 from liger_hw.text import first_line, table
@@ -319,7 +319,9 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops (default: all)")
     parser.add_argument("--device", help="torch device (default: the accelerator, else cpu)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="bf16 (default), fp16 or fp32")
-    parser.add_argument("--against", type=name_list, default=["liger", "torch"], help="peers of `liger-hw bench`")
+    parser.add_argument(
+        "--against", type=listed(str, "peers"), default=["liger", "torch"], help="peers of `liger-hw bench`"
+    )
     parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="start no op after this long")
     parser.add_argument("--json", metavar="FILE", help="write every figure; - prints them instead of the tables")
     arguments = parser.parse_args()

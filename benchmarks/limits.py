@@ -87,7 +87,9 @@ def kernels_of(op, sizes, clock, gb_s):
     target = target_of(clock.device)
     named = {tunable.variant: tunable for tunable in op.tunables}
     bench = measure.Bench(op, sizes, torch.bfloat16, clock)
-    properties = None if clock.on_cpu else torch.get_device_module(clock.device).get_device_properties(clock.device)
+    properties = (
+        None if clock.module is None else torch.get_device_module(clock.device).get_device_properties(clock.device)
+    )
     for variant, key in bench.tunables():
         chosen = registry.explain_tunable(named[variant], target, key).chosen
         stage = bench.stage(variant, key)
@@ -119,13 +121,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [(name, sizes, aim) for name in arguments.ops.split(",") for sizes, aim in AIMS[name].items()]
     machine = report.machine(device, os.environ.get("LIGER_COMMIT"))
-    with measure.Clock(device) as clock:
-        gb_s = machine["copy_gb_s"] = clock.copy_bandwidth()
+    with measure.GraphClock(device) as clock:
+        gb_s = machine["copy_gb_s"] = clock.copy_rate()
         for place in untaken(folder, len(todo)):
             if time.monotonic() - began > arguments.budget:
                 break
             name, sizes, aim = todo[place]
-            sizes = tuple(min(size, 32) for size in sizes) if clock.on_cpu else sizes
+            sizes = tuple(min(size, 32) for size in sizes) if clock.module is None else sizes
             row = {"op": name, "sizes": list(sizes), "aim": aim, "kernels": []}
             try:
                 row["kernels"] = list(kernels_of(registry.get_op(name), sizes, clock, gb_s))

@@ -17,7 +17,6 @@ import torch
 from liger_hw.bench import report, timing
 from liger_hw.bench.cases import make_inputs
 from liger_hw.bench.moe import ROUTINGS, layers
-from liger_hw.bench.runners import each
 from liger_hw.kernels.moe import gates, products, routing, sums
 from liger_hw.kernels.moe.fused_moe import WORKLOADS
 from liger_hw.kernels.moe.reference import Gate
@@ -76,7 +75,7 @@ def measure(case: Any, meter: timing.Meter, tiny: bool) -> list[dict[str, Any]]:
         try:
             for _ in range(0 if tiny else 2):
                 call()
-            ms = sorted(each(meter, times, call, meter.flush))[times // 2]
+            ms = sorted(meter.each(times, call, meter.flush))[times // 2]
         except Exception as error:  # a tile that does not fit is a row, not the end
             return {"layer": case.label, "pass": name, "engine": engine, "tile": tile, "note": first_line(error)}
         rate = None

@@ -16,9 +16,8 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
-import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
@@ -26,6 +25,7 @@ from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
 from . import check, space, store
+from .clock import Clock, nothing
 from .record import (
     Call,
     Launch,
@@ -51,43 +51,34 @@ CHECK_BYTES = 2 << 30
 """The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
 
 
-class Clock:
-    """Times callables on one device. All work goes to one side stream, where graphs can be captured.
+class GraphClock(Clock):
+    """A clock whose work goes to one side stream, where graphs can be captured.
 
     `with clock:` makes that stream current; everything measured must be created inside.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_cpu = device.type == "cpu"
-        self._module = None if self.on_cpu else torch.get_device_module(device)
-        self._stream = None if self.on_cpu else self._module.Stream(device)
-        self._graph_type = getattr(self._module, "CUDAGraph", None) or getattr(self._module, "XPUGraph", None)
-        self._context: Any = None
+        super().__init__(device)
+        self._context: Any = contextlib.nullcontext()
 
-    def __enter__(self) -> "Clock":
-        if not self.on_cpu:
-            self._module.set_device(self.device)
-            self._context = self._module.stream(self._stream)
-            self._context.__enter__()
+    def __enter__(self) -> "GraphClock":
+        if self.module is not None:
+            self.module.set_device(self.device)
+            self._context = self.module.stream(self.module.Stream(self.device))
+        self._context.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)
+        self._context.__exit__(*error)
 
-    def synchronize(self) -> None:
-        if not self.on_cpu:
-            self._module.synchronize(self.device)
-
-    def graph(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, launch: Callable[[], None]) -> Callable[[], None]:
         """`launch` captured into a graph, as a replay; `launch` itself where the device cannot capture.
 
         torch's own context manager collects garbage and empties the allocator's cache on every capture, about 100 ms.
         """
-        if self._graph_type is None:
+        if self.graph is None:
             return launch
-        graph = self._graph_type()
+        graph = self.graph()
         self.synchronize()
         graph.capture_begin()
         try:
@@ -95,49 +86,6 @@ class Clock:
         finally:
             graph.capture_end()
         return graph.replay
-
-    def interleaved(
-        self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int
-    ) -> list[list[float]]:
-        """Microseconds of each (restore, replay) arm, `rounds` times in turn; `restore` is outside the clock."""
-        if self.on_cpu:
-            return self._on_cpu(arms, rounds)
-        events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
-        for turn in range(rounds):
-            for number in _turned(len(arms), turn):
-                restore, replay = arms[number]
-                start, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
-                restore()
-                start.record()
-                replay()
-                end.record()
-                events[number].append((start, end))
-        self.synchronize()
-        return [[start.elapsed_time(end) * 1000.0 for start, end in pairs] for pairs in events]
-
-    def _on_cpu(self, arms: Sequence[tuple[Callable[[], None], Callable[[], None]]], rounds: int) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in arms]
-        for turn in range(rounds):
-            for number in _turned(len(arms), turn):
-                restore, replay = arms[number]
-                restore()
-                start = time.perf_counter()
-                replay()
-                times[number].append((time.perf_counter() - start) * 1e6)
-        return times
-
-    def copy_bandwidth(self) -> float:
-        """GB/s of a device-to-device copy, reads plus writes: the floor kernels are compared with."""
-        size = 1 << 24 if self.on_cpu else 1 << 30
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        times = self.interleaved([(lambda: None, lambda: target.copy_(source))], 8)[0]
-        return 2 * size / sorted(times)[len(times) // 2] / 1000.0
-
-
-def _turned(count: int, turn: int) -> list[int]:
-    """0..count-1, starting elsewhere each turn, so that no arm always follows the same one."""
-    return [(i + turn) % count for i in range(count)]
 
 
 class Rejected(Exception):
@@ -158,7 +106,7 @@ class Arm:
 class Bench:
     """One op at one shape on one device: the operator calls of its forward and backward. Use inside `with clock:`."""
 
-    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock) -> None:
+    def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: GraphClock) -> None:
         self.op, self.sizes, self.dtype, self.clock, self.device = op, sizes, dtype, clock, clock.device
         self.target: Target = target_of(self.device)
         generator = torch.Generator(self.device).manual_seed(0)
@@ -236,7 +184,9 @@ class Stage:
         self.expected = [t.clone() for t in outputs]  # replays write into the launches' own tensors
         self.bytes = sum(_bytes(one.args, roles[one.name]) for one in launches if _is(one, tunable, key))
         footprint = max(1, sum(_bytes(one.args) for one in launches))
-        self.copies = 1 if self.clock.on_cpu else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
+        self.copies = (
+            1 if self.clock.module is None else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
+        )
         by_kernel = {one.name: one for one in launches}
         first = {name: {i: one.args[i] for i in _tensor_indices(one.args)} for name, one in by_kernel.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
@@ -330,16 +280,16 @@ class Stage:
         in_place = bool(self._pristine)
         run_once()
         repeats = 1
-        if not self.clock.on_cpu and not in_place:
-            took = min(self.clock.interleaved([(_nothing, run_once)], 2)[0])
+        if self.clock.module is not None and not in_place:
+            took = 1e3 * min(self.clock.each(2, run_once))
             repeats = max(1, min(256 // len(steps), int(REPLAY_US / max(took, 1.0))))
 
         def run() -> None:
             for _ in range(repeats):
                 run_once()
 
-        replay = self.clock.graph(run)
-        return Arm(config, self.restore_all if in_place else _nothing, replay, self.copies * repeats, resources)
+        replay = self.clock.captured(run)
+        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats, resources)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
         """The launches on set `number` of the shared tensors; a tensor of a shape of its own is copied for each set."""
@@ -363,17 +313,13 @@ class Stage:
     def time(self, arms: list[Arm], rounds: int) -> list[list[float]]:
         """Microseconds of one launch, `rounds` samples for each arm, interleaved."""
         raw = self.clock.interleaved([(arm.restore, arm.replay) for arm in arms], rounds)
-        return [[sample / arm.per_replay for sample in samples] for arm, samples in zip(arms, raw)]
+        return [[1e3 * ms / arm.per_replay for ms in samples] for arm, samples in zip(arms, raw)]
 
     def verify(self, config: LaunchConfig) -> str:
         """Why the whole op under `config` disagrees with its reference, or `""`."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
         with everywhere(plan):
             return self.bench.against_reference()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is(one: Launch, tunable: Tunable, key: Key) -> bool:
@@ -446,7 +392,7 @@ class LocalMeasurer:
         self.device = with_index(device)
         self.target = target_of(self.device)
         registry.set_tables(self.target, [])  # the baseline is the heuristic, whatever is stored
-        self.clock = Clock(self.device)
+        self.clock = GraphClock(self.device)
         self.clock.__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None
@@ -464,7 +410,7 @@ class LocalMeasurer:
             "torch": torch.__version__,
             "triton": store.triton_version(),
             "python": platform.python_version(),
-            "copy_gbs": round(self.clock.copy_bandwidth(), 1),
+            "copy_gbs": round(self.clock.copy_rate(), 1),
         }
 
     def open(

@@ -52,9 +52,13 @@ PRODUCTS: dict[str, Callable[..., tuple[list[Product], list[Product]]]] = {
 
 
 def floors_of(case: Case, inputs: Inputs, meter: Meter, copy_rate: float) -> tuple[dict[str, float], str]:
-    """Milliseconds by mode that the measured copy or the measured products need, and which of the two it is."""
+    """Milliseconds by mode that the measured copy or the products need, and which of the two it is.
+
+    Products are called a few times only: `ops.bench` measures them in turn with the arms.
+    """
     if case.op.name in PRODUCTS:
-        forward, both = (meter.products_ms(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
+        chains = (meter.chain(products, case.dtype) for products in PRODUCTS[case.op.name](*case.sizes))
+        forward, both = (chain.cost_ms() for chain in chains)
         return {"fwd": forward, "full": both, "bwd": both - forward}, "gemm"
     few = with_few_rows(case, 1)
     one = make_inputs(case, few, meter.device, 0)

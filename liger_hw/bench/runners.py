@@ -5,8 +5,7 @@ Replay  a captured graph        Calls  single calls, where no graph can hold the
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 import torch
 
@@ -17,29 +16,6 @@ if TYPE_CHECKING:
 
 Product = tuple[int, int, int, str]
 """A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
-
-
-def each(meter: Meter, times: int, call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> list[float]:
-    """Milliseconds of each of so many calls, between events, on the CPU by the wall clock; `before` each, untimed."""
-    if meter.module is None:
-        samples = []
-        for _ in range(times):
-            before()
-            start = time.perf_counter()
-            call()
-            samples.append((time.perf_counter() - start) * 1e3)
-        return samples
-    meter.busy()
-    marks = []
-    for _ in range(times):
-        before()
-        start, end = meter.event(), meter.event()
-        start.record()
-        call()
-        end.record()
-        marks.append((start, end))
-    meter.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
 
 
 class Replay:
@@ -60,7 +36,7 @@ class Replay:
         self.flushes = 8 * work.bytes > meter.l2
 
     def burst(self, times: int) -> list[float]:
-        return [ms / self.calls for ms in each(self.meter, times, self.graph.replay, self._before)]
+        return [ms / self.calls for ms in self.meter.each(times, self.graph.replay, self._before)]
 
     def _before(self) -> None:
         self.work.restore()
@@ -82,7 +58,7 @@ class Calls:
         self.rounds, self.calls, self.turn = 1, 1, 0
 
     def burst(self, times: int) -> list[float]:
-        return each(self.meter, times, lambda: self.work.call(self._next()), self.work.restore)
+        return self.meter.each(times, lambda: self.work.call(self._next()), self.work.restore)
 
     def _next(self) -> int:
         self.turn = (self.turn + 1) % len(self.work.sets)
@@ -114,7 +90,7 @@ class Chain:
             torch.mm(a, b, out=out)
 
     def burst(self, times: int) -> list[float]:
-        return each(self.meter, times, self.run)
+        return self.meter.each(times, self.run)
 
     def cost_ms(self) -> float:
         return self.burst(2)[-1]

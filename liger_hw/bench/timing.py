@@ -14,16 +14,15 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
+from ..autotune.clock import MIB, Clock, nothing
 from ..backends import target_of, with_index
 from ..text import first_line
 from .inputs import Work
-from .runners import Calls, Chain, Product, Replay, each
-
-MIB = 1024 * 1024
+from .runners import Calls, Chain, Product, Replay
 
 
 class OutOfBudget(Exception):
@@ -94,7 +93,7 @@ class Stats:
 # -- the device ------------------------------------------------------------------------------------------------------
 
 
-class Meter:
+class Meter(Clock):
     """One device and how it is timed. `graphs` says whether calls can be captured and replayed on it.
 
     Where they can, a stream of its own becomes the current one until `close()` (or the end of a `with` block): a
@@ -102,14 +101,10 @@ class Meter:
     """
 
     def __init__(self, device: torch.device | str, module: Any = None) -> None:
-        """module: stands in for torch's module of the device's type, for tests"""
-        self.device = device = with_index(device)
-        self.module: Any = module
-        if device.type != "cpu":
-            self.module = torch.get_device_module(device)
-            self.module.set_device(device.index)
-        self.l2 = target_of(device).l2
-        self._graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
+        super().__init__(with_index(device), module)
+        if self.device.type != "cpu":
+            self.module.set_device(self.device.index)
+        self.l2 = target_of(self.device).l2
         self._pool: Any = None
         self._before = None
         if self.graphs:
@@ -117,20 +112,15 @@ class Meter:
             self._before.synchronize()
             self.module.set_stream(self.module.Stream())
         self._filler: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._products: dict[tuple, float] = {}
 
     @property
     def graphs(self) -> bool:
-        return self._graph is not None and hasattr(self.module, "graph_pool_handle")
+        return self.graph is not None and hasattr(self.module, "graph_pool_handle")
 
     @property
     def method(self) -> str:
         """What times a call that is not captured."""
         return "wall" if self.module is None else "events"
-
-    def synchronize(self) -> None:
-        if self.module is not None:
-            self.module.synchronize()
 
     def forget(self) -> None:
         """Give the memory of finished cases back: the next case's peak and captures start clean."""
@@ -182,7 +172,7 @@ class Meter:
         if self._pool is None:
             self._pool = self.module.graph_pool_handle()  # one pool: arms never run at the same time
         options = {"capture_error_mode": "thread_local"} if self.device.type == "cuda" else {}
-        graph = self._graph()
+        graph = self.graph()
         self.synchronize()
         graph.capture_begin(pool=self._pool, **options)
         try:
@@ -235,8 +225,9 @@ class Meter:
         target, source = self._filler
         target[:most].copy_(source[:most])
 
-    def event(self) -> Any:
-        return self.module.Event(enable_timing=True)
+    def each(self, times: int, call: Callable[[], Any], before: Callable[[], Any] = nothing) -> list[float]:
+        self.busy()
+        return super().each(times, call, before)
 
     def eager(self, work: Work, budget_ms: float = 20.0) -> Callable[[], list[float]]:
         """A function that returns wall milliseconds a call in a plain loop: what a user feels, host time included."""
@@ -311,32 +302,9 @@ class Meter:
         work.restore()
         return kept / MIB
 
-    # -- floors
-
-    def copy_rate(self) -> float:
-        """GB/s of a large device-to-device copy, bytes read plus bytes written: the roofline of a memory-bound op."""
-        size = 1024 * MIB if self.module is not None else 32 * MIB
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        ms = self._time(lambda: target.copy_(source), 20 if self.module is not None else 5).median
-        return 2 * size / ms / 1e6
-
-    def products_ms(self, products: Iterable[Product], dtype: torch.dtype) -> float:
-        """Milliseconds of matrix products, one after the other: the floor of a GEMM-bound op. Random data, torch.mm."""
-        for product in (products := list(products)):
-            if (product, dtype) not in self._products:
-                self._products[product, dtype] = self._time(self.chain([product], dtype).run, 10).median
-        return sum(self._products[product, dtype] for product in products)
-
     def chain(self, products: Sequence[Product], dtype: torch.dtype) -> Chain:
-        """The products to be timed in turn with what consists of them."""
+        """Matrix products, one after the other, to be timed in turn with what consists of them."""
         return Chain(self, products, dtype)
-
-    def _time(self, call: Callable[[], Any], times: int) -> Stats:
-        for _ in range(2):
-            call()
-        self.synchronize()
-        return Stats.of([each(self, times, call) for _ in range(3)])
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------

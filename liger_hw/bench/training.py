@@ -15,13 +15,13 @@ import inspect
 import math
 import re
 import statistics
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import torch
 
+from ..autotune.clock import Clock
 from ..transformers.rebind import PREFIX
 from .peers import Absent
 
@@ -360,11 +360,11 @@ def train(
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, fused=True)
     losses = torch.zeros(plan.steps, dtype=torch.float32, device=device)
-    clock = _Clock(device)
+    clock = Clock(device)
     grad_norms: dict[str, float] = {}
     done = 0
     try:
-        clock.mark()
+        marks = [clock.mark()]
         for step in range(plan.steps):
             batch = tokens[rows[step, :, None] + columns]
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -376,11 +376,11 @@ def train(
                 group["lr"] = plan.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            clock.mark()
+            marks.append(clock.mark())
             done = step + 1
             if on_step(step, losses[step].item):
                 break
-        seconds = clock.intervals()
+        seconds = [ms / 1e3 for ms in clock.ms(zip(marks, marks[1:]))]
         return Run(
             losses=losses[:done].tolist(),
             grad_norms=grad_norms,
@@ -410,29 +410,6 @@ def _norms(parameters: dict[str, Any]) -> dict[str, float]:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in named.values()])
     return dict(zip(named, norms.tolist()))
-
-
-class _Clock:
-    """Marks in the device's own time, read only at the end, so that timing a step does not wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.module = None if device.type == "cpu" else torch.get_device_module(device)
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self.module is None:
-            self.marks.append(time.perf_counter())
-            return
-        event = self.module.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def intervals(self) -> list[float]:
-        pairs = list(zip(self.marks, self.marks[1:]))
-        if self.module is None:
-            return [after - before for before, after in pairs]
-        self.module.synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
 
 
 class _PeakMemory:

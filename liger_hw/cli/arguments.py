@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from ..autotune.models import KNOWN
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 SEQS = [512, 1024, 2048, 4096, 8192, 16384]
 """Sequence lengths of a model where none are given."""
@@ -52,76 +54,58 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _number(convert, text: str, fits, expected: str):
-    """convert(text), where that works and fits; else argparse's error, which says what was expected."""
-    try:
-        value = convert(text)
-    except ValueError:
-        value = None
-    if value is None or not fits(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-    return value
+def _number(convert: Callable[[str], T], least: float, most: float, expected: str) -> Callable[[str], T]:
+    """An argparse type: what `convert` makes of a text, from `least` to `most`."""
 
+    def parse(text: str) -> T:
+        try:
+            value = convert(text.strip())
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return value
 
-def positive(text: str) -> int:
-    """argparse type: an integer from 1 to 2**31 - 1."""
-    return _number(int, text, lambda value: 1 <= value < 2**31, "a positive integer")
-
-
-_TOKENS = "write positive integers such as 65536, or 64k for 64 * 1024"
+    return parse
 
 
 def _tokens(text: str) -> int:
-    number = text.strip().lower()
-    return 1024 * int(number[:-1]) if number.endswith("k") else int(number)
+    return 1024 * int(text[:-1]) if text.lower().endswith("k") else int(text)
 
 
-def tokens(text: str) -> int:
-    """argparse type: `65536` or `64k` -> 65536."""
-    return _number(_tokens, text, lambda value: 1 <= value < 2**31, f"a number of tokens; {_TOKENS}")
+LARGEST = 2**31 - 1
+positive = _number(int, 1, LARGEST, "a positive integer")
+tokens = _number(_tokens, 1, LARGEST, "a number of tokens; write positive integers such as 65536, or 64k for 64 * 1024")
+seed = _number(int, 0, 2**64 - 1, "a seed; write an integer from 0 to 2**64 - 1")
+seconds = _number(float, 1e-9, 3.2e8, "a positive number of seconds")
+share = _number(float, 0.0, 1.0, "a share; write a number from 0 to 1")
 
 
-def token_list(text: str) -> list[int]:
-    """argparse type: `512,64k` -> [512, 65536]."""
-    return _number(
-        lambda joined: [_tokens(part) for part in joined.split(",") if part],
-        text,
-        lambda values: values and min(values) >= 1 and max(values) < 2**31,
-        f"a list of numbers of tokens; {_TOKENS}, joined by commas",
+def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]:
+    """An argparse type: values of another type, joined by commas, at least one. what: an example of them."""
+
+    def parse(text: str) -> list[T]:
+        found = [kind(word.strip()) for word in text.split(",") if word.strip()]
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} is empty; write {what} joined by commas")
+        return found
+
+    return parse
+
+
+def add_model_sizes(parser: Any, ops: str) -> None:
+    """--ops, and --model with its --batch and --seq. ops: help of the first"""
+    parser.add_argument("--ops", type=listed(str, "names such as rope,swiglu"), metavar="A,B", help=ops)
+    parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
+    parser.add_argument(
+        "--batch", type=listed(positive, "numbers"), metavar="B,..", help="batch sizes for --model (default 1)"
     )
-
-
-def seed(text: str) -> int:
-    """argparse type: an integer that torch takes as a seed, from 0 to 2**64 - 1."""
-    return _number(int, text, lambda value: 0 <= value < 2**64, "a seed; write an integer from 0 to 2**64 - 1")
-
-
-def seconds(text: str) -> float:
-    """argparse type: a time of more than 0 seconds and at most ten years."""
-    return _number(float, text, lambda value: 0.0 < value < 3.2e8, "a positive number of seconds")
-
-
-def numbers(text: str) -> list[int]:
-    """argparse type: `512,1024` -> [512, 1024], positive integers."""
-    return _number(
-        lambda joined: [int(part) for part in joined.split(",") if part],
-        text,
-        lambda values: values and min(values) >= 1 and max(values) < 2**31,
-        "a list of positive integers, as in 512,1024",
+    parser.add_argument(
+        "--seq",
+        type=listed(tokens, "numbers"),
+        metavar="S,..",
+        help="sequence lengths for --model, as 4096 or 4k (default powers of two, 512 to 16384)",
     )
-
-
-def shapes(text: str) -> list[tuple[int, ...]]:
-    """argparse type: shapes joined by commas, as in 8192x4096,1x512."""
-    return [shape(part.strip()) for part in text.split(",") if part.strip()]
-
-
-def name_list(text: str) -> list[str]:
-    """argparse type: names joined by commas, at least one."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no name; write names joined by commas, as in rope,swiglu")
-    return found
 
 
 def usable_device(command: str, name: str | None) -> "torch.device":
@@ -143,8 +127,3 @@ def usable_device(command: str, name: str | None) -> "torch.device":
         hint = "; torch calls an AMD GPU cuda" if str(name).startswith(("rocm", "hip")) else ""
         raise UsageError(f"{command}: cannot use --device {name}: {str(error).splitlines()[0]}{hint}") from None
     return device
-
-
-def share(text: str) -> float:
-    """argparse type: a number from 0 to 1."""
-    return _number(float, text, lambda value: 0.0 <= value <= 1.0, "a share; write a number from 0 to 1")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..text import StatusLine, fold, json_text, table, time_left
 from . import UsageError, needs, told
-from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, positive, seconds, shapes, token_list
+from .arguments import SEQS, add_model_sizes, dtype_name, listed, positive, seconds, shape
 
 if TYPE_CHECKING:
     from ..autotune.jobs import Job, Result
@@ -37,18 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--list", action="store_true", help="print the names of architectures and devices, and tune nothing"
     )
-    what.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops, or kernels such as rms_norm.fwd")
-    what.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    what.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes for --model (default 1)")
-    what.add_argument(
-        "--seq",
-        type=token_list,
-        metavar="S,..",
-        help="sequence lengths for --model, as 4096 or 4k (default powers of two, 512 to 16384)",
-    )
+    add_model_sizes(what, "only these ops, or kernels such as rms_norm.fwd")
     what.add_argument(
         "--shapes",
-        type=shapes,
+        type=listed(shape, "shapes such as 8192x4096"),
         default=[],
         metavar="AxB,..",
         help="problem sizes, for ops that take as many (default: each op's own workloads, see `liger-hw explain`)",

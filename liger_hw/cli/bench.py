@@ -17,28 +17,20 @@ import sys
 from typing import Any, Callable
 
 from ..text import fold, json_text, time_left
-from . import UsageError
-from .arguments import dtype_name, positive, seconds, tokens, torch_dtype, usable_device
+from . import UsageError, told
+from .arguments import dtype_name, listed, positive, seconds, tokens, torch_dtype, usable_device
 
 OTHERS = ("moe", "e2e")
 MODES = ("fwd", "bwd", "full")
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+def _mode(text: str) -> str:
+    if text not in MODES:
+        raise argparse.ArgumentTypeError(f"unknown mode {text!r}; expected some of {','.join(MODES)}")
+    return text
 
 
-def _modes(text: str) -> list[str]:
-    words = _words(text)
-    if not words:
-        raise argparse.ArgumentTypeError(f"{text!r} names no mode; expected some of {','.join(MODES)}")
-    if wrong := [word for word in words if word not in MODES]:
-        raise argparse.ArgumentTypeError(f"unknown mode {wrong[0]!r}; expected some of {','.join(MODES)}")
-    return words
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive(word) for word in _words(text)]
+WORDS = listed(str, "names")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,16 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops = parser.add_argument_group("ops")
     ops.add_argument(
         "--against",
-        type=_words,
+        type=WORDS,
         metavar="PEERS",
         help="default torch,compile,liger, for moe eager,grouped_mm,batched_mm,liger",
     )
     ops.add_argument(
-        "--mode", type=_modes, default=["full"], help="fwd, bwd, full (default: full, forward and backward)"
+        "--mode",
+        type=listed(_mode, "fwd, bwd or full"),
+        default=["full"],
+        help="fwd, bwd, full (default: full, forward and backward)",
     )
     ops.add_argument(
         "--sizes",
-        type=_words,
+        type=WORDS,
         default=[],
         help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
         "`small` (default on a CPU)",
@@ -76,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     moe = parser.add_argument_group("moe")
     moe.add_argument(
-        "--tokens", type=_numbers, default=[], help="comma-separated: each layer at these numbers of tokens"
+        "--tokens",
+        type=listed(positive, "numbers"),
+        default=[],
+        help="comma-separated: each layer at these numbers of tokens",
     )
     moe.add_argument(
         "--routing",
@@ -99,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     e2e.add_argument("--rounds", type=positive, default=1, help="times every arm is trained, in turn (default 1)")
     e2e.add_argument(
         "--arms",
-        type=_words,
+        type=WORDS,
         default=["hf", "liger", "liger_hw"],
         help="of hf, liger, liger_hw, compile (default: all but compile)",
     )
@@ -120,32 +118,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import ops, peers, timing
+    from ..bench import ops, peers
 
-    against = _peers(arguments, list(peers.DEFAULT))
-    try:
-        sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+    sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+    with told("bench"):
         todo = ops.cases(names, sizes, torch_dtype(arguments.dtype))
-    except ValueError as error:
-        raise UsageError(f"bench: {error}") from None
-
-    with timing.Meter(device) as meter:
-        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget))
+    return _bench_ops(arguments, device, todo, _peers(arguments, list(peers.DEFAULT)))
 
 
 def _moe(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import moe, timing
+    from ..bench import moe
 
-    against = _peers(arguments, list(moe.AGAINST))
-    try:
-        sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
-        todo = moe.layers(sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
-    except ValueError as error:
-        raise UsageError(f"bench: {error}") from None
     if names:
         raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
-    with timing.Meter(device) as meter:
-        return _bench_ops(arguments, todo, against, meter, timing.Budget(arguments.budget), moe.as_text)
+    sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+    with told("bench"):
+        todo = moe.layers(sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
+    return _bench_ops(arguments, device, todo, _peers(arguments, list(moe.AGAINST)), moe.as_text)
 
 
 def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
@@ -159,59 +148,44 @@ def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
 
 def _bench_ops(
     arguments: argparse.Namespace,
+    device: Any,
     todo: list,
     against: list[str],
-    meter: Any,
-    budget: Any,
     more: Callable[[list[dict[str, Any]]], str] = lambda rows: "",
 ) -> int:
     """more: what to print of the rows beside the tables of every op"""
     from ..bench import ops, peers, plots, report, timing
 
-    facts = report.machine(meter.device)
-    if meter.device.type == "cpu":
+    facts, rows, ended = report.machine(device), [], ""
+    budget = timing.Budget(arguments.budget)
+    if device.type == "cpu":
         _progress("no GPU: torch's reference path by the wall clock; real sizes take minutes each (--sizes workloads)")
-    facts["copy_gb_s"] = meter.copy_rate()
-    names = "device", "driver", "torch", "triton", "liger_hw", "commit", "date", "copy_gb_s"
-    carried = {name: facts[name] for name in names}
-    rows: list[dict[str, Any]] = []
-    ended = ""
-
     begun = itertools.count()
-    started = budget.spent
 
     def begin(case: ops.Case) -> None:
         done = next(begun)
-        left = time_left(budget.spent - started, done, len(todo))
+        left = time_left(budget.spent, done, len(todo))
         arms = ", ".join((peers.OURS, *against))
         _progress(f"[{done + 1}/{len(todo)}] {case}: {arms}; {budget.spent:.0f} s so far{left}")
 
     def keep(found: list[dict[str, Any]]) -> None:
-        found = [{**row, **carried} for row in found]
-        rows.extend(found)
+        names = "device", "driver", "torch", "triton", "liger_hw", "commit", "date", "copy_gb_s"
+        rows.extend({**row, **{name: facts[name] for name in names}} for row in found)
         _progress(f"        {budget.spent:.0f} s  {_line(found)}")
         if arguments.json and arguments.json != "-":
             report.save(arguments.json, {"machine": facts, "rows": rows, "complete": False})
 
-    try:
-        ops.bench(
-            todo,
-            meter.device,
-            against=against,
-            modes=arguments.mode,
-            repeats=arguments.repeats,
-            budget=budget,
-            meter=meter,
-            copy_rate=facts["copy_gb_s"],
-            on_case=begin,
-            on_rows=keep,
-        )
-    except (timing.OutOfBudget, ops.DeviceLost) as stop:
-        ended = f"stopped early: {stop}"
-    except KeyboardInterrupt:
-        ended = "stopped early: interrupted"
-    if not ended:
-        facts["copy_gb_s_after"] = meter.copy_rate()
+    with timing.Meter(device) as meter:
+        facts["copy_gb_s"] = meter.copy_rate()
+        options = {"against": against, "modes": arguments.mode, "repeats": arguments.repeats, "budget": budget}
+        options |= {"meter": meter, "copy_rate": facts["copy_gb_s"], "on_case": begin, "on_rows": keep}
+        try:
+            ops.bench(todo, device, **options)
+            facts["copy_gb_s_after"] = meter.copy_rate()
+        except (timing.OutOfBudget, ops.DeviceLost) as stop:
+            ended = f"stopped early: {stop}"
+        except KeyboardInterrupt:
+            ended = "stopped early: interrupted"
     if arguments.json:
         report.save(arguments.json, {"machine": facts, "rows": rows, "complete": not ended})
     if arguments.plot:
@@ -247,22 +221,9 @@ def _e2e(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
 
     if names:
         raise UsageError(f"bench: e2e takes no op, got {names[0]!r}; --model chooses what is trained")
-    try:
-        plan = e2e.Plan(
-            model=arguments.model,
-            layers=arguments.layers,
-            batch=arguments.batch,
-            seq=arguments.seq,
-            steps=arguments.steps,
-            arms=tuple(arguments.arms),
-            rounds=arguments.rounds,
-            checkpointing=arguments.checkpointing,
-            dtype=arguments.dtype,
-            hidden=arguments.hidden,
-            text=arguments.text,
-        )
-    except ValueError as error:
-        raise UsageError(f"bench: {error}") from None
+    taken = ("model", "layers", "batch", "seq", "steps", "rounds", "checkpointing", "dtype", "hidden", "text")
+    with told("bench"):
+        plan = e2e.Plan(arms=tuple(arguments.arms), **{name: getattr(arguments, name) for name in taken})
     if device.type == "cpu" and not arguments.hidden:
         few = "--hidden 64 --layers 1 --batch 1 --seq 64 --steps 2"
         raise UsageError(f"bench: a model of this size is hopeless on a CPU; a small one: liger-hw bench e2e {few}")

@@ -19,7 +19,7 @@ from typing import Any
 from .. import files
 from ..text import fold, json_text, printable
 from ..text import table as text_table
-from . import UsageError
+from . import UsageError, told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -233,10 +233,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if not found:
         raise UsageError(f"cache export: no current entry in {folders[0]} ({skipped} out of date)")
     if arguments.merge and arguments.output and Path(arguments.output).exists():
-        try:
+        with told(f"cache export: {arguments.output}"):
             before, entries, _ = tables.load(Path(arguments.output))
-        except ValueError as error:
-            raise UsageError(f"cache export: {arguments.output}: {error}") from None
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
         kept = {n: e for n, e in entries.items() if _state(n, e) in ("current",) or _state(n, e).startswith("demoted")}
@@ -257,10 +255,8 @@ def _import(arguments: argparse.Namespace) -> int:
     from .. import registry
     from ..autotune import store, tables
 
-    try:
+    with told("cache import", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"cache import: {error}") from None
     try:
         header, entries, wrong = tables.load(Path(arguments.file))
     except ValueError as error:

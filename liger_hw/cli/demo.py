@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import env
 from ..text import fold
 from . import UsageError, needs
-from .arguments import dtype_name, name_list, positive, seed, tokens, usable_device
+from .arguments import dtype_name, listed, positive, seed, tokens, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=seed, default=0, help="seed of weights and batches (default 0)")
     add("--interpret", action="store_true", help="run the real Triton kernels, in Triton's interpreter on the CPU")
     against = f"what to train; compared with hf, or else the first (default hf,liger_hw): {', '.join(ARMS)}"
-    add("--against", type=name_list, default=["hf", "liger_hw"], metavar="ARMS", help=against)
+    add("--against", type=listed(str, "arms"), default=["hf", "liger_hw"], metavar="ARMS", help=against)
     add("--out", default="liger-hw-demo", metavar="DIR", help="where curves and numbers go (default ./liger-hw-demo)")
 
 

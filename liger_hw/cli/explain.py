@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ..text import fold, json_text, printable
-from . import UsageError
+from . import told
 from .arguments import dtype_name, shape, torch_dtype
 
 
@@ -34,13 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import registry
 
-    try:
+    with told("explain", (ValueError, RuntimeError)):
         op = registry.get_op(arguments.op)
         target = registry.target_named(arguments.device)
         shapes = {"": arguments.shape} if arguments.shape else dict(op.workloads)
         found = {name: _explained(op, sizes, arguments.dtype, target) for name, sizes in shapes.items()}
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"explain: {error}") from None
     if arguments.json:
         items = [
             {

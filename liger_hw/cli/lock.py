@@ -11,23 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ..text import StatusLine, json_text, printable
-from . import UsageError
-from .arguments import A_MODEL, SEQS, dtype_name, name_list, numbers, token_list
+from . import UsageError, told
+from .arguments import SEQS, add_model_sizes, dtype_name
 
 _PINS = ("model", "batch", "seq", "ops", "dtype", "output", "force", "allow-other-device")
 """What says what to pin and where: a check takes none of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", nargs="+", default=[], metavar="M", help=f"models: {A_MODEL}")
-    parser.add_argument("--batch", type=numbers, metavar="B,..", help="batch sizes (default 1)")
-    parser.add_argument(
-        "--seq",
-        type=token_list,
-        metavar="S,..",
-        help="sequence lengths, as 4096 or 4k (default powers of two, 512 to 16384)",
-    )
-    parser.add_argument("--ops", type=name_list, metavar="A,B", help="only these ops (default: all)")
+    add_model_sizes(parser, "only these ops (default: all)")
     parser.add_argument("--dtype", type=dtype_name, help="fp32, bf16 or fp16 (default bf16)")
     parser.add_argument(
         "--device", help="cuda:0, xpu, h200, or an architecture such as sm90 (default: the device here)"
@@ -47,10 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import env, registry
 
-    try:
+    with told("lock", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"lock: {error}") from None
     if arguments.check:
         given = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
         if given:
@@ -89,11 +79,9 @@ def _of_models(arguments: argparse.Namespace, target: Any) -> list[tuple[Any, tu
     from .. import registry
     from ..autotune import jobs, models
 
-    try:
-        ops = [registry.get_op(name).name for name in arguments.ops] if arguments.ops else list(registry.ops())
+    with told("lock"):
+        ops = [registry.get_op(name).name for name in arguments.ops or registry.ops()]
         chosen = [models.find(name) for name in arguments.model]
-    except ValueError as error:
-        raise UsageError(f"lock: {error}") from None
     wanted = jobs.shapes(ops, chosen, arguments.batch or [1], arguments.seq or SEQS, [])
     found: dict[tuple[str, tuple], None] = {}
     scan = jobs.scan(target)

@@ -97,7 +97,7 @@ def test_a_budget_ends_early_and_says_so(capsys):
         (("rms_norm", "--against", "ligr"), "unknown peer 'ligr'"),
         (("rms_norm", "--sizes", "8x8x8x8x8x8x8"), "no op takes size"),
         (("rms_norm", "--mode", "backward"), "unknown mode 'backward'"),
-        (("rms_norm", "--mode", ""), "names no mode"),
+        (("rms_norm", "--mode", ""), "write fwd, bwd or full"),
         (("rms_norm", "--device", "gpu7"), "cannot use --device gpu7"),
         (("rms_norm", "--device", "meta"), "cannot use --device meta"),
         (("rms_norm", "--budget", "nan"), "'nan' is not a positive number of seconds"),
