@@ -78,9 +78,7 @@ def planned_at(op, sizes, clock, target, tables, most, pool):
         todo.append((named[variant], key, answer, configs))
         for config in configs:
             recipe = f"{named[variant].name} {sizes} {config.to_text()}"
-            request = {"op": op.name, "sizes": sizes, "dtype": "bfloat16", "tunable": named[variant].name}
-            request |= {"target": target.to_json(), "config": config.to_json()}
-            pool.submit(recipe, "candidate", request)
+            pool.submit(recipe, "candidate", target, op.name, sizes, "bfloat16", named[variant].name, config)
     return bench, todo
 
 

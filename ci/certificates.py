@@ -42,10 +42,9 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for op in ops:
         for case, launch in aot.trace_cases(registry.get_op(op), known_target(arch), depth):
-            job = aot.request_of(launch)
             source = registry.get_tunable(launch.tunable).kernel_hash()
             op_name = launch.tunable.split(".")[0]  # two ops that launch one kernel each have it proven
-            what = op_name, arch, source, launch.kernel, job["args"], sorted(job["options"].items())
+            what = op_name, arch, source, launch.kernel, launch.args, sorted(launch.options)
             about = {
                 "op": op_name,
                 "target": arch,
@@ -59,7 +58,7 @@ def plan(arch: str, ops: list[str], depth: str) -> list[dict[str, Any]]:
                 "options": {name: str(value) for name, value in case.options.items()},
             }
             same = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-            found.setdefault(same, {"id": same, "about": about, "job": job})
+            found.setdefault(same, {"id": same, "about": about, "launch": launch})
     return list(found.values())
 
 
@@ -90,20 +89,9 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
 
 def judged(kernel: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """What is kept of an answer: resources, error, and why the target's rules refuse it."""
-    from liger_hw.autotune.compile import Launch, certificate_from
-    from liger_hw.backends import LaunchConfig, known_target
+    from liger_hw.autotune.compile import certificate_from
 
-    about = kernel["about"]
-    config = LaunchConfig.from_json(about["config"])
-    head = (
-        known_target(about["target"]),
-        about["tunable"],
-        tuple(about["key"]),
-        about["layer"],
-        config,
-        kernel["job"]["kernel"],
-    )
-    certificate = certificate_from(Launch(*head, (), ()), answer)
+    certificate = certificate_from(kernel["launch"], answer)
     resources = certificate.resources.to_json() if certificate.resources else None
     return {
         "error": certificate.error[:600],
@@ -122,7 +110,7 @@ def compiled(
 
     with CompilePool(workers, timeout) as pool:
         for kernel in kernels:
-            pool.submit(kernel["id"], "compile", kernel["job"])
+            pool.submit(kernel["id"], "compile", kernel["launch"])
         for kernel in kernels:
             yield kernel, judged(kernel, pool.wait(kernel["id"]))
             if time.monotonic() > deadline:

@@ -271,7 +271,7 @@ def certify(launches: Iterable[Launch], pool: "CompilePool") -> Iterator[Certifi
     """One Certificate a launch, in their order; launches that Triton compiles alike are compiled once."""
     launches = list(launches)
     for launch in launches:
-        pool.submit(launch.same(), "compile", request_of(launch))
+        pool.submit(launch.same(), "compile", launch)
     for launch in launches:
         yield certificate_from(launch, pool.wait(launch.same()))
 
@@ -279,14 +279,15 @@ def certify(launches: Iterable[Launch], pool: "CompilePool") -> Iterator[Certifi
 def compile_here(launch: Launch) -> Certificate:
     """The certificate of a launch, compiled in this process."""
     began = time.monotonic()
-    return certificate_from(launch, {**compile_request(request_of(launch)), "seconds": time.monotonic() - began})
+    return certificate_from(launch, {**compiled(launch), "seconds": time.monotonic() - began})
 
 
 def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
     """The Certificate of a worker's answer (or of `Certificate.to_json`)."""
+    resources = answer.get("resources")
     return Certificate(
         launch,
-        resources=Resources.from_json(answer["resources"]) if answer.get("resources") else None,
+        resources=Resources.from_json(resources) if isinstance(resources, dict) else resources,
         error=answer.get("error") or answer.get("unknown", ""),
         seconds=answer.get("seconds", 0.0),
         accesses=tuple(Access(*access) for access in answer.get("accesses", ())),
@@ -295,34 +296,23 @@ def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
     )
 
 
-def request_of(launch: Launch) -> dict[str, Any]:
-    """What a worker needs to compile a launch, as JSON data: the argument of `compile_request`."""
-    return {
-        "target": launch.target.to_json(),
-        "kernel": launch.kernel,
-        "args": launch.args,
-        "options": dict(launch.options),
-        "config": launch.config.to_json(),
-    }
-
-
-def compile_request(request: Mapping[str, Any]) -> dict[str, Any]:
+def compiled(launch: Launch) -> dict[str, Any]:
     """`resources`, `level`, and `accesses` or why those cannot be read (`unread`); or the compiler's `error`."""
+    target, unread = launch.target, ""
     try:
-        target, options = Target.from_json(request["target"]), request["options"]
-        compiled = build(target, request["kernel"], request["args"], options)
+        kernel = build(target, launch.kernel, launch.args, dict(launch.options))
         try:
-            accesses, unread = ttir.accesses(compiled.asm["ttir"], _kept(request["kernel"], request["args"])), {}
+            accesses = ttir.accesses(kernel.asm["ttir"], _kept(launch.kernel, launch.args))
         except ValueError as error:
-            accesses, unread = [], {"unread": str(error)}
-        if set(compiled.asm) == {"ttir"}:
-            config = LaunchConfig.from_json(request["config"])
-            resources, level = ttir.estimate(compiled.asm["ttir"], accesses, target, config, options), "ttir"
+            accesses, unread = [], str(error)
+        if set(kernel.asm) == {"ttir"}:
+            options = dict(launch.options)
+            resources, level = ttir.estimate(kernel.asm["ttir"], accesses, target, launch.config, options), "ttir"
         else:
-            resources, level = backend(target.vendor).resources(target, compiled), "binary"
+            resources, level = backend(target.vendor).resources(target, kernel), "binary"
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
-    return {"resources": resources.to_json(), "level": level, "accesses": [list(a) for a in accesses], **unread}
+    return {"resources": resources, "level": level, "accesses": accesses, "unread": unread}
 
 
 def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -387,7 +377,7 @@ def _kept(kernel: str, args: Sequence[Any]) -> list[int]:
 
 
 def _arguments(args: Sequence[Any]) -> list[Any]:
-    return [_Pointer(*arg[1:]) if isinstance(arg, (list, tuple)) else arg for arg in args]
+    return [_Pointer(*arg[1:]) if isinstance(arg, tuple) else arg for arg in args]
 
 
 class _Pointer:

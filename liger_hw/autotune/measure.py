@@ -7,8 +7,7 @@ captures the kernel's launches alone into a graph. Launches rotate over copies o
 the L2 cache several times. Arguments that a kernel overwrites in place are restored before each replay, outside the
 clock.
 
-`LocalMeasurer` is what the tuner talks to. All its data is plain JSON, so that its calls also cross a pipe
-(workers.py).
+`LocalMeasurer` is what the tuner talks to, from its own process (workers.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import contextlib
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,6 +25,7 @@ from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
 from . import check, space, store
 from .clock import Clock, nothing
+from .jobs import Job
 from .record import (
     Call,
     Launch,
@@ -41,6 +41,7 @@ from .record import (
     strictly,
     unasserted,
 )
+from .workers import Rejected
 
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
@@ -86,10 +87,6 @@ class GraphClock(Clock):
         finally:
             graph.capture_end()
         return graph.replay
-
-
-class Rejected(Exception):
-    """A candidate that must not be timed; the message says why."""
 
 
 @dataclass
@@ -404,7 +401,7 @@ class LocalMeasurer:
     def facts(self) -> dict[str, Any]:
         """What provenance says about this machine, and the bandwidth of a copy in GB/s."""
         return {
-            "target": self.target.to_json(),
+            "target": self.target,
             "device": self.target.name,
             "driver": registry.backend(self.target.vendor).driver(self.device.index or 0),
             "torch": torch.__version__,
@@ -414,38 +411,32 @@ class LocalMeasurer:
         }
 
     def open(
-        self, op: str, sizes: list[int], dtype: str, variant: str, key: list[int], context: list
-    ) -> dict[str, Any]:
-        """Get ready for candidates of one tunable and key. `{baseline, bytes, copies}`, or `{error}`.
+        self, job: Job, sizes: tuple[int, ...], context: Sequence[tuple[str, Key, LaunchConfig]]
+    ) -> tuple[LaunchConfig, int]:
+        """Get ready for candidates of the job's tunable and key at these sizes; returns the baseline and its bytes.
 
-        context: [variant, key, configuration] of other tunables that were chosen before.
+        Raises `Rejected`. context: (variant, key, configuration) of other tunables that were chosen before.
         """
-        bench = self._open_bench(op, sizes, dtype)
+        self._arms.clear()
+        self._stage = None
+        bench = self._open_bench(job.op, sizes, job.dtype)
         if self._shape not in self._reference:
             self._reference[self._shape] = bench.against_reference()
         if self._reference[self._shape]:
-            return {"error": f"the heuristic disagrees with the reference: {self._reference[self._shape]}"}
-        self._arms.clear()
-        self._stage = None
-        others = tuple((v, tuple(k), LaunchConfig.from_json(c)) for v, k, c in context)
-        try:
-            self._stage = bench.stage(variant, tuple(key), others)
-        except Rejected as reason:
-            return {"error": str(reason)}
-        return {"baseline": self._stage.baseline.to_json(), "bytes": self._stage.bytes, "copies": self._stage.copies}
+            raise Rejected(f"the heuristic disagrees with the reference: {self._reference[self._shape]}")
+        self._stage = bench.stage(job.variant, job.key, tuple(context))
+        return self._stage.baseline, self._stage.bytes
 
-    def prepare(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Check and capture a candidate: `{id, resources}` or `{rejected}`."""
+    def prepare(self, config: LaunchConfig) -> int:
+        """Check and capture a candidate; returns what it is known by. Raises `Rejected`."""
         try:
-            arm = self._stage.prepare(LaunchConfig.from_json(config))
-        except Rejected as reason:
-            return {"rejected": str(reason)}
+            arm = self._stage.prepare(config)
         except torch.OutOfMemoryError as error:
             self._free()
-            return {"rejected": f"out of memory: {str(error).splitlines()[0]}"}
+            raise Rejected(f"out of memory: {str(error).splitlines()[0]}") from None
         self._next += 1
         self._arms[self._next] = arm
-        return {"id": self._next, "resources": arm.resources}
+        return self._next
 
     def time(self, ids: list[int], rounds: int) -> list[list[float]]:
         """Microseconds of one launch, `rounds` samples for each prepared candidate, interleaved."""
@@ -456,20 +447,20 @@ class LocalMeasurer:
         for i in ids:
             self._arms.pop(i, None)
 
-    def verify(self, config: dict[str, Any]) -> str:
+    def verify(self, config: LaunchConfig) -> str:
         """Why the whole op under `config` disagrees with its reference, or `""`."""
-        return self._stage.verify(LaunchConfig.from_json(config))
+        return self._stage.verify(config)
 
     def close(self) -> None:
         self._arms.clear()
         self._stage = self._bench = self._shape = None
 
-    def _open_bench(self, op: str, sizes: list[int], dtype: str) -> Bench:
-        shape = (op, tuple(sizes), dtype)
+    def _open_bench(self, op: str, sizes: tuple[int, ...], dtype: str) -> Bench:
+        shape = (op, sizes, dtype)
         if shape != self._shape:
             self.close()
             self._free()
-            self._bench = Bench(registry.get_op(op), tuple(sizes), getattr(torch, dtype), self.clock)
+            self._bench = Bench(registry.get_op(op), sizes, getattr(torch, dtype), self.clock)
             self._shape = shape
         return self._bench
 

@@ -165,18 +165,14 @@ class Tuner:
     def submit(self, job: Job, config: LaunchConfig, urgent: bool = False) -> str:
         """Have a candidate compiled; returns the name to wait for. The grid makes no difference to the compiler."""
         name = json.dumps([job.name, job.sizes, job.dtype, replace(config, ctas_per_mp=0).to_text()])
-        request = {"target": self.target.to_json(), "op": job.op, "sizes": job.sizes, "dtype": job.dtype}
-        self.pool.submit(name, "candidate", {**request, "tunable": job.name, "config": config.to_json()}, urgent)
+        request = self.target, job.op, job.sizes, job.dtype, job.name, config
+        self.pool.submit(name, "candidate", *request, urgent=urgent)
         return name
 
-    def context(self, job: Job) -> list[list[Any]]:
-        """[variant, key, configuration]: winners of the op's other tunables at these sizes."""
-        found = []
-        for variant, key in job.beside:
-            config = self.winners.get((job.op, variant, key))
-            if config is not None and variant != job.variant:
-                found.append([variant, list(key), config.to_json()])
-        return found
+    def context(self, job: Job) -> list[tuple[str, Key, LaunchConfig]]:
+        """(variant, key, configuration): winners of the op's other tunables at these sizes."""
+        won = [(variant, key, self.winners.get((job.op, variant, key))) for variant, key in job.beside]
+        return [one for one in won if one[2] is not None and one[0] != job.variant]
 
     def write(self, job: Job, tunable: Tunable, line: dict[str, Any]) -> None:
         """Add a line about a job to the journal."""
@@ -222,11 +218,8 @@ class Search:
         if not first:
             return replace(result, error="no legal configuration")
         asked = self.tuner.clock()
-        opened = self._open()
+        start, moved = self._open()
         self.until += self.tuner.clock() - asked  # the first look at a shape compiles, and is not the candidates' time
-        if "error" in opened:
-            return replace(result, error=opened["error"])
-        start = LaunchConfig.from_json(opened["baseline"])
         self._coarse_all([start, *(c for c in first if c != start)])
         if start not in self.coarse:
             return replace(result, error=self._baseline_failed(start))
@@ -235,7 +228,7 @@ class Search:
             self._coarse_all(near[: self.effort.refine])
         self.tuner.learn(self.job, self.coarse)
         copy_gbs = float(self.tuner.facts.get("copy_gbs") or 0.0)
-        result.floor_us = round(opened.get("bytes", 0) / copy_gbs / 1000.0, 3) if copy_gbs else 0.0
+        result.floor_us = round(moved / copy_gbs / 1000.0, 3) if copy_gbs else 0.0
         self._decide(start, result)
         result.tried, result.failed = len(self.coarse) + len(self.failed), len(self.failed)
         return result
@@ -302,7 +295,8 @@ class Search:
             return None
         self.sizes, before = sizes, set(self.failed)
         try:
-            seen = None if "error" in self._open() else self._compare(start, winner, "elsewhere")
+            self._open()
+            seen = self._compare(start, winner, "elsewhere")
         except (WorkerError, ValueError):  # sizes that the op does not take, as channels that no longer divide
             seen = None
         finally:
@@ -345,10 +339,10 @@ class Search:
 
     # -- measuring, with a worker that may die -----------------------------------------------------------------------
 
-    def _open(self) -> dict[str, Any]:
+    def _open(self) -> tuple[LaunchConfig, int]:
+        """The baseline and the bytes it moves."""
         self.ids.clear()
-        job = self.job
-        arguments = (job.op, list(self.sizes), job.dtype, job.variant, list(job.key), self.tuner.context(job))
+        arguments = self.job, self.sizes, self.tuner.context(self.job)
         try:
             return self.measurer.open(*arguments)
         except WorkerDied as death:
@@ -395,10 +389,10 @@ class Search:
         self.until += self.tuner.clock() - asked
         if "error" in compiled:
             return str(compiled["error"])
-        shared = compiled.get("resources", {}).get("shared")
-        if shared is None:
+        if not compiled.get("resources"):
             return ""
-        return backend(self.tuner.target.vendor).illegal(self.tuner.target, config, shared) or ""
+        target, shared = self.tuner.target, compiled["resources"].shared
+        return backend(target.vendor).illegal(target, config, shared) or ""
 
     def _keep_best(self) -> None:
         """Hold only the leading candidates in the worker: each one keeps a graph and some tensors alive."""
@@ -414,18 +408,14 @@ class Search:
         if config in self.ids:
             return True
         try:
-            answer = self.measurer.prepare(config.to_json())
+            self.ids[config] = self.measurer.prepare(config)
+            return True
+        except WorkerError as error:
+            self._fail(config, str(error))
         except WorkerDied as death:
             self._fail(config, f"the worker {death}")
             self._reopen(death)
-            return False
-        except WorkerError as error:
-            answer = {"rejected": str(error)}
-        if "rejected" in answer:
-            self._fail(config, answer["rejected"])
-            return False
-        self.ids[config] = answer["id"]
-        return True
+        return False
 
     def _time_all(
         self, configs: list[LaunchConfig], rounds: int, stage: str, twice: LaunchConfig | None = None
@@ -474,7 +464,7 @@ class Search:
 
     def _verify(self, config: LaunchConfig) -> str:
         try:
-            return self.measurer.verify(config.to_json())
+            return self.measurer.verify(config)
         except WorkerDied as death:
             self._reopen(death)
             return f"the worker {death}"

@@ -3,21 +3,22 @@
 A candidate may crash or hang the process that compiles or launches it, so neither happens in the caller's. A worker
 that crashes or does not answer in time is killed; the caller gets `WorkerDied` and goes on with another worker.
 
-Each call is one line of JSON to the worker's stdin, `{"call": name, "args": [...]}`, and one from its stdout,
-`{"value": ...}` or `{"error": ..., "fatal": ...}`. What libraries print goes to stderr. A worker ends with its parent.
+Calls and answers are objects that cross a pipe between the two processes and nothing else. What a worker and its
+libraries print is kept for the message of its death. A worker ends with its parent.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import PriorityQueue
 from types import MappingProxyType
@@ -34,6 +35,10 @@ class WorkerDied(Exception):
 
 class WorkerError(Exception):
     """The worker is fine, but the call raised."""
+
+
+class Rejected(Exception):
+    """A candidate that must not be timed; the message says why. From a worker it comes as a `WorkerError`."""
 
 
 class Worker:
@@ -54,63 +59,49 @@ class Worker:
         package = str(Path(__file__).resolve().parents[2])
         kept |= settings
         kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
+        self._pipe, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {self.module} import main; main()", kind, device],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-c", f"from {self.module} import main; main()", kind, device, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent only
             env=kept,
         )
-        self._buffer = b""
-        self._stderr_tail: list[bytes] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        theirs.close()
+        self._said: deque[bytes] = deque(maxlen=20)
+        threading.Thread(target=lambda: self._said.extend(self.process.stdout), daemon=True).start()
         self._ready = False
-
-    def _listen(self) -> None:
-        """Keep the end of stderr: what a dying worker said last."""
-        for line in self.process.stderr:
-            self._stderr_tail.append(line)
-            del self._stderr_tail[:-20]
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
         """The value of a call. Raises `WorkerDied` (the process is gone then) or `WorkerError`."""
-        if not self._ready:
-            self._answer(START_SECONDS)
-            self._ready = True
         try:
-            self.process.stdin.write((json.dumps({"call": name, "args": args}) + "\n").encode())
-            self.process.stdin.flush()
-        except OSError:
+            if not self._ready:
+                self._answer(START_SECONDS)
+                self._ready = True
+            self._pipe.send((name, args))
+            kind, value = self._answer(seconds)
+        except (EOFError, OSError):
             raise self._died("crashed") from None
-        answer = self._answer(seconds)
-        if "error" in answer:
-            if answer.get("fatal"):
-                self.kill()
-                raise WorkerDied(f"crashed the device: {answer['error']}")
-            raise WorkerError(answer["error"])
-        return answer["value"]
+        if kind == "fatal":
+            self.kill()
+            raise WorkerDied(f"crashed the device: {value}")
+        if kind == "error":
+            raise WorkerError(value)
+        return value
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        pipe = self.process.stdout.fileno()
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
-                raise self._died(f"hung for {seconds:.0f} s")
-            chunk = os.read(pipe, 1 << 16)
-            if not chunk:
-                raise self._died("crashed")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+    def _answer(self, seconds: float) -> tuple[str, Any]:
+        if not self._pipe.poll(seconds):
+            raise self._died(f"hung for {seconds:.0f} s")
+        return self._pipe.recv()
 
     def _died(self, what: str) -> WorkerDied:
         self.kill()
         if what == "crashed":
             code = self.process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
-            last_words = b"".join(self._stderr_tail[-3:]).decode(errors="replace").strip()
+            last_words = b"".join([*self._said][-3:]).decode(errors="replace").strip()
             what += f": {last_words[-300:]}" if last_words else ""
         return WorkerDied(what)
 
@@ -121,6 +112,7 @@ class Worker:
             except ProcessLookupError:
                 pass
         self.process.wait()
+        self._pipe.close()
 
 
 class RemoteMeasurer:
@@ -181,8 +173,8 @@ class CompilePool:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def submit(self, name: Hashable, call: str, request: dict[str, Any], urgent: bool = False) -> None:
-        """Queue a request under `name`, once. call: `compile` (a launch) or `candidate`; see `_compiling`.
+    def submit(self, name: Hashable, call: str, *args: Any, urgent: bool = False) -> None:
+        """Queue a call under `name`, once. call: `compile` (a launch) or `candidate`; see `_compiling`.
 
         A request that is submitted again as urgent moves to the front; the entry it leaves behind is skipped.
         """
@@ -190,7 +182,7 @@ class CompilePool:
             if name in self._taken or (name in self._answers and not urgent):
                 return
             self._answers.setdefault(name, None)
-            self._queue.put((0 if urgent else 1, next(self._sequence), name, call, request))
+            self._queue.put((0 if urgent else 1, next(self._sequence), name, call, args))
 
     def wait(self, name: Hashable) -> dict[str, Any]:
         """The answer to a submitted request, with the `seconds` it took: `{error}` where it killed its process,
@@ -204,7 +196,7 @@ class CompilePool:
         worker: Worker | None = None
         deaths = 0
         while True:
-            _, _, name, call, request = self._queue.get()
+            _, _, name, call, args = self._queue.get()
             if self._closed:
                 return
             with self._done:
@@ -218,7 +210,7 @@ class CompilePool:
                     if worker is None:
                         worker = Worker("compile")
                         self._workers.append(worker)
-                    answer = worker.call(call, request, seconds=self._seconds)
+                    answer = worker.call(call, *args, seconds=self._seconds)
                     deaths = 0
                 except WorkerError as error:
                     answer = {"unknown": str(error)}
@@ -234,7 +226,7 @@ class CompilePool:
         for worker in self._workers:
             worker.kill()
         for _ in self._threads:
-            self._queue.put((-1, next(self._sequence), None, "", {}))
+            self._queue.put((-1, next(self._sequence), None, "", ()))
         with self._done:
             self._done.notify_all()
 
@@ -247,38 +239,41 @@ def main() -> None:
     serve(lambda: _measuring(device) if kind == "measure" else _compiling(), device)
 
 
-def serve(make: Callable[[], Callable[[str, list], Any]], device: str = "") -> None:
-    """Answer calls from stdin until it ends. What `make` returns gets a call's name and arguments."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # a library's print must not end up between the answers
-    sys.stdout = sys.stderr
+def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> None:
+    """Answer the parent's calls until it ends. What `make` returns gets a call's name and arguments."""
+    pipe = Connection(int(sys.argv[3]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     from . import notes
 
     notes.mute()
     handler = make()
-    answers.write('{"value": "ready"}\n')
-    for line in sys.stdin:
-        request = json.loads(line)
+    pipe.send(("value", "ready"))
+    while True:
         try:
-            answer = {"value": handler(request["call"], request["args"])}
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = "value", handler(name, args)
+        except Rejected as reason:
+            answer = "error", str(reason)
         except BaseException as error:
-            ended = isinstance(error, (KeyboardInterrupt, SystemExit))
-            answer = {"error": f"{type(error).__name__}: {str(error)[:2000]}", "fatal": ended or _is_lost(device)}
-        answers.write(json.dumps(answer) + "\n")
-        if answer.get("fatal"):
+            lost = isinstance(error, (KeyboardInterrupt, SystemExit)) or _is_lost(device)
+            answer = "fatal" if lost else "error", f"{type(error).__name__}: {str(error)[:2000]}"
+        pipe.send(answer)
+        if answer[0] == "fatal":
             os._exit(3)
 
 
-def _measuring(device: str) -> Callable[[str, list], Any]:
+def _measuring(device: str) -> Callable[[str, tuple], Any]:
     from .measure import LocalMeasurer
 
     measurer = LocalMeasurer(device)
     return lambda name, args: getattr(measurer, name)(*args)
 
 
-def _compiling() -> Callable[[str, list], Any]:
-    """`compile`: one recorded launch (`compile.request_of`). `candidate`: all that an op launches under a configuration
+def _compiling() -> Callable[[str, tuple], Any]:
+    """`compile`: one recorded launch (`compile.compiled`). `candidate`: all that an op launches under a configuration
     of one tunable, so that Triton's cache on disk has it when the measuring worker asks."""
     import torch
 
@@ -286,27 +281,24 @@ def _compiling() -> Callable[[str, list], Any]:
 
     known: dict[tuple, dict[str, Any]] = {}
 
-    def candidate(request: dict[str, Any]) -> dict[str, Any]:
-        target, forced = Target.from_json(request["target"]), request["tunable"]
+    def candidate(target: Target, op: str, sizes: tuple, dtype: str, forced: str, config: LaunchConfig) -> dict:
         if backend(target.vendor).triton_target(target) is None:
             return {"unknown": f"the stock Triton has no compiler for {target.arch}"}
-        configs = {forced: LaunchConfig.from_json(request["config"])}
-        dtype = getattr(torch, request["dtype"])
         try:
-            launches = aot.trace(request["op"], request["sizes"], dtype, target, configs=configs, shipped=False)
+            launches = aot.trace(op, sizes, getattr(torch, dtype), target, configs={forced: config}, shipped=False)
         except Exception as error:  # the op does not run on fake tensors: the measuring worker compiles for itself
             return {"unknown": f"{type(error).__name__}: {error}"}
-        answer: dict[str, Any] = {"resources": {}}
+        answer: dict[str, Any] = {"resources": None}
         for launch in launches:
             if launch.same() not in known:
-                known[launch.same()] = aot.compile_request(aot.request_of(launch))
+                known[launch.same()] = aot.compiled(launch)
             if launch.tunable == forced and launch.layer == "explicit":
                 answer = known[launch.same()]
                 if "error" in answer:
                     return answer
         return answer
 
-    calls = {"compile": aot.compile_request, "candidate": candidate}
+    calls = {"compile": aot.compiled, "candidate": candidate}
     return lambda name, args: calls[name](*args)
 
 

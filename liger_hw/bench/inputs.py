@@ -7,14 +7,7 @@ from typing import Any, Callable
 
 import torch
 
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result: a tensor, a tuple or list of them, or an object with a `loss`."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return tensors_in(getattr(value, "loss", ()))
+from ..autotune.record import tensors_in
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import gzip
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any, Sequence
 import torch
 
 from .. import __version__, files
+from ..autotune.store import today, triton_version
 from ..backends import backend, target_of
 from ..text import json_text, table
 from .peers import OURS
@@ -25,12 +25,6 @@ SCHEMA = 1
 def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Device, driver, versions, commit and date of a run."""
     target = target_of(device)
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
     return {
         "device": target.name if device.type != "cpu" else platform.processor() or platform.machine(),
         "device_type": device.type,
@@ -40,11 +34,11 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "l2": target.l2,
         "driver": backend(target.vendor).driver(device.index or 0) or None,
         "torch": torch.__version__,
-        "triton": triton_version,
+        "triton": triton_version() or None,
         "python": platform.python_version(),
         "liger_hw": __version__,
         "commit": commit or git_commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": today(),
     }
 
 

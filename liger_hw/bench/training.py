@@ -282,35 +282,30 @@ def patched(arm: str, family: str, device: torch.device) -> Iterator[Any]:
 
     Raises `Absent` where the arm cannot run here and `Leftover` where a revert left something changed.
     """
-    name = f"apply_liger_kernel_to_{family}"
     if arm not in ("liger", "liger_hw"):
         yield None
         if arm == "compile":
             torch._dynamo.reset()
         return
-    if arm == "liger":  # it has no way back, so what it changed is put back by hand
-        if device.type == "cpu":
-            raise Absent("liger-kernel needs a GPU")
-        try:
-            apply = getattr(importlib.import_module("liger_kernel.transformers"), name)
-        except ImportError as error:
-            raise Absent(f"liger-kernel is not installed ({error}); pip install liger-kernel") from None
-        original = Original(family)
-        apply()
-        try:
-            yield None
-        finally:
-            original.restore()
-        return
+    if arm == "liger" and device.type == "cpu":
+        raise Absent("liger-kernel needs a GPU")
+    try:
+        library = importlib.import_module(f"{'liger_kernel' if arm == 'liger' else 'liger_hw'}.transformers")
+        apply = getattr(library, f"apply_liger_kernel_to_{family}")
+    except ImportError as error:
+        raise Absent(f"{arm} is not installed ({error}); pip install liger-kernel") from None
     original = Original(family)
-    report = getattr(importlib.import_module("liger_hw.transformers"), name)()
+    report = apply()
+    left: list[str] = []
     try:
         yield report
     finally:
-        report.revert()
-        if left := original.changes():
-            original.restore()
-            raise Leftover(f"after revert() these are not what Hugging Face ships: {', '.join(left)}")
+        if arm == "liger_hw":  # Liger has no way back
+            report.revert()
+            left = original.changes()
+        original.restore()
+    if left:
+        raise Leftover(f"after revert() these are not what Hugging Face ships: {', '.join(left)}")
 
 
 # -- training --------------------------------------------------------------------------------------------------------

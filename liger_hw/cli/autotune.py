@@ -243,7 +243,6 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
     from ..autotune.store import Journal, Past
     from ..autotune.tuner import Effort, Tuner
     from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
-    from ..backends import Target
 
     with contextlib.ExitStack() as stack:
         measurer = stack.enter_context(contextlib.closing(RemoteMeasurer(device)))
@@ -251,7 +250,7 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             facts = measurer.facts()
         except (WorkerDied, WorkerError) as error:
             raise UsageError(f"autotune: the measuring process does not start on {device}: {error}") from None
-        target = Target.from_json(facts["target"])
+        target = facts["target"]
         jobs, problems = _jobs(arguments, target)
         pool = None
         if not device.startswith("cpu"):
@@ -284,7 +283,12 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
     screen.line(f"{screen.ended()}; {sum(r.stored for r in results)} stored")
     if arguments.json:
         rows = [r.to_json() for r in results]
-        data = {"facts": facts, "results": rows, "problems": problems, "interrupted": screen.interrupted}
+        data = {
+            "facts": {**facts, "target": target.to_json()},
+            "results": rows,
+            "problems": problems,
+            "interrupted": screen.interrupted,
+        }
         print(json_text(data, indent=2))
     else:
         print(_table(results))

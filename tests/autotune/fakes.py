@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from liger_hw import registry
-from liger_hw.autotune.workers import WorkerDied
+from liger_hw.autotune.workers import WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig, Target, known_target
 from liger_hw.registry import Entry
 
@@ -40,26 +40,25 @@ class FakeMeasurer:
         self.alive = True
         self.ids: dict[int, LaunchConfig] = {}
 
-    def open(self, op, sizes, dtype, variant, key, context):
+    def open(self, job, sizes, context):
         self.opened += 1
         self.alive = True
         self.ids.clear()
         self.context, self.sizes = context, sizes
-        return {"baseline": self.baseline.to_json(), "bytes": 4_000_000, "copies": 4}
+        return self.baseline, 4_000_000
 
     def prepare(self, config):
         assert self.alive, "a dead worker was asked"
         self.prepared += 1
-        config = LaunchConfig.from_json(config)
         cost = self.cost(config)
         if isinstance(cost, str):
-            return {"rejected": cost}
+            raise WorkerError(cost)
         if isinstance(cost, BaseException):
             if isinstance(cost, WorkerDied):
                 self.alive = False
             raise cost
         self.ids[self.prepared] = config
-        return {"id": self.prepared, "resources": {}}
+        return self.prepared
 
     def time(self, ids, rounds):
         self.timed += 1
@@ -77,10 +76,10 @@ class FakeMeasurer:
             del self.ids[i]
 
     def verify(self, config):
-        return self.wrong(LaunchConfig.from_json(config))
+        return self.wrong(config)
 
     def facts(self):
-        return dict(FACTS, target=H200.to_json())
+        return dict(FACTS, target=H200)
 
     def close(self):
         pass

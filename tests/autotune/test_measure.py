@@ -9,18 +9,19 @@ import torch
 
 from liger_hw import registry
 from liger_hw.autotune import check, measure
-from liger_hw.autotune.jobs import scan
+from liger_hw.autotune.jobs import Job, scan
 from liger_hw.autotune.measure import LocalMeasurer
+from liger_hw.autotune.workers import Rejected
 from liger_hw.backends import LaunchConfig
 
 pytestmark = [pytest.mark.interpret, pytest.mark.unpoisoned]
 SIZES = {
-    "rms_norm": [8, 64],
-    "fused_add_rms_norm": [8, 64],
-    "swiglu": [8, 64],
-    "rope": [1, 8, 2, 1, 16],
-    "cross_entropy": [8, 64],
-    "fused_linear_cross_entropy": [8, 16, 32],
+    "rms_norm": (8, 64),
+    "fused_add_rms_norm": (8, 64),
+    "swiglu": (8, 64),
+    "rope": (1, 8, 2, 1, 16),
+    "cross_entropy": (8, 64),
+    "fused_linear_cross_entropy": (8, 16, 32),
 }
 
 
@@ -31,32 +32,32 @@ def measurer(clean_registry):
     one.close()
 
 
-def launched(measurer: LocalMeasurer, op: str, sizes: list[int]) -> list[tuple[str, list[int]]]:
-    """(variant, key) of the op's own kernels at these sizes."""
+def launched(measurer: LocalMeasurer, op: str, sizes: tuple[int, ...]) -> list[Job]:
+    """Jobs of the op's own kernels at these sizes."""
     found = [(*name.split("."), key) for name, key in scan(measurer.target)(op, sizes, "float32")]
-    return [(variant, list(key)) for owner, variant, key in found if owner == op]
+    return [Job(op, variant, key, sizes, "float32") for owner, variant, key in found if owner == op]
 
 
-def opened(measurer: LocalMeasurer, op: str, variant: str, sizes: list[int] | None = None) -> dict:
-    sizes = sizes or SIZES[op]
-    key = next(key for found, key in launched(measurer, op, sizes) if found == variant)
-    return measurer.open(op, sizes, "float32", variant, key, [])
+def opened(
+    measurer: LocalMeasurer, op: str, variant: str, sizes: tuple[int, ...] | None = None
+) -> tuple[LaunchConfig, int]:
+    job = next(job for job in launched(measurer, op, sizes or SIZES[op]) if job.variant == variant)
+    return measurer.open(job, job.sizes, [])
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_kernel_of_an_op_can_be_measured(measurer, name):
     found = launched(measurer, name, SIZES[name])
-    assert {variant for variant, _ in found} <= {t.variant for t in registry.get_op(name).tunables}
-    for variant, key in found:
-        answer = measurer.open(name, SIZES[name], "float32", variant, key, [])
-        assert "error" not in answer and answer["bytes"] > 0
-        arm = measurer.prepare(answer["baseline"])
-        (samples,) = measurer.time([arm["id"]], 2)
+    assert {job.variant for job in found} <= {t.variant for t in registry.get_op(name).tunables}
+    for job in found:
+        baseline, moved = measurer.open(job, job.sizes, [])
+        assert moved > 0
+        (samples,) = measurer.time([measurer.prepare(baseline)], 2)
         assert len(samples) == 2 and min(samples) > 0
 
 
 def test_a_wrong_candidate_is_rejected_before_it_is_timed(measurer, monkeypatch):
-    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
+    baseline, _ = opened(measurer, "rms_norm", "fwd")
     again = measure.Call.again
 
     def wrong(call):
@@ -65,26 +66,28 @@ def test_a_wrong_candidate_is_rejected_before_it_is_timed(measurer, monkeypatch)
         return outputs
 
     monkeypatch.setattr(measure.Call, "again", wrong)
-    assert "wrong result" in measurer.prepare(baseline)["rejected"]
+    with pytest.raises(Rejected, match="wrong result"):
+        measurer.prepare(baseline)
 
 
 def test_a_candidate_that_leaves_elements_unwritten_is_rejected(measurer):
     """A block narrower than the row, where the kernel needs the whole row: the poison is still there."""
-    answer = opened(measurer, "fused_linear_cross_entropy", "fwd")
-    config = LaunchConfig.from_json(answer["baseline"])
+    baseline, _ = opened(measurer, "fused_linear_cross_entropy", "fwd")
     measurer._stage.expected[0].fill_(7.0)
-    assert "wrong result" in measurer.prepare(config.to_json())["rejected"]
+    with pytest.raises(Rejected, match="wrong result"):
+        measurer.prepare(baseline)
 
 
 def test_an_illegal_candidate_is_rejected_with_the_reason(measurer):
-    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
-    assert "not a power of two" in measurer.prepare({**baseline, "num_warps": 3})["rejected"]
+    baseline, _ = opened(measurer, "rms_norm", "fwd")
+    with pytest.raises(Rejected, match="not a power of two"):
+        measurer.prepare(replace(baseline, num_warps=3))
 
 
 def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
     from liger_hw.runtime import launch as _launch
 
-    baseline = opened(measurer, "rms_norm", "fwd")["baseline"]
+    baseline, _ = opened(measurer, "rms_norm", "fwd")
     ordinary = _launch.launch_ordinary
 
     def fails(plan, *args):
@@ -93,9 +96,10 @@ def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
         return ordinary(plan, *args)
 
     monkeypatch.setattr(_launch, "launch_ordinary", fails)
-    assert "out of resource" in measurer.prepare({**baseline, "hint": "stream"})["rejected"]
+    with pytest.raises(Rejected, match="out of resource"):
+        measurer.prepare(replace(baseline, hint="stream"))
     assert not registry.quarantined()
-    assert "id" in measurer.prepare(baseline)
+    assert measurer.prepare(baseline)
 
 
 def test_what_is_overwritten_is_restored_before_each_replay(measurer):
@@ -112,7 +116,7 @@ def test_what_is_overwritten_is_restored_before_each_replay(measurer):
 
 def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
     """More programs in the backward leave more partial sums for the kernel that adds them up; the reverse is not so."""
-    rows = [64, 64]
+    rows = (64, 64)
     opened(measurer, "rms_norm", "bwd", rows)
     assert len(measurer._stage.timed) == 2
     opened(measurer, "rms_norm", "dw", rows)
@@ -123,38 +127,37 @@ def test_the_time_includes_what_the_choice_decides_for_other_kernels(measurer):
 
 def test_a_kernel_launched_with_two_keys_is_measured_with_either(measurer):
     """dyt adds up dgamma and dbeta, then dalpha, by the same kernel."""
-    keys = [key for variant, key in launched(measurer, "dyt", [512, 64]) if variant == "dw"]
-    assert len(keys) == 2
-    for key in keys:
-        answer = measurer.open("dyt", [512, 64], "float32", "dw", key, [])
-        arm = measurer.prepare(answer["baseline"])
-        assert min(measurer.time([arm["id"]], 1)[0]) > 0 and len(measurer._stage.timed) == 1
+    jobs = [job for job in launched(measurer, "dyt", (512, 64)) if job.variant == "dw"]
+    assert len(jobs) == 2
+    for job in jobs:
+        baseline, _ = measurer.open(job, job.sizes, [])
+        assert min(measurer.time([measurer.prepare(baseline)], 1)[0]) > 0 and len(measurer._stage.timed) == 1
 
 
 def test_a_wrong_heuristic_stops_the_job(measurer, monkeypatch):
     monkeypatch.setattr(check, "against_reference", lambda *args: "result 1: relative error 0.5")
-    assert "disagrees with the reference" in opened(measurer, "swiglu", "fwd")["error"]
+    with pytest.raises(Rejected, match="disagrees with the reference"):
+        opened(measurer, "swiglu", "fwd")
 
 
 def test_where_the_heuristic_does_not_launch_the_safe_one_is_the_baseline(measurer, monkeypatch):
     tunable = registry.get_op("swiglu").tunables[0]
-    key = launched(measurer, "swiglu", SIZES["swiglu"])[0][1]
+    job = launched(measurer, "swiglu", SIZES["swiglu"])[0]
     heuristic = tunable.heuristic
-    broken = replace(heuristic(measurer.target, tuple(key)), num_warps=64)
+    broken = replace(heuristic(measurer.target, job.key), num_warps=64)
     monkeypatch.setattr(tunable, "heuristic", lambda target, k: broken)
-    answer = measurer.open("swiglu", SIZES["swiglu"], "float32", tunable.variant, key, [])
-    assert LaunchConfig.from_json(answer["baseline"]) == tunable.safe(measurer.target, tuple(key))
+    assert measurer.open(job, job.sizes, [])[0] == tunable.safe(measurer.target, job.key)
 
 
 def test_verify_uses_the_candidate_whatever_the_rows(measurer, monkeypatch):
-    answer = opened(measurer, "rms_norm", "fwd")
+    baseline, _ = opened(measurer, "rms_norm", "fwd")
     used = []
     tunable = registry.get_op("rms_norm").tunables[0]
     monkeypatch.setattr(
         measurer._bench, "against_reference", lambda: used.append(tunable.plan(None, (1, 2, 3)).config) or ""
     )
-    config = {**answer["baseline"], "hint": "stream"}
-    assert measurer.verify(config) == "" and used == [LaunchConfig.from_json(config)]
+    config = replace(baseline, hint="stream")
+    assert measurer.verify(config) == "" and used == [config]
     assert "plan" not in vars(tunable)
 
 
@@ -162,38 +165,37 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
     """fused_moe's products by torch._grouped_mm (here torch's own loop), where the heuristic has it and where not."""
     from liger_hw.kernels.moe import products
 
-    sizes, grouped, library = [24, 16, 8, 3, 2], [], products.LIBRARY
+    sizes, grouped, library = (24, 16, 8, 3, 2), [], products.LIBRARY
     original = torch._grouped_mm
     monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **more: grouped.append(1) or original(*args, **more))
     monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
-    keys = {variant: key for variant, key in launched(measurer, "fused_moe", sizes)}
+    jobs = {job.variant: job for job in launched(measurer, "fused_moe", sizes)}
     for variant in ("down", "up_weights"):
         tunable = registry.get_tunable(f"fused_moe.{variant}")
-        kernels = tunable.heuristic(measurer.target, tuple(keys[variant]))
+        kernels = tunable.heuristic(measurer.target, jobs[variant].key)
         by_library = replace(kernels, blocks={**kernels.blocks, "ENGINE": library})
         for baseline in (kernels, by_library):
             with monkeypatch.context() as patch:
                 patch.setattr(tunable, "heuristic", lambda target, key: baseline)  # noqa: B023
                 patch.setattr(tunable, "space", lambda target, key: [kernels, by_library])  # noqa: B023
-                answer = measurer.open("fused_moe", sizes, "float32", variant, keys[variant], [])
-                assert LaunchConfig.from_json(answer["baseline"]) == baseline and answer["bytes"] > 0
-                arms = [measurer.prepare(config.to_json()) for config in (kernels, by_library)]
+                found, moved = measurer.open(jobs[variant], sizes, [])
+                assert found == baseline and moved > 0
+                arms = [measurer.prepare(config) for config in (kernels, by_library)]
                 for arm, calls in zip(arms, (0, 2)):
                     grouped.clear()
-                    assert min(measurer.time([arm["id"]], 2)[0]) > 0
+                    assert min(measurer.time([arm], 2)[0]) > 0
                     assert len(grouped) == calls, "what is timed is the one product, by its engine"
                 measurer.close()
                 measurer._arms.clear()
 
 
 def test_tuning_end_to_end_in_the_interpreter(measurer, tmp_path):
-    from liger_hw.autotune.tuner import Effort, Job, Tuner
+    from liger_hw.autotune.tuner import Effort, Tuner
 
     saved = {}
     effort = Effort(first=3, refine=0, finalists=1, coarse_rounds=1, final_rounds=2, confirm_rounds=2)
     tuner = Tuner(
         measurer.target, measurer, facts=measurer.facts(), save=lambda n, e: saved.update({n: e}) or True, effort=effort
     )
-    jobs = [Job("swiglu", v, tuple(k), (8, 64), "float32") for v, k in launched(measurer, "swiglu", [8, 64])]
-    results = tuner.run(jobs)
+    results = tuner.run(launched(measurer, "swiglu", (8, 64)))
     assert [r.error for r in results] == ["", ""] and all(r.heuristic_us > 0 and r.tried == 3 for r in results)

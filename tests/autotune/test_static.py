@@ -163,9 +163,9 @@ class FakePool:
     def __init__(self, answer) -> None:
         self.answer, self.seen = answer, {}
 
-    def submit(self, name, call, request):
-        tensors = [i for i, arg in enumerate(request["args"]) if isinstance(arg, tuple) and arg[1] == "bfloat16"]
-        self.seen[name] = LaunchConfig.from_json(request["config"]), tensors
+    def submit(self, name, call, launch):
+        tensors = [i for i, arg in enumerate(launch.args) if isinstance(arg, tuple) and arg[1] == "bfloat16"]
+        self.seen[name] = launch.config, tensors
 
     def wait(self, name):
         config, tensors = self.seen[name]  # x first, y last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_winner_must_win_at_other_sizes_of_its_key_too():
     second = min((c for c in SPACE if c not in (BEST, START)), key=cost)
 
     def at_both(config):
-        return 2 * cost(START) if config == BEST and measurer.sizes != [8192, 4096] else cost(config)
+        return 2 * cost(START) if config == BEST and measurer.sizes != (8192, 4096) else cost(config)
 
     measurer = FakeMeasurer(START, at_both)
     (result,), kept, _ = tune(measurer=measurer)
@@ -91,11 +92,11 @@ def test_a_winner_must_win_at_other_sizes_of_its_key_too():
     assert BWD.key(*also["sizes"], 2) == KEY and also["sizes"] != [8192, 4096] and also["gain"] > also["noise"]
 
     def only_here(config):
-        return 10.0 if config == START and measurer.sizes != [8192, 4096] else cost(config)
+        return 10.0 if config == START and measurer.sizes != (8192, 4096) else cost(config)
 
     measurer = FakeMeasurer(START, only_here)
     (result,), kept, _ = tune(measurer=measurer)
-    assert not result.stored and not kept and "same key" in result.note and measurer.sizes == [8192, 4096]
+    assert not result.stored and not kept and "same key" in result.note and measurer.sizes == (8192, 4096)
 
 
 def test_where_the_heuristic_wins_an_older_entry_goes():
@@ -150,10 +151,10 @@ def test_a_worker_that_always_dies_ends_the_job_not_the_run():
     fwd = tunable("rms_norm.fwd")
 
     class Mixed(FakeMeasurer):
-        def open(self, op, sizes, dtype, variant, key, context):
-            self.baseline = START if variant == "bwd" else fwd.heuristic(H200, KEY)
-            self.cost = (lambda c: WorkerDied("crashed")) if variant == "bwd" else (lambda c: 5.0)
-            return super().open(op, sizes, dtype, variant, key, context)
+        def open(self, job, sizes, context):
+            self.baseline = START if job.variant == "bwd" else fwd.heuristic(H200, KEY)
+            self.cost = (lambda c: WorkerDied("crashed")) if job.variant == "bwd" else (lambda c: 5.0)
+            return super().open(job, sizes, context)
 
     results, _, _ = tune(jobs=(JOB, second), measurer=Mixed(START, cost))
     assert results[0].error and not results[1].error and results[1].heuristic_us == 5.0
@@ -177,9 +178,9 @@ def test_a_heuristic_that_can_no_longer_be_timed_ends_the_job_not_the_run(stage,
                 raise how("the device reported an error")
             return super().time(ids, rounds)
 
-        def open(self, op, sizes, dtype, variant, key, context):
-            self.opened_key = tuple(key)
-            return super().open(op, sizes, dtype, variant, key, context)
+        def open(self, job, sizes, context):
+            self.opened_key = job.key
+            return super().open(job, sizes, context)
 
     journal = Journal(tmp_path / "j.jsonl")
     results, kept, _ = tune(jobs=(JOB, second), measurer=Fading(START, cost), journal=journal)
@@ -202,14 +203,14 @@ def test_winners_are_the_context_of_the_ops_other_kernels():
     seen = []
 
     class Watching(FakeMeasurer):
-        def open(self, op, sizes, dtype, variant, key, context):
-            seen.append((variant, context))
-            self.baseline = tunable(f"rms_norm.{variant}").heuristic(H200, tuple(key))
-            return super().open(op, sizes, dtype, variant, key, context)
+        def open(self, job, sizes, context):
+            seen.append((job.variant, context))
+            self.baseline = tunable(job.name).heuristic(H200, job.key)
+            return super().open(job, sizes, context)
 
     tune(jobs=(JOB, dw), measurer=Watching(START, cost))
     assert seen[0] == ("bwd", [])
-    assert [context for variant, context in seen if variant == "dw"][0] == [["bwd", list(KEY), BEST.to_json()]]
+    assert [context for variant, context in seen if variant == "dw"][0] == [("bwd", KEY, BEST)]
 
 
 def test_the_budget_is_kept_and_time_short_means_less_is_tried():
@@ -306,9 +307,9 @@ class Pool:
         self.answers, self.urgent = answers, 0
         self.submitted: dict[str, LaunchConfig] = {}
 
-    def submit(self, name, call, request, urgent=False):
+    def submit(self, name, call, *request, urgent=False):
         self.urgent += urgent
-        self.submitted[name] = LaunchConfig.from_json(request["config"])
+        self.submitted[name] = request[-1]
 
     def wait(self, name):
         return self.answers(self.submitted[name])
@@ -320,7 +321,7 @@ def test_what_does_not_compile_or_fit_is_never_run():
     def answers(config):
         if config == BEST:
             return {"error": "the compiler crashed (signal 6)"}
-        return {"resources": {"shared": 300_000 if config == greedy else 1000}}
+        return {"resources": SimpleNamespace(shared=300_000 if config == greedy else 1000)}
 
     ran = []
 

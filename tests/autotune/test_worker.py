@@ -29,9 +29,8 @@ def fake(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def request(config) -> dict:
-    head = {"target": H200.to_json(), "op": "rms_norm", "sizes": [8192, 4096], "dtype": "bfloat16"}
-    return {**head, "tunable": "rms_norm.fwd", "config": config.to_json()}
+def request(config) -> tuple:
+    return H200, "rms_norm", (8192, 4096), "bfloat16", "rms_norm.fwd", config
 
 
 def with_warps(warps: int):
@@ -42,12 +41,12 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
     measurer = RemoteMeasurer("cuda:0", {"prepare": 2.0})
     try:
         for warps, word in ((2, "signal 11"), (4, "hung for 2 s"), (16, "illegal memory access")):
-            measurer.open("rms_norm", [8192, 4096], "bfloat16", "fwd", list(KEY), [])
+            measurer.open(JOB, JOB.sizes, [])
             with pytest.raises(WorkerDied, match=word):
-                measurer.prepare(with_warps(warps).to_json())
+                measurer.prepare(with_warps(warps))
         with pytest.raises(WorkerError, match="no"):
-            measurer.prepare(with_warps(32).to_json())
-        assert measurer.prepare(with_warps(1).to_json())["id"] == 1
+            measurer.prepare(with_warps(32))
+        assert measurer.prepare(with_warps(1)) == 1
         worker = measurer._worker.process
     finally:
         measurer.close()
@@ -57,7 +56,7 @@ def test_a_crash_a_hang_and_a_lost_device_are_told_apart_and_survived(fake):
 def test_what_a_dying_worker_said_is_told(fake):
     measurer = RemoteMeasurer("cuda:0")
     with pytest.raises(WorkerDied, match="cannot select"):
-        measurer.prepare(with_warps(2).to_json())
+        measurer.prepare(with_warps(2))
 
 
 @pytest.mark.full  # each of them is told apart above
@@ -78,18 +77,18 @@ def test_the_search_survives_every_misbehaviour_at_once(fake, monkeypatch):
 def test_the_compile_pool_survives_aborts_and_hangs(fake):
     with CompilePool(2, seconds=3.0) as pool:
         for warps in (1, 2, 4, 8):
-            pool.submit(warps, "candidate", request(with_warps(warps)))
-        assert [pool.wait(warps)["resources"] for warps in (1, 8)] == [{"shared": 100}, {"shared": 800}]
+            pool.submit(warps, "candidate", *request(with_warps(warps)))
+        assert [pool.wait(warps)["resources"].shared for warps in (1, 8)] == [100, 800]
         assert "crashed" in pool.wait(2)["error"] and "hung" in pool.wait(4)["error"]
-        pool.submit(8, "never looked at again", {}, urgent=True)
-        assert pool.wait(8)["resources"] == {"shared": 800}
+        pool.submit(8, "never looked at again", urgent=True)
+        assert pool.wait(8)["resources"].shared == 800
 
 
 def test_urgent_candidates_overtake(fake):
     with CompilePool(0) as pool:
         for name in ("a", "b", "c"):
-            pool.submit(name, "candidate", {})
-        pool.submit("c", "candidate", {}, urgent=True)
+            pool.submit(name, "candidate")
+        pool.submit("c", "candidate", urgent=True)
         assert [pool._queue.get()[2] for _ in range(4)] == ["c", "a", "b", "c"]
 
 
@@ -194,9 +193,9 @@ def test_what_the_pool_compiles_is_what_a_launch_looks_up(tmp_path, monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fwd = tunable()
     with CompilePool(1) as pool:
-        pool.submit("x", "candidate", request(fwd.safe(H200, KEY)))
+        pool.submit("x", "candidate", *request(fwd.safe(H200, KEY)))
         resources = pool.wait("x")["resources"]
-    assert resources["threads"] == 32 * fwd.safe(H200, KEY).num_warps and resources["registers"] > 0
+    assert resources.threads == 32 * fwd.safe(H200, KEY).num_warps and resources.registers > 0
     assert list(tmp_path.rglob("_norm_fwd_kernel.cubin"))
 
 

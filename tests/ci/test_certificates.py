@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,12 @@ def test_a_run_out_of_time_says_what_is_left_and_is_gone_on_with(certificates, t
 def test_a_failure_is_printed_and_kept(certificates, tmp_path, monkeypatch, capsys):
     from liger_hw.autotune import compile as aot
 
-    whole = aot.request_of
-    monkeypatch.setattr(aot, "request_of", lambda launch: {**whole(launch), "kernel": "no_such_module:kernel"})
+    whole = aot.trace_cases
+
+    def broken(*args):
+        return ((case, replace(launch, kernel="no_such_module:kernel")) for case, launch in whole(*args))
+
+    monkeypatch.setattr(aot, "trace_cases", broken)
     assert certificates.main([str(tmp_path), *FEW]) == 1
     said = capsys.readouterr().out
     assert "gfx942 relu_squared.fwd" in said and "ModuleNotFoundError" in said and "4 failed or illegal" in said

@@ -8,13 +8,13 @@ other candidate is measured as ever. `read_behind` and `write_behind` are what a
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from liger_hw.autotune import measure, workers
+from liger_hw.backends import LaunchConfig
 
 MINUTE = 60 * 2_000_000_000
 """Cycles."""
@@ -26,11 +26,11 @@ def main() -> None:
     workers.main()
 
 
-def prepare(measurer: measure.LocalMeasurer, config: dict[str, Any]) -> dict[str, Any]:
-    if config["num_warps"] == int(os.environ["FUZZ_HANG"]):
+def prepare(measurer: measure.LocalMeasurer, config: LaunchConfig) -> int:
+    if config.num_warps == int(os.environ["FUZZ_HANG"]):
         torch.cuda._sleep(MINUTE)
         torch.cuda.synchronize()
-    if config["num_warps"] == int(os.environ["FUZZ_LOSE"]):
+    if config.num_warps == int(os.environ["FUZZ_LOSE"]):
         table = torch.zeros(4, device=measurer.device)
         table[torch.tensor([5], device=measurer.device)].sum().item()
     return _prepare(measurer, config)

@@ -1,0 +1,74 @@
+"""Time on one device: by its events, which are read once the work is done; on a CPU by the wall clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+MIB = 1 << 20
+Arm = tuple[Callable[[], Any], Callable[[], Any]]
+"""What is done before a call and is not timed, and the call."""
+
+
+def nothing() -> None:
+    pass
+
+
+class Clock:
+    """Takes times of what runs on a device.
+
+    module: torch's module of its type, None for a CPU; graph: that module's class of graphs, None where it has none
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """module: stands in for torch's, for tests"""
+        self.device = device
+        self.module = module if device.type == "cpu" else torch.get_device_module(device)
+        self.graph = getattr(self.module, "CUDAGraph", None) or getattr(self.module, "XPUGraph", None)
+
+    def synchronize(self) -> None:
+        if self.module is not None:
+            self.module.synchronize()
+
+    def mark(self) -> Any:
+        """A moment in the device's own time. Taking it does not wait for the device."""
+        if self.module is None:
+            return time.perf_counter()
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, pairs: Iterable[tuple[Any, Any]]) -> list[float]:
+        """Milliseconds between two marks, of each pair."""
+        if self.module is None:
+            return [(end - start) * 1e3 for start, end in pairs]
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def interleaved(self, arms: Sequence[Arm], rounds: int) -> list[list[float]]:
+        """Milliseconds of each arm's calls, `rounds` of them in turn; no arm always follows the same one."""
+        marks: list[list[tuple[Any, Any]]] = [[] for _ in arms]
+        for turn in range(rounds):
+            for place in range(len(arms)):
+                number = (place + turn) % len(arms)
+                before, call = arms[number]
+                before()
+                start = self.mark()
+                call()
+                marks[number].append((start, self.mark()))
+        return [self.ms(pairs) for pairs in marks]
+
+    def each(self, times: int, call: Callable[[], Any], before: Callable[[], Any] = nothing) -> list[float]:
+        """Milliseconds of each of so many calls."""
+        return self.interleaved([(before, call)], times)[0]
+
+    def copy_rate(self) -> float:
+        """GB/s of a large device-to-device copy, bytes read plus bytes written: the roofline of a memory-bound op."""
+        size, times = (32 * MIB, 15) if self.module is None else (1024 * MIB, 60)
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        samples = self.each(times + 2, lambda: target.copy_(source))[2:]
+        return 2 * size / statistics.median(samples) / 1e6
