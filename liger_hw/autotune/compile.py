@@ -19,7 +19,7 @@ import importlib
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 from .. import registry
 from ..backends import LaunchConfig, Target, backend
@@ -183,6 +183,7 @@ def trace(
 
     from ..runtime import triton_import as _triton
     from ..runtime.launch import tuned_values
+    from .record import foresee
 
     _triton.require()
     if _triton.INTERPRET:
@@ -207,37 +208,6 @@ def trace(
             stack.enter_context(registry.override(scope, config))
         foresee(op, sizes, dtype, target, note, options, _tables_of(target, shipped, own))
     return found
-
-
-def foresee(
-    op: str,
-    sizes: Sequence[int],
-    dtype: "torch.dtype",
-    target: Target,
-    note: Callable[[registry.Plan, Any, tuple, tuple, tuple], None],
-    options: Mapping[str, Any] | None = None,
-    layers: registry.Layers = (),
-) -> None:
-    """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
-    flags)` in place of each launch. layers: the stored configurations that answer there; without any, the heuristics.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from ..runtime.observe import Foreseen, observing
-    from ..runtime.operator import LauncherMode
-    from .record import forward_and_backward
-
-    entry = registry.get_op(op)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(registry.pretend(target))
-        stack.enter_context(registry.only_tables(target, list(layers)))
-        stack.enter_context(observing(Foreseen(note)))
-        if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
-            stack.enter_context(FakeTensorMode())
-            stack.enter_context(LauncherMode())
-        sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
-        forward_and_backward(entry, sample)
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:

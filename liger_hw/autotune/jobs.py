@@ -126,7 +126,7 @@ def scan(target: Target) -> Scan:
     """Finds what an op launches, by running its launchers on fake tensors as on `target`."""
     import torch
 
-    from .compile import foresee
+    from .record import foresee
 
     def launched(op: str, sizes: Sizes, dtype: str) -> list[tuple[str, Key]]:
         found: list[tuple[str, Key]] = []

@@ -23,6 +23,7 @@ import torch
 from .. import registry
 from ..backends import LaunchConfig, Target, target_of, with_index
 from ..registry import Key, Op, Plan, Tunable
+from ..runtime.observe import observing
 from . import check, space, store
 from .clock import Clock, nothing
 from .jobs import Job
@@ -31,6 +32,7 @@ from .record import (
     Launch,
     LaunchRefused,
     Recorder,
+    Rejected,
     checksum,
     copy_of,
     everywhere,
@@ -41,7 +43,6 @@ from .record import (
     strictly,
     unasserted,
 )
-from .workers import Rejected
 
 COLD = 4
 """Rotating copies exceed the L2 cache this many times."""
@@ -110,7 +111,7 @@ class Bench:
         sample = op.sample(sizes, dtype, self.device, generator)
         self.moved = sample.moved
         registry.invalidate()
-        with Recorder(repeatable=True) as seen:
+        with observing(Recorder(repeatable=True), every_thread=True) as seen:
             check.run(op.function, sample)
         registry.invalidate()
         self.calls: list[Call] = seen.calls
@@ -219,8 +220,9 @@ class Stage:
     def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
         """Kernel -> (whether it is the tunable's own, its grids and arguments) under `config`; nothing runs."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), unasserted(), self._installed(plan), Recorder(launching=False) as seen:
-            self.call.again()
+        with torch.no_grad(), unasserted(), self._installed(plan):
+            with observing(Recorder(launching=False), every_thread=True) as seen:
+                self.call.again()
         found: dict[tuple[str, int], tuple[bool, tuple]] = {}
         for one in (one for call in seen.calls for one in call.launches):
             args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
@@ -242,9 +244,10 @@ class Stage:
     def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
         """Results of the operator under `config`, and the launches of it that are timed."""
         plan = plan_for(self.tunable, self.target, self.device, self.key, config)
-        with torch.no_grad(), self._installed(plan), Recorder(keep) as seen, strictly(), poisoned():
+        with torch.no_grad(), self._installed(plan), observing(Recorder(keep), every_thread=True) as seen:
             try:
-                outputs = self.call.again()
+                with strictly(), poisoned():
+                    outputs = self.call.again()
             except LaunchRefused as failure:
                 raise Rejected(str(failure)) from None
         launches = [one for call in seen.calls for one in call.launches]

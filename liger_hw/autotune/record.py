@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import registry
 from ..backends import LaunchConfig, Target
 from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
-from ..runtime.observe import Observer, observing
+from ..runtime.observe import Foreseen, Observer, observing
+from ..runtime.operator import LauncherMode
 
 
 @dataclass
@@ -54,14 +55,13 @@ class Call:
 
     operator: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     overwritten: tuple[int, ...]
     launches: list[Launch] = field(default_factory=list)
 
     def again(self) -> list[torch.Tensor]:
         """Run the operator on the original arguments; its outputs, then the arguments it overwrote."""
         args = [a.clone() if i in self.overwritten else a for i, a in enumerate(self.args)]
-        result = self.operator(*args, **self.kwargs)
+        result = self.operator(*args)
         return tensors_in(result) + [args[i] for i in self.overwritten]
 
 
@@ -84,8 +84,31 @@ def forward_and_backward(op: Op, sample: Sample) -> None:
         torch.autograd.grad(outputs, inputs, [torch.empty_like(o) for o in outputs], allow_unused=True)
 
 
+def foresee(
+    op: str,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    target: Target,
+    note: Callable[[Plan, Any, tuple, tuple, tuple], None],
+    options: Mapping[str, Any] | None = None,
+    layers: registry.Layers = (),
+) -> None:
+    """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
+    flags)` in place of each launch. layers: the stored configurations that answer there; without any, the heuristics.
+    """
+    entry = registry.get_op(op)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registry.pretend(target))
+        stack.enter_context(registry.only_tables(target, list(layers)))
+        stack.enter_context(observing(Foreseen(note)))
+        if not registry.interpreting():  # there CPU tensors are launched on, and losses look at their targets' values
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(LauncherMode())
+        forward_and_backward(entry, entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {})))
+
+
 class Recorder(Observer):
-    """While active, notes operator calls and kernel launches of every thread.
+    """Notes operator calls and kernel launches, as `observing(Recorder(), every_thread=True)`.
 
     keep: called with each launch before it happens; notes what it needs of the arguments. Only the first launch of each
     tunable's kernel in an operator call is kept: the rest of a chunked loop repeats it.
@@ -97,18 +120,6 @@ class Recorder(Observer):
         self.calls: list[Call] = []
         self.launches: list[Launch] = []
         self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
-
-    def __enter__(self) -> "Recorder":
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(observing(self, every_thread=True))
-        self._stack.enter_context(_OperatorMode(self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-        del (
-            self._stack
-        )  # the mode refers back: the cycle would keep every recorded tensor until Python's collector runs
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         """Launches through Triton, for the compiled kernel that this returns; so it stands outside of other
@@ -130,28 +141,16 @@ class Recorder(Observer):
                 self._keep(launch)
             place.append(launch)
 
-    def operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        overwritten = tuple(
-            i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        )
-        kept = tuple(a.clone() if self._repeatable and i in overwritten else a for i, a in enumerate(args))
-        before, self._call = self._call, Call(func, kept, kwargs, overwritten)
+    def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
+        written = [a.alias_info is not None and a.alias_info.is_write for a in call.overload._schema.arguments]
+        overwritten = tuple(i for i in range(len(args)) if written[i])
+        kept = tuple(a.clone() if self._repeatable and written[i] else a for i, a in enumerate(args))
+        before, self._call = self._call, Call(call, kept, overwritten)
         self.calls.append(self._call)
         try:
-            return func(*args, **kwargs)
+            return proceed(call, args)
         finally:
             self._call = before
-
-
-class _OperatorMode(TorchDispatchMode):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "namespace", "") == "liger_hw":
-            return self.recorder.operator(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -249,6 +248,10 @@ def everywhere(plan: Plan) -> Iterator[None]:
         yield
     finally:
         del plan.tunable.plan
+
+
+class Rejected(Exception):
+    """A candidate that must not be timed; the message says why. From a worker it comes as a `WorkerError`."""
 
 
 class LaunchRefused(Exception):

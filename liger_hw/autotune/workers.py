@@ -37,10 +37,6 @@ class WorkerError(Exception):
     """The worker is fine, but the call raised."""
 
 
-class Rejected(Exception):
-    """A candidate that must not be timed; the message says why. From a worker it comes as a `WorkerError`."""
-
-
 class Worker:
     """One worker process. Calls are synchronous and have a time limit.
 
@@ -71,7 +67,8 @@ class Worker:
         )
         theirs.close()
         self._said: deque[bytes] = deque(maxlen=20)
-        threading.Thread(target=lambda: self._said.extend(self.process.stdout), daemon=True).start()
+        self._listener = threading.Thread(target=lambda: self._said.extend(self.process.stdout), daemon=True)
+        self._listener.start()
         self._ready = False
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
@@ -99,6 +96,7 @@ class Worker:
     def _died(self, what: str) -> WorkerDied:
         self.kill()
         if what == "crashed":
+            self._listener.join(2.0)  # to the end of what it said
             code = self.process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
             last_words = b"".join([*self._said][-3:]).decode(errors="replace").strip()
@@ -244,6 +242,7 @@ def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> 
     pipe = Connection(int(sys.argv[3]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     from . import notes
+    from .record import Rejected
 
     notes.mute()
     handler = make()

@@ -12,7 +12,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from liger_hw.autotune.workers import Rejected, serve
+from liger_hw.autotune.record import Rejected
+from liger_hw.autotune.workers import serve
 from tests.autotune.fakes import FACTS, H200
 
 CALM = "FAKE_CALM" in os.environ

@@ -11,7 +11,7 @@ from liger_hw import registry
 from liger_hw.autotune import check, measure
 from liger_hw.autotune.jobs import Job, scan
 from liger_hw.autotune.measure import LocalMeasurer
-from liger_hw.autotune.workers import Rejected
+from liger_hw.autotune.record import Rejected
 from liger_hw.backends import LaunchConfig
 
 pytestmark = [pytest.mark.interpret, pytest.mark.unpoisoned]

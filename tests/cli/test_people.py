@@ -149,7 +149,7 @@ def test_a_sequence_length_may_be_written_in_k(capsys):
     for wrong in ("k", "0k", "1.5k", "8m", "-1k"):
         code, _, err = said(capsys, *words[:-1], f"--seq={wrong}")
         assert code == 2 and "write positive integers such as 65536, or 64k for 64 * 1024" in err
-    assert arguments.token_list("512,4k") == [512, 4096]
+    assert arguments.listed(arguments.tokens)("512,4k") == [512, 4096]
 
 
 @pytest.mark.parametrize(
