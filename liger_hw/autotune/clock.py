@@ -31,7 +31,7 @@ class Clock:
 
     def synchronize(self) -> None:
         if self.module is not None:
-            self.module.synchronize()
+            self.module.synchronize(self.device)
 
     def mark(self) -> Any:
         """A moment in the device's own time. Taking it does not wait for the device."""

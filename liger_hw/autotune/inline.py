@@ -16,8 +16,8 @@ from .. import env, registry
 from ..answers import Entry, Key
 from ..backends import Target
 from ..ops import Tunable
-from . import space, store
-from .jobs import Job
+from . import store
+from .jobs import at_key
 from .tuner import Effort, Tuner
 from .workers import CompilePool, RemoteMeasurer
 
@@ -80,8 +80,8 @@ def _is_one_of_several() -> bool:
 
 
 def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
-    guess = space.sizes_for(registry.get_op(tunable.op), tunable, key)
-    if guess is None:
+    job = at_key(tunable.op, tunable.variant, key)
+    if job is None:
         return False
     found: dict[tuple, Entry] = {}
     tuner = _tuner(target, device)
@@ -92,7 +92,7 @@ def _tune(tunable: Tunable, target: Target, device: Any, key: Key) -> bool:
         return True
 
     tuner.save = save
-    result = tuner.run([Job(tunable.op, tunable.variant, key, *guess)])[0]
+    result = tuner.run([job])[0]
     if result.error:
         store.warn_once(f"inline {tunable.name}", f"{tunable.name} {key} was not tuned: {result.error}")
         return False

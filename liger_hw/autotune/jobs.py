@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Callable, Iterable, Mapping
 
 from .. import registry
@@ -36,13 +36,7 @@ class Job:
         return self.op, self.variant, self.key
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "op": self.op,
-            "variant": self.variant,
-            "key": list(self.key),
-            "sizes": list(self.sizes),
-            "dtype": self.dtype,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "beside"}
 
 
 OUT_OF_BUDGET = "skipped: the budget is spent"
@@ -187,12 +181,17 @@ def from_shapes(wanted: list[tuple[str, Sizes]], dtype: str, scan: Scan) -> tupl
             if best[op, variant, key] == sizes:
                 found.append(Job(op, variant, key, sizes, dtype, beside[op, sizes]))
     for op, variant, key in (name for name in shared if name not in best):
-        guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
-        if guess is None:
-            problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
+        if job := at_key(op, variant, key):
+            found.append(job)
         else:
-            found.append(Job(op, variant, key, *guess))
+            problems.append(f"{op}.{variant} {key}: no sizes of {op} have this key; tune it with --shapes")
     return found, problems
+
+
+def at_key(op: str, variant: str, key: Key) -> Job | None:
+    """A job at sizes that have the key, found by trial; None where none are found."""
+    guess = space.sizes_for(registry.get_op(op), registry.get_tunable(f"{op}.{variant}"), key)
+    return None if guess is None else Job(op, variant, key, *guess)
 
 
 def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> tuple[list[Job], list[str]]:
@@ -202,15 +201,12 @@ def from_misses(misses: Iterable[tuple[str, str, Key]], ops: Iterable[str]) -> t
     for op, variant, key in misses:
         if op not in wanted:
             continue
-        tunable = known.get(f"{op}.{variant}")
-        if tunable is None:
+        if f"{op}.{variant}" not in known:
             problems.append(f"{op}.{variant}: this version has no such tunable")
-            continue
-        guess = space.sizes_for(registry.get_op(op), tunable, key)
-        if guess is None:
-            problems.append(f"{op}.{variant} {key}: no sizes found for this key; tune it with --shapes")
+        elif job := at_key(op, variant, key):
+            found.append(job)
         else:
-            found.append(Job(op, variant, key, *guess))
+            problems.append(f"{op}.{variant} {key}: no sizes found for this key; tune it with --shapes")
     return found, problems
 
 

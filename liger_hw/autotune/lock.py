@@ -10,37 +10,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any, Mapping
 
 from .. import files, registry
-from ..backends import Target
-from ..registry import Entry, Key, Plan, Tunable
+from ..registry import Candidate, Entry, Plan
 from . import lock_file, tables
 from .tables import Name
 
 log = logging.getLogger("liger_hw")
 
 
-def pin(target: Target, keys: Iterable[tuple[Tunable, Key]]) -> dict[Name, Entry]:
-    """What the registry answers on `target` for each tunable and key, as lock entries."""
-    table: dict[Name, Entry] = {}
-    for tunable, key in keys:
-        chosen = registry.choose(tunable, target, key)
-        table[tunable.op, tunable.variant, key] = Entry(chosen.config, _provenance(chosen.layer, chosen.provenance))
-    return table
-
-
-def pin_plans(plans: Iterable[Plan]) -> dict[Name, Entry]:
-    """What a running program resolved so far (`registry.plans()`), as lock entries."""
-    return {
-        (p.tunable.op, p.tunable.variant, p.key): Entry(p.config, _provenance(p.layer, p.provenance)) for p in plans
-    }
-
-
-def _provenance(layer: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a pinned configuration came from. Pinned is pinned: a changed kernel source does not unpin it."""
-    kept = {k: provenance[k] for k in ("median_us", "gain", "device", "triton", "date") if k in provenance}
-    return {"kind": str(provenance.get("kind", "heuristic")), "layer": layer, **kept}
+def pinned(chosen: Candidate | Plan) -> Entry:
+    """What was chosen, as a lock entry. Pinned is pinned: a changed kernel source does not unpin it."""
+    came = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
+    kind = str(chosen.provenance.get("kind", "heuristic"))
+    return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **came})
 
 
 def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
@@ -60,7 +44,8 @@ def save(path: str | Path = "liger-hw.lock", allow_other_device: bool = False) -
     if not plans:
         log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)
     devices = sorted({plan.target.name for plan in plans})
-    return write(Path(path), pin_plans(plans), about(", ".join(devices), allow_other_device))
+    table = {(plan.tunable.op, plan.tunable.variant, plan.key): pinned(plan) for plan in plans}
+    return write(Path(path), table, about(", ".join(devices), allow_other_device))
 
 
 def about(device: str, allow_other_device: bool, **more: Any) -> dict[str, Any]:

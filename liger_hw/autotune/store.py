@@ -28,6 +28,7 @@ import re
 import stat
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Collection, Iterator
 
@@ -343,27 +344,19 @@ def layers(target: Target) -> list[tuple[str, Table]]:
             offers += [(layer, *item) for item in _read_shipped(file, target, problems).items()]
     report(problems, target)
     here = minor(triton_version())
-    return pinned + _stack(offers, here, demoted=False) + _stack(offers, here, demoted=True)
-
-
-def _stack(offers: list[tuple[str, Name, Entry]], here: str, demoted: bool) -> list[tuple[str, Table]]:
-    """Offers in order, as tables that each hold a name once; only those whose Triton fits (or does not)."""
-    result: list[tuple[str, Table]] = []
-    for layer, name, entry in offers:
-        made_with = minor(str(entry.provenance.get("triton") or ""))
-        other = bool(made_with and here and made_with != here)
-        if other != demoted:
-            continue
-        if other:
+    fitting: list[tuple[str, Table]] = []
+    demoted: list[tuple[str, Table]] = []
+    for layer, name, entry in offers:  # each table holds a name once: what is stored for it twice is asked in turn
+        stack, made_with = fitting, minor(str(entry.provenance.get("triton") or ""))
+        if made_with and here and made_with != here:
             note = f"{entry.source} (demoted: measured with Triton {made_with}, this is {here})"
-            entry = Entry(entry.config, entry.provenance, entry.kernel_hash, note)
-        for known, table in result:
-            if known == layer and name not in table:
-                table[name] = entry
-                break
+            stack, entry = demoted, replace(entry, source=note)
+        table = next((table for known, table in stack if known == layer and name not in table), None)
+        if table is None:
+            stack.append((layer, {name: entry}))
         else:
-            result.append((layer, {name: entry}))
-    return sorted(result, key=lambda item: _ORDER.index(item[0]))
+            table[name] = entry
+    return pinned + fitting + demoted
 
 
 _ORDER = ("user", "shipped-device", "shipped-arch", "shipped-family")

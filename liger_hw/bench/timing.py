@@ -127,7 +127,7 @@ class Meter(Clock):
         gc.collect()
         self._pool = None
         if self.module is not None:
-            self.module.synchronize()
+            self.synchronize()
             self.module.empty_cache()
 
     def close(self) -> None:

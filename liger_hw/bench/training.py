@@ -251,23 +251,25 @@ class Original:
                         "its own."
                     )
 
-    def changes(self) -> list[str]:
-        """Names that are not what they were, and functions and classes that are new."""
+    def _differences(self) -> list[tuple[Any, str, Any]]:
+        """(place, name, what it was) of what is not what it was, and of functions and classes that are new."""
         found = []
         for place, saved in zip(self.places, self.saved):
             now = vars(place)
-            found += [f"{place.__name__}.{name}" for name in saved if now.get(name, _MISSING) is not saved[name]]
-            found += [f"{place.__name__}.{name}" for name in now if name not in saved and callable(now[name])]
+            found += [(place, name, value) for name, value in saved.items() if now.get(name, _MISSING) is not value]
+            found += [(place, name, _MISSING) for name in now if name not in saved and callable(now[name])]
         return found
+
+    def changes(self) -> list[str]:
+        return [f"{place.__name__}.{name}" for place, name, _ in self._differences()]
 
     def restore(self) -> None:
         """Put everything back that changed."""
-        for place, saved in zip(self.places, self.saved):
-            for name in [name for name in vars(place) if name not in saved and callable(vars(place)[name])]:
+        for place, name, value in self._differences():
+            if value is _MISSING:
                 delattr(place, name)
-            for name, value in saved.items():
-                if vars(place).get(name, _MISSING) is not value:
-                    setattr(place, name, value)
+            else:
+                setattr(place, name, value)
 
 
 def _kernel_package(value: Any) -> str:

@@ -122,6 +122,11 @@ def _state(name: tuple, entry: Any) -> str:
     return f"demoted: Triton {made}" if made and here and made != here else "current"
 
 
+def _answers(name: tuple, entry: Any) -> bool:
+    """Whether the entry may answer, though late."""
+    return not _state(name, entry).startswith(("stale", "unknown"))
+
+
 def _list(arguments: argparse.Namespace) -> int:
     from ..autotune import store, tables
     from ..backends import LaunchConfig
@@ -226,7 +231,7 @@ def _export(arguments: argparse.Namespace) -> int:
     header: dict[str, Any] = {}
     skipped = 0
     for name, entry, about in store.read_folder(folders[0], problems):
-        if _state(name, entry) in ("unknown kernel", "stale: the kernel changed"):
+        if not _answers(name, entry):
             skipped += 1
         elif name not in found:
             found[name], header = entry, about or header
@@ -237,8 +242,7 @@ def _export(arguments: argparse.Namespace) -> int:
             before, entries, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
             raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
-        kept = {n: e for n, e in entries.items() if _state(n, e) in ("current",) or _state(n, e).startswith("demoted")}
-        found = {**kept, **found}
+        found = {**{n: e for n, e in entries.items() if _answers(n, e)}, **found}
     text = tables.render({**header, "digest": ""}, found)
     if not arguments.output:
         print(text, end="")

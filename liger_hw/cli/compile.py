@@ -126,49 +126,22 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
 
 
 def _text(certificates: list[Any], case_of: dict) -> str:
-    rows = [
-        (
-            "target",
-            "kernel of",
-            "workload",
-            "layer",
-            "warps",
-            "regs",
-            "spills",
-            "shared",
-            "occ.",
-            "load",
-            "store",
-            "",
-            "for",
-        )
-    ]
-    seen = set()
-    problems = []
+    head = "target,kernel of,workload,layer,warps,regs,spills,shared,occ.,load,store,,for".split(",")
+    first: dict[tuple, Any] = {}
     for c in certificates:
-        same = c.launch.same()
-        if same in seen:
-            continue
-        seen.add(same)
-        case = case_of[same]
+        first.setdefault(c.launch.same(), c)
+    rows = []
+    for same, c in first.items():
+        case, r = case_of[same], c.resources
         what = " ".join([case.dtype, *(f"{name}={value}" for name, value in case.options.items())])
-        head = (
-            c.launch.target.arch,
-            c.launch.tunable,
-            case.workload,
-            c.launch.layer,
-            str(c.launch.config.num_warps),
-        )
-        r = c.resources
-        if r is None:
-            rows.append((*head, "-", "-", "-", "-", "-", "-", "FAILED", what))
-            problems.append(str(c))
-            continue
-        widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
-        state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
-        rows.append((*head, str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths, state, what))
-        problems += [str(c)] if c.illegal else []
-    rows[1:] = sorted(rows[1:])
+        used, state = ["-"] * 6, "FAILED"
+        if r is not None:
+            widths = [str(max(found, default=0)) for found in (r.loads, r.stores)]
+            used = [str(r.registers), str(r.spills), str(r.shared), f"{r.occupancy:.0%}", *widths]
+            state = "ILLEGAL" if c.illegal else "" if c.level == "binary" else c.level
+        warps = str(c.launch.config.num_warps)
+        rows.append([c.launch.target.arch, c.launch.tunable, case.workload, c.launch.layer, warps, *used, state, what])
+    problems = [str(c) for c in first.values() if not c.ok]
     failed = f", {len(problems)} FAILED or ILLEGAL:" if problems else ""
-    spilling = sum(int(row[6]) > 0 for row in rows[1:] if row[6] != "-")
-    return "\n".join([table(rows), f"{len(rows) - 1} kernels, {spilling} with spills{failed}", *problems])
+    spilling = sum(c.resources is not None and c.resources.spills > 0 for c in first.values())
+    return "\n".join([table([head, *sorted(rows)]), f"{len(rows)} kernels, {spilling} with spills{failed}", *problems])

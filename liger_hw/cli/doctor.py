@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from typing import Any
 
 from ..text import StatusLine, first_line, fold, json_text
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device = usable_device("doctor", arguments.device)
-    from .. import compat
+    from .. import compat, registry
     from ..autotune import store
     from ..bench.report import git_commit
     from . import info
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(info.as_text(facts))
     print(fold(f"commit        {commit or 'not a checkout'}", " " * 14))
     print(fold(f"shim          {shim}", " " * 14))
-    runs = "kernels" if device.type != "cpu" or info.interprets() else "references: no GPU, no kernel is launched"
+    runs = "kernels" if device.type != "cpu" or registry.interpreting() else "references: no GPU, no kernel is launched"
     agree = f"{len(ops) - len(wrong)} of {len(ops)} agree with their reference on {device}, as {runs}"
     print(fold(f"ops           {agree}", " " * 14))
     for name, value in timings.items():
@@ -101,17 +100,8 @@ def _timings(device: Any) -> dict[str, str]:
     from ..bench import timing
     from ..transformers.functional import liger_rms_norm
 
-    with timing.Meter(device) as meter:
-        copied = meter.copy_rate()
     x, w = torch.ones(16, 128, device=device), torch.ones(128, device=device)
-    calls = 1000
-    wait = partial(torch.get_device_module(device).synchronize, device)
-    with torch.no_grad():
-        for _ in range(2):  # the first is a warm-up
-            wait()
-            began = time.perf_counter()
-            for _ in range(calls):
-                liger_rms_norm(x, w, 1e-6)
-            each = (time.perf_counter() - began) / calls * 1e6
-    wait()
+    with timing.Meter(device) as meter, torch.no_grad():
+        each = meter.host_us(lambda: liger_rms_norm(x, w, 1e-6), calls=1000, blocks=3)
+        copied = meter.copy_rate()
     return {"bandwidth": f"{copied:.0f} GB/s in a copy", "launch": f"{each:.1f} us of host time for a small rms_norm"}

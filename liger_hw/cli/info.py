@@ -11,6 +11,7 @@ import importlib
 import os
 import platform
 import sys
+from collections import Counter
 from importlib import metadata
 from typing import Any
 
@@ -112,7 +113,9 @@ def collect(dtype: str = "bfloat16", ops: bool = True) -> dict[str, Any]:
 
 def triton_facts() -> dict[str, Any]:
     """Which distributions provide `import triton`, whether it imports, and what is wrong with that, if anything."""
-    names = {_canonical(name) for name in metadata.packages_distributions().get("triton", ())}
+    names = {
+        name.lower().replace("_", "-").replace(".", "-") for name in metadata.packages_distributions().get("triton", ())
+    }
     names.update(name for name in TRITON_DISTRIBUTIONS if _version(name) is not None)
     providers = [{"name": name, "version": _version(name)} for name in sorted(names)]
     try:
@@ -157,12 +160,8 @@ def _tuned(device: dict[str, Any]) -> dict[str, int]:
     from ..autotune import store
     from ..backends import Target
 
-    found: dict[str, int] = {}
-    for layer, entries in store.layers(Target.from_json(device["target"])):
-        for entry in entries.values():
-            name = f"{entry.provenance['kind']} ({layer})"
-            found[name] = found.get(name, 0) + 1
-    return found
+    layers = store.layers(Target.from_json(device["target"]))
+    return Counter(f"{one.provenance['kind']} ({layer})" for layer, entries in layers for one in entries.values())
 
 
 def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
@@ -181,7 +180,9 @@ def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
                             "op": op.name,
                             "tunable": one.tunable,
                             "device": device["device"],
-                            "runs": "reference" if _uses_reference(device["backend"]) else "kernel",
+                            "runs": "reference"
+                            if device["backend"] == "cpu" and not registry.interpreting()
+                            else "kernel",
                             "workload": workload,
                             "shape": list(sizes),
                             "key": list(one.key),
@@ -194,26 +195,11 @@ def _ops(devices: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _uses_reference(vendor: str) -> bool:
-    return vendor == "cpu" and not interprets()
-
-
-def interprets() -> bool:
-    """Whether this process runs kernels in Triton's interpreter."""
-    from .. import registry
-
-    return registry.interpreting()
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _canonical(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def as_text(facts: dict[str, Any]) -> str:

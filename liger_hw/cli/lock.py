@@ -7,6 +7,7 @@ what it pins differently from what this machine would choose.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     keys = _of_models(arguments, target)
     if not keys:
         raise UsageError(f"lock: nothing to pin for {target.name}")
-    table = lock.pin(target, keys)
+    table = {(t.op, t.variant, key): lock.pinned(registry.choose(t, target, key)) for t, key in keys}
     about = lock.about(target.name, arguments.allow_other_device, arch=target.arch)
     mark = lock.write(Path(arguments.output), table, about)
-    kinds: dict[str, int] = {}
-    for entry in table.values():
-        layer = str(entry.provenance["layer"])
-        kinds[layer] = kinds.get(layer, 0) + 1
+    kinds = Counter(str(entry.provenance["layer"]) for entry in table.values())
     if arguments.json:
         print(json_text({"file": arguments.output, "digest": mark, "entries": len(table), "layers": kinds}))
         return 0

@@ -13,7 +13,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..text import fold, json_text, table
-from . import UsageError
+from . import told
 from .arguments import A_MODEL, dtype_name, positive, share, tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
+    with told("plan"):
         planner = _planner(arguments)
         budgets = _budgets(arguments.memory)
         rows: list[tuple[str, Any]] = [(one.levels[0], one) for one in planner.pure()]
@@ -59,8 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
                 rows.append((name, planner.best(budget)))
             except ValueError as error:
                 rows.append((name, str(error)))
-    except ValueError as error:
-        raise UsageError(f"plan: {error}") from None
     if arguments.json:
         print(json_text([_as_json(name, found) for name, found in rows], indent=2))
     else:

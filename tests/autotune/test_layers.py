@@ -338,7 +338,10 @@ class TestLock:
         fwd = tunable()
         config = fwd.safe(H200, KEY)
         lock.write(
-            tmp_path / "l", lock.pin(H200, [(fwd, KEY)]) | {NAME: replace(entry(config, fwd), kernel_hash=None)}, {}
+            tmp_path / "l",
+            {("rms_norm", "fwd", KEY): lock.pinned(registry.choose(fwd, H200, KEY))}
+            | {NAME: replace(entry(config, fwd), kernel_hash=None)},
+            {},
         )
         monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(tmp_path / "l"))
         registry.reload()

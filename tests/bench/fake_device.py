@@ -57,7 +57,7 @@ class FakeDevice:
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: torch.device | None = None) -> None:
         if self.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -263,25 +262,15 @@ def test_check_offline_names_the_type_to_ask_for(capsys, monkeypatch):
         assert code == 2 and "cannot be reached" in err and err.endswith(f"liger-hw check {kind}\n")
 
 
-def test_doctor_waits_for_the_device_that_it_times(monkeypatch):
+def test_a_clock_waits_for_the_device_that_it_times():
     """Which need not be the current one."""
     import torch
 
-    from liger_hw.bench import timing
-    from liger_hw.cli import doctor
-
-    class Meter(contextlib.nullcontext):
-        def __enter__(self):
-            return self
-
-        def copy_rate(self):
-            return 1.0
+    from liger_hw.autotune.clock import Clock
 
     waited = []
-    monkeypatch.setattr(timing, "Meter", Meter)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=waited.append))
-    doctor._timings(torch.device("cpu", 0))
-    assert waited and set(waited) == {torch.device("cpu", 0)}
+    Clock(torch.device("cpu", 0), SimpleNamespace(synchronize=waited.append)).synchronize()
+    assert waited == [torch.device("cpu", 0)]
 
 
 def test_doctor_finds_a_wrong_op_and_is_well_without(capsys, monkeypatch):
