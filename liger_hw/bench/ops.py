@@ -25,7 +25,8 @@ from .accuracy import Accuracy
 from .cases import Case, cases, make_inputs, with_few_rows  # noqa: F401  callers take all four from here
 from .floors import PRODUCTS, floors_of
 from .inputs import Inputs, Work, sample_sets
-from .timing import Budget, Calls, Meter, OutOfBudget, Replay, Stats, interleave
+from .runners import Runner
+from .timing import Budget, Meter, OutOfBudget, Stats, interleave
 
 MODES = ("fwd", "bwd", "full")
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
@@ -49,7 +50,7 @@ class Arm:
     status: str = "ok"
     note: str = ""
     works: dict[str, Work] = field(default_factory=dict)
-    runners: dict[str, Replay | Calls] = field(default_factory=dict)
+    runners: dict[str, Runner] = field(default_factory=dict)
     times: dict[str, Stats] = field(default_factory=dict)
     eager: dict[str, Stats] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
@@ -179,13 +180,13 @@ def _prepare(
 
 def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int) -> dict[str, float]:
     """Time the arms in turn, and with them the products of a GEMM-bound op: its floors by mode."""
-    runners: dict[tuple[str, str], Any] = {}
+    runners: dict[tuple[str, str], Runner] = {}
     if case.op.name in PRODUCTS:
         chains = dict(zip(("fwd", "full"), PRODUCTS[case.op.name](*case.sizes)))
         runners = {("floor", mode): meter.chain(chains[mode], case.dtype) for mode in needed}
     runners |= {(arm.name, mode): arm.runners[mode] for arm in arms for mode in arm.runners}
     settle_ms = SETTLE_MS if case.op.name in PRODUCTS else 0.0
-    times, errors = interleave(runners, repeats, None, burst_ms=10.0 if case.quick else 30.0, settle_ms=settle_ms)
+    times, errors = interleave(runners, repeats, burst_ms=10.0 if case.quick else 30.0, settle_ms=settle_ms)
     floors = {mode: times["floor", mode].median for mode in needed if ("floor", mode) in times}
     if {"fwd", "full"} <= floors.keys():
         floors["bwd"] = floors["full"] - floors["fwd"]

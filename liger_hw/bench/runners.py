@@ -1,4 +1,4 @@
-"""What takes turns in a measurement: `burst(n)` calls n times and returns milliseconds a call, `cost_ms()` is one's.
+"""What takes turns in a measurement: `burst(n)` returns milliseconds a call, n times; `cost_ms()` is what one costs.
 
 Replay  a captured graph        Calls  single calls, where no graph can hold them        Chain  matrix products, a floor
 """
@@ -18,7 +18,19 @@ Product = tuple[int, int, int, str]
 """A matrix product [m, k] x [k, n] as (m, n, k, layout); a `t` in the layout says that operand is stored transposed."""
 
 
-class Replay:
+class Runner:
+    """`calls`: how many calls one counted time is of; `why`: no graph holds the call."""
+
+    method, why, calls, rounds, flushes = "graph", "", 1, 1, False
+
+    def burst(self, times: int) -> list[float]:
+        raise NotImplementedError
+
+    def cost_ms(self) -> float:
+        return self.burst(2)[-1] * self.calls
+
+
+class Replay(Runner):
     """A captured graph; `burst(n)` replays it n times and returns milliseconds a call.
 
     Every arm finds the same in L2. Before a replay, an arm that overwrites its inputs has them written anew; another's
@@ -27,8 +39,6 @@ class Replay:
     found there: Liger's rope of 32x1x40x8x128, which overwrites q and k, took 2.61 us on an H200 without a flush and
     3.25 us with one (of 32x1x16x16x64, which fits and is left warm for all, 2.14 and 2.61).
     """
-
-    method, why = "graph", ""
 
     def __init__(self, meter: Meter, work: Work, graph: Any, rounds: int) -> None:
         self.meter, self.work, self.graph, self.rounds = meter, work, graph, rounds
@@ -43,19 +53,13 @@ class Replay:
         if self.flushes:
             self.meter.flush()
 
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1] * self.calls
 
-
-class Calls:
+class Calls(Runner):
     """Single calls, for what no graph can hold."""
-
-    flushes = False
 
     def __init__(self, meter: Meter, work: Work, why: str) -> None:
         self.meter, self.work, self.why = meter, work, why
-        self.method = meter.method
-        self.rounds, self.calls, self.turn = 1, 1, 0
+        self.method, self.turn = meter.method, 0
 
     def burst(self, times: int) -> list[float]:
         return self.meter.each(times, lambda: self.work.call(self._next()), self.work.restore)
@@ -64,11 +68,8 @@ class Calls:
         self.turn = (self.turn + 1) % len(self.work.sets)
         return self.turn
 
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1]
 
-
-class Chain:
+class Chain(Runner):
     """Matrix products one after the other, on random matrices; a shape's operand is drawn once."""
 
     def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
@@ -91,6 +92,3 @@ class Chain:
 
     def burst(self, times: int) -> list[float]:
         return self.meter.each(times, self.run)
-
-    def cost_ms(self) -> float:
-        return self.burst(2)[-1]

@@ -22,7 +22,7 @@ from ..autotune.clock import MIB, Clock, nothing
 from ..backends import target_of, with_index
 from ..text import first_line
 from .inputs import Work
-from .runners import Calls, Chain, Product, Replay
+from .runners import Calls, Chain, Product, Replay, Runner
 
 
 class OutOfBudget(Exception):
@@ -43,9 +43,9 @@ class Budget:
     def spent(self) -> float:
         return time.perf_counter() - self.started
 
-    def check(self, margin: float = 0.0) -> None:
-        """Raise `OutOfBudget` when less than `margin` seconds are left."""
-        if self.seconds is not None and self.spent + margin >= self.seconds:
+    def check(self) -> None:
+        """Raise `OutOfBudget` when no time is left."""
+        if self.seconds is not None and self.spent >= self.seconds:
             raise OutOfBudget(f"the budget of {self.seconds:g} s is spent")
 
 
@@ -191,7 +191,7 @@ class Meter(Clock):
         work.restore()
         return Replay(self, work, graph, rounds)
 
-    def runner(self, work: Work, floor_ms: float) -> Replay | Calls:
+    def runner(self, work: Work, floor_ms: float) -> Runner:
         """The best way to time a warm call: graph replay, else single calls. `why` of the result says why not a graph.
 
         The graph is made long enough (about 2 ms at the floor) that its own launch does not count. Sets of more than
@@ -311,9 +311,8 @@ class Meter(Clock):
 
 
 def interleave(
-    runners: dict[Any, Replay | Calls | Chain],
+    runners: dict[Any, Runner],
     repeats: int = 3,
-    budget: Budget | None = None,
     burst_ms: float = 30.0,
     settle_ms: float = 0.0,
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
@@ -321,7 +320,7 @@ def interleave(
 
     settle_ms: how long each burst runs before its calls count, so that none is timed at the clock its neighbour left.
 
-    An arm that fails is left out of what follows. Raises `OutOfBudget` only when not one whole repeat was made.
+    An arm that fails is left out of what follows.
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
     errors: dict[Any, str] = {}
@@ -332,14 +331,7 @@ def interleave(
             times[name] = math.ceil(settle_ms / cost), int(max(3, min(50, burst_ms / cost)))
         except Exception as error:  # a peer's failure is a row of the table, not the end of it
             errors[name] = first_line(error)
-    for repeat in range(max(1, repeats)):
-        try:
-            if budget is not None:
-                budget.check()
-        except OutOfBudget:
-            if repeat == 0:
-                raise
-            break
+    for _ in range(max(1, repeats)):
         for name, runner in runners.items():
             if name in errors:
                 continue

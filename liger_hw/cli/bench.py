@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: workload names, sizes such as 16384x4096 or 4096x131072@fp32, `workloads` (default), "
         "`small` (default on a CPU)",
     )
-    ops.add_argument("--brief", action="store_true", help="print only the side-by-side table")
 
     moe = parser.add_argument_group("moe")
     moe.add_argument(
@@ -192,7 +191,7 @@ def _bench_ops(
         for path in plots.plots(rows, arguments.plot):
             _progress(f"wrote {path}")
     if arguments.json != "-":
-        print(report.as_text(rows, arguments.brief))
+        print(report.as_text(rows))
         if text := more(rows):
             print(f"\n{text}")
         print(fold(_where(facts)))
