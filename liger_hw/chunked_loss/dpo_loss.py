@@ -163,12 +163,13 @@ def dpo_pairs(loss_type: str, use_ref_model: bool, **numbers: float) -> Pairs:
 
 def check_loss_type(loss_type: str, label_smoothing: float, beta: float, discopop_tau: float) -> None:
     """Raise `ValueError` for a loss type that does not exist or cannot be computed with these numbers."""
-    check(loss_type in DPO_LOSSES, _NAME, f"loss_type must be one of {', '.join(DPO_LOSSES)}, got {loss_type!r}")
+    if loss_type not in DPO_LOSSES:
+        check(False, _NAME, f"Unsupported loss_type {loss_type!r}: it must be one of {', '.join(DPO_LOSSES)}")
     if loss_type == "exo_pair":
-        expected = "label_smoothing must be between 0 and 1 for loss_type='exo_pair' (its paper takes 1e-3)"
+        expected = "label_smoothing must be > 0 for loss_type='exo_pair', and below 1 (its paper takes 1e-3)"
         check(0.0 < label_smoothing < 1.0, _NAME, f"{expected}, got {label_smoothing}")
     if loss_type == "robust":
-        expected = "label_smoothing must be at least 0 and below 0.5 for loss_type='robust'"
+        expected = "label_smoothing must lie in [0.0, 0.5) for loss_type='robust'"
         check(0.0 <= label_smoothing < 0.5, _NAME, f"{expected}, got {label_smoothing}")
     if loss_type in ("ipo", "sppo_hard"):
         check(beta != 0.0, _NAME, f"beta must not be 0 for loss_type={loss_type!r}: the loss divides by it")

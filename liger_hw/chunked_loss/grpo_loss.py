@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,8 @@ class LigerFusedLinearGRPOFunction:
                 check(False, _NAME, f"{expected}; give them, or use_ref_model=False or beta=0.0")
             ref = checked_reference(_NAME, ref_input, ref_weight, ref_bias, x)
             ref_per_token_logps = token_logps(*ref, target, _IGNORED, float(temperature))
+        elif use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
         if not use_ref_model:
             ref_per_token_logps = None
         given = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
@@ -168,7 +171,8 @@ class LigerFusedLinearGRPOLoss(LossModule):
     ) -> Output:
         """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; selected_token_ids, attention_mask,
         ref_per_token_logps, old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; bias:
-        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head in place of its log-probabilities;
+        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head in place of its log-probabilities
+        (with both, these are taken, with a warning);
         vllm_is_ratio: [batch], [batch, 1] or [batch, length]; num_items_in_batch: dapo's, cispo's and vespo's
         denominator.
 

@@ -252,7 +252,8 @@ def make_policy(
     level = importance_sampling_level
     check(level in LEVELS, op, f"importance_sampling_level must be token or sequence, got {level!r}")
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
-        check(False, op, f"loss_type={loss_type!r} has no sequence level; use importance_sampling_level='token'")
+        expected = f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}"
+        check(False, op, f"{expected}; use importance_sampling_level='token'")
     if max_completion_length is not None:
         check_floats(op, max_completion_length=max_completion_length)
     if loss_type == "dr_grpo" and not (max_completion_length is not None and max_completion_length > 0):

@@ -39,7 +39,7 @@ _GRPO = "liger_hw.compat.grpo"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (_TRANSFORMERS, "liger_hw.transformers.functional", _MODULES),
-    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS, "liger_hw.kernels", _FUNCTIONS),
+    "transformers.functional": ("liger_hw.transformers.functional", _TRANSFORMERS, _FUNCTIONS, "liger_hw.kernels"),
     "transformers.monkey_patch": (
         _TRANSFORMERS,
         "liger_hw.compat.monkey_patch",
@@ -54,7 +54,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers.experimental": ("liger_hw.kernels.embedding.embedding",),
     "transformers.model": (),
     "transformers.model.loss_utils": ("liger_hw.compat.loss_utils",),
-    "ops": ("liger_hw.kernels", _FUNCTIONS),
+    "ops": (_FUNCTIONS, "liger_hw.kernels"),
     "ops.swiglu": ("liger_hw.kernels.pointwise.swiglu", "liger_hw.kernels.pointwise.fused_gate_up_swiglu"),
     "ops.experimental": (),
     "ops.grpo_loss": (_LOSSES, _GRPO),
@@ -132,8 +132,9 @@ def homes(name: str) -> tuple[str, ...] | None:
     group, _, op = name.partition(".")
     if group in ("transformers", "ops") and op:
         home = home_of(_RENAMED.get(op, op))
-        more = (_TRANSFORMERS, _MODULES, _FUNCTIONS) if group == "transformers" else (_FUNCTIONS,)
-        return (home, *more) if home else None
+        if home is None:
+            return None
+        return (home, _TRANSFORMERS, _MODULES, _FUNCTIONS) if group == "transformers" else (_FUNCTIONS, home)
     if group == "chunked_loss" and op and "." not in op:
         home = f"{_LOSSES}.{op}"
         return (home,) if not op.startswith("_") and importlib.util.find_spec(home) else None

@@ -31,14 +31,16 @@ def fused_selective_log_softmax(
 
 def _reduce_grpo_loss(
     per_token_loss: torch.Tensor,
-    completion_mask: torch.Tensor,
+    completion_mask: torch.Tensor | None,
     loss_type: str,
     max_completion_length: int | None,
     num_items_in_batch: torch.Tensor | int | float | None = None,
 ) -> torch.Tensor:
-    """The mean of losses [batch, length] that the loss type defines, over tokens whose mask is not 0."""
-    mask, dtype = completion_mask != 0, per_token_loss.dtype
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo'")
-    share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, dtype)
+    """The mean of losses [batch, length] that the loss type defines, over tokens whose mask is not 0.
+
+    max_completion_length: dr_grpo's; None: the width of the losses.
+    """
+    mask = torch.ones_like(per_token_loss, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    length = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
+    share = token_shares(mask, loss_type, length, num_items_in_batch, per_token_loss.dtype)
     return torch.where(mask, per_token_loss * share, 0.0).sum()

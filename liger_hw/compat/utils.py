@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any, Callable
 
@@ -28,14 +29,35 @@ def infer_comm_backend() -> str:
     return {"cuda": "nccl", "xpu": "xccl"}.get(infer_device(), "gloo")
 
 
+GENERATIONS = {
+    **dict.fromkeys(("sm70", "sm75"), "volta_turing"),
+    **dict.fromkeys(("sm80", "sm86", "sm89"), "ampere_ada"),
+    "sm90": "hopper",
+    "sm100": "blackwell",
+    "sm103": "blackwell_ultra",
+    "sm120": "blackwell_consumer",
+    "gfx908": "cdna",
+    "gfx90a": "cdna2",
+    **dict.fromkeys(("gfx940", "gfx941", "gfx942"), "cdna3"),
+    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102"), "rdna3"),
+    **dict.fromkeys(("acm", "bmg"), "arc"),
+}
+"""Architecture, as liger_hw names it -> Liger's name of its generation."""
+
+
+@functools.lru_cache(maxsize=None)
 def infer_device_arch(device_id: int = 0) -> str:
-    """Architecture of a device, as liger_hw names it: "sm90", "gfx942", "pvc"; "cpu" without a GPU."""
+    """Liger's name of a device's generation, as "hopper", "cdna3" or "pvc", or "cpu" without a GPU.
+
+    A device whose generation has no name gives its architecture: "sm_87", "gfx1201".
+    """
     import torch
 
     from ..backends import target_of
 
     kind = infer_device()
-    return target_of(torch.device(kind) if kind == "cpu" else torch.device(kind, device_id)).arch
+    arch = target_of(torch.device(kind) if kind == "cpu" else torch.device(kind, device_id)).arch
+    return GENERATIONS.get(arch, arch.replace("sm", "sm_") if arch.startswith("sm") else arch)
 
 
 def get_total_gpu_memory() -> int:

@@ -163,6 +163,8 @@ def find_access(head: nn.Module) -> Access | str:
         return _ADAPTER
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
+    if "parametrizations" in head._modules:  # before the weight is looked up, which computes it once more
+        return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ not in _PLAIN_WEIGHTS:
         return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
@@ -180,10 +182,21 @@ def find_access(head: nn.Module) -> Access | str:
 
 
 def hooks_of(module: nn.Module) -> set[str]:
-    """Whose hooks a module has: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER, which stands for everybody else."""
+    """Whose hooks a module has: FSDP2, ZERO3, TENSOR_PARALLEL or OTHER, which stands for everybody else.
+
+    Hooks that torch runs on every module of the process are OTHER on each.
+    """
     if module._backward_hooks or module._backward_pre_hooks:
         return {OTHER}
-    return {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
+    found = {_owner_of(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())}
+    return found | {OTHER} if hooks_on_every_module() else found
+
+
+def hooks_on_every_module() -> bool:
+    """Whether torch runs somebody's hooks on every module, as `register_module_forward_hook` registers them."""
+    of_torch = torch.nn.modules.module
+    forward = of_torch._global_forward_pre_hooks or of_torch._global_forward_hooks
+    return bool(forward or of_torch._global_backward_pre_hooks or of_torch._global_backward_hooks)
 
 
 def _owner_of(hook: Any) -> str:
@@ -309,7 +322,7 @@ def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSli
     weight = layer.weight if weight is None else weight
     if type(layer).forward is not _column_parallel(layer).forward:
         return f"it is a {type(layer).__name__}, which computes its logits in its own way; {_CORRECT}"
-    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks or hooks_on_every_module():
         return _HOOKS  # Megatron's own, which gather parameters, come before the forward
     if weight is None or is_dtensor(weight) or weight.dim() != 2:
         return f"its weight is sharded by another owner (Megatron's FSDP); {_CORRECT}"

@@ -47,6 +47,7 @@ def triton_grpo_loss(
     completion_ids: [batch, length]; advantages: [batch] or [batch, length]
     completion_mask: [batch, length], 1 where a token counts; None: all do
     old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
+    max_completion_length: what dr_grpo divides by with reduce=True; None: length
     inplace: backward writes the gradient over the logits, which nobody else may use afterwards
     The options are those of LigerFusedLinearGRPOLoss; chunked_loss/policy.py has the formulas.
 
@@ -65,6 +66,8 @@ def triton_grpo_loss(
         check(False, _NAME, f"completion_mask must have shape {shape}, got {tuple(completion_mask.shape)}")
     if beta and ref_logp is None:
         check(False, _NAME, f"beta={beta} needs ref_logp; give it, or beta=0.0")
+    if max_completion_length is None:
+        max_completion_length = shape[1]
     policy = make_policy(
         _NAME,
         loss_type=loss_type,
@@ -90,7 +93,7 @@ def triton_grpo_loss(
     rows = logits.reshape(-1, logits.shape[-1])
     options = float(temperature), 0.0, _IGNORED, False, False, inplace
     logp = LigerLogProbsFunction.apply(rows, target.view(-1), *options)[0].view(target.shape)[:, :-1]
-    share = token_shares(mask, loss_type, max_completion_length or 1, num_items_in_batch, advantages.dtype)
+    share = token_shares(mask, loss_type, max_completion_length, num_items_in_batch, advantages.dtype)
     losses, kl, clipped = policy.terms(logp, advantages, share, *others)
     if reduce:
         loss, *metrics = policy.summary(losses, kl.detach(), clipped, share)

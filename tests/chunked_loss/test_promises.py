@@ -352,9 +352,15 @@ def _jsd(**options):
 
 
 ERRORS = {
-    "loss type": (lambda: _dpo(loss_type="aot"), "loss_type must be one of sigmoid, .*ipo.*, got 'aot'"),
-    "exo smoothing": (lambda: _dpo(loss_type="exo_pair"), "label_smoothing must be between 0 and 1 for .*exo_pair"),
-    "robust smoothing": (lambda: _dpo(loss_type="robust", label_smoothing=0.5), "below 0.5 .* got 0.5"),
+    "loss type": (lambda: _dpo(loss_type="aot"), "Unsupported loss_type 'aot': it must be one of sigmoid, .*ipo"),
+    "exo smoothing": (
+        lambda: _dpo(loss_type="exo_pair"),
+        "label_smoothing must be > 0 for loss_type='exo_pair'.* got 0.0",
+    ),
+    "robust smoothing": (
+        lambda: _dpo(loss_type="robust", label_smoothing=0.5),
+        r"must lie in \[0.0, 0.5\) for loss_type='robust', got 0.5",
+    ),
     "beta": (lambda: _dpo(loss_type="ipo", beta=0.0), "beta must not be 0"),
     "tau": (lambda: _dpo(loss_type="discopop", discopop_tau=0.0), "discopop_tau must be positive"),
     "no reference": (lambda: chunked_loss.LigerFusedLinearDPOLoss()(_W, _X, _Y), "needs ref_input and ref_weight"),
@@ -394,7 +400,7 @@ ERRORS = {
     "level": (lambda: _grpo(importance_sampling_level="word"), "importance_sampling_level must be token or sequence"),
     "no sequence level": (
         lambda: _grpo(loss_type="vespo", importance_sampling_level="sequence"),
-        "loss_type='vespo' has no sequence level",
+        "Sequence-level importance sampling is not supported for loss_type='vespo'",
     ),
     "dr_grpo": (lambda: _grpo(loss_type="dr_grpo"), "give it, got None"),
     "delta": (lambda: _grpo(delta=-1.0), "delta must be positive, or None, got -1.0"),
@@ -417,6 +423,15 @@ def test_errors(case):
     call, message = ERRORS[case]
     with pytest.raises((ValueError, IndexError), match=message):
         call()
+
+
+def test_of_two_references_of_grpo_the_log_probabilities_are_taken():
+    logps, mask = torch.full((4, 3), -2.0), torch.ones(4, 3)
+    call = {"mask": mask, "advantages": torch.ones(4), "use_ref_model": True, "ref_per_token_logps": logps}
+    expected, _ = _grpo(**call)
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
+        loss, _ = _grpo(**call, ref_input=_X, ref_weight=_W)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_no_tensor_is_a_type_error():

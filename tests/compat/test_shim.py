@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,6 +171,59 @@ assert utils.infer_device_arch() == "cpu"
 old, new = (lambda x: ("old", x)), (lambda x: ("new", x))
 pick = lambda version: utils.transformers_version_dispatch(version, old, new, (1,), (2,))
 assert pick("1.0") == ("new", 2) and pick("999.0") == ("old", 1)
+""")
+
+
+def test_generations_have_liger_s_names(monkeypatch):
+    from liger_hw import backends
+    from liger_hw.compat import utils
+
+    utils.infer_device_arch.cache_clear()
+    names = {}
+    for arch in ("sm80", "sm87", "sm90", "sm103", "gfx942", "gfx1201", "bmg", "pvc"):
+        monkeypatch.setattr(backends, "target_of", lambda device, arch=arch: SimpleNamespace(arch=arch))
+        names[arch] = utils.infer_device_arch()
+        assert utils.infer_device_arch() is names[arch]
+        utils.infer_device_arch.cache_clear()
+    assert names == {
+        **{"sm80": "ampere_ada", "sm87": "sm_87", "sm90": "hopper", "sm103": "blackwell_ultra"},
+        **{"gfx942": "cdna3", "gfx1201": "gfx1201", "bmg": "arc", "pvc": "pvc"},
+    }
+
+
+def test_functions_take_every_argument_of_liger_s():
+    """By position, as `apply` takes them: also those that choose among Liger's implementations."""
+    passes("""
+import torch
+from liger_kernel.ops import (
+    LigerFusedCETVDFunction, LigerFusedLinearCrossEntropyFunction, LigerFusedLinearJSDFunction, LigerJSDFunction)
+from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as by_file
+from liger_kernel.transformers.functional import LigerFusedLinearCrossEntropyFunction as by_functional
+from liger_kernel.transformers.functional import (
+    liger_fused_linear_cross_entropy, liger_fused_linear_jsd, liger_jsd)
+
+assert by_file is by_functional is LigerFusedLinearCrossEntropyFunction
+x, w, y = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+settings = -100, 1e-4, 0.1, "mean", 30.0, True, torch.float32, False, False, False
+for last in ((None, None), ("triton", "default", 2)):
+    given = x.clone().requires_grad_()
+    loss, z_loss, *others = LigerFusedLinearCrossEntropyFunction.apply(given, w, y, None, None, *settings, *last)
+    wanted = liger_fused_linear_cross_entropy(x, w, y, None, None, *settings)
+    torch.testing.assert_close((loss, z_loss), (wanted.loss, wanted.z_loss))
+    loss.backward()
+    assert others == [None, None] and given.grad.abs().sum() > 0
+
+head = x, w, x + 1, w, y, 0.3, -100, 2.0, None
+torch.testing.assert_close(LigerFusedLinearJSDFunction.apply(*head, None, None), liger_fused_linear_jsd(*head))
+p, q = torch.randn(6, 11).log_softmax(-1), torch.randn(6, 11).log_softmax(-1)
+torch.testing.assert_close(LigerJSDFunction.apply(p, q, y, 0.3, -100, None, None), liger_jsd(p, q, y, 0.3, -100))
+for other in (q[:, :4], q[None]):
+    try:
+        LigerFusedCETVDFunction.apply(p, other, y)
+    except ValueError as error:
+        assert "must be 2D and have the same shape" in str(error)
+    else:
+        raise AssertionError
 """)
 
 
@@ -349,10 +403,13 @@ for kind, mean in {"grpo": (counted.sum(1) / mask.sum(1)).mean(), "bnpo": counte
                    "dr_grpo": counted.sum() / 14, "luspo": counted.sum() / 2}.items():
     same(_reduce_grpo_loss(expected, mask, kind, 7), mean)
 same(_reduce_grpo_loss(expected, mask, "dapo", None, 3), counted.sum() / 3)
+same(_reduce_grpo_loss(expected, mask, "dr_grpo", None), counted.sum() / 8)
+same(_reduce_grpo_loss(expected, None, "bnpo", None), expected.mean())
 given = (logits, None, None, ids[:, -4:], torch.ones(2), mask)
 losses = triton_grpo_loss(*given, beta=0.0, loss_type="bnpo")[0]
 mean = triton_grpo_loss(*given, beta=0.0, loss_type="bnpo", reduce=True)[0]
 same(_reduce_grpo_loss(losses, mask, "bnpo", None), mean)
+same(triton_grpo_loss(*given, beta=0.0, loss_type="dr_grpo", reduce=True)[0], losses.sum() / 8)
 """)
 
 

@@ -407,6 +407,56 @@ def test_the_report_of_a_hooked_head_says_that_its_logits_are_computed(mistral):
         assert "fused_linear_cross_entropy" not in {row.kernel for row in report.patched}
 
 
+def half_of_linears(module, given, output):
+    return output * 0.5 if isinstance(module, torch.nn.Linear) else None
+
+
+def half_of_activations(module, given, output):
+    return output * 0.5 if isinstance(module, type(transformers.activations.ACT2FN["silu"])) else None
+
+
+def half_into_linears(module, given):
+    return (given[0] * 0.5,) if isinstance(module, torch.nn.Linear) else None
+
+
+def half_out_of_linears(module, of_inputs, _):
+    return tuple(None if g is None else g * 0.5 for g in of_inputs) if isinstance(module, torch.nn.Linear) else None
+
+
+@pytest.mark.parametrize(
+    "register, hook",
+    [
+        ("register_module_forward_hook", half_of_linears),
+        ("register_module_forward_hook", half_of_activations),
+        ("register_module_forward_pre_hook", half_into_linears),
+        ("register_module_full_backward_hook", half_out_of_linears),
+    ],
+)
+def test_hooks_on_every_module_run_on_the_head_and_on_activations(mistral, batch, calls, same_step, register, hook):
+    model, unpatched = (mistral.model(num_hidden_layers=1) for _ in range(2))
+    with mistral.apply(model=model):
+        handle = getattr(torch.nn.modules.module, register)(hook)
+        try:
+            same_step(model, unpatched, **batch)
+        finally:
+            handle.remove()
+        assert calls["fused"] == 0
+        same_step(model, unpatched, **batch)
+        assert calls["fused"] == 1
+
+
+def test_a_head_whose_weight_is_computed_is_computed_once_a_step(mistral, batch, same_step):
+    """Spectral norm takes a step of its power iteration at every look at the weight."""
+    model, unpatched = (mistral.model(num_hidden_layers=1) for _ in range(2))
+    for each in (model, unpatched):
+        torch.manual_seed(0)
+        torch.nn.utils.parametrizations.spectral_norm(each.lm_head)
+    with mistral.apply(model=model) as report:
+        assert "its weight is computed by a parametrization" in str(report)
+        same_step(model, unpatched, **batch)
+        same_step(model, unpatched, **batch)
+
+
 @pytest.mark.parametrize("class_name", ["MistralForCausalLM", "GptOssForCausalLM"])
 def test_jit_trace_traces_the_family_s_own_code(class_name):
     model = tiny_model(getattr(transformers, class_name), num_hidden_layers=1).eval()

@@ -151,7 +151,11 @@ def liger_fused_ce_tvd(
     if student_logits.dim() != 2 or not student_logits.shape[1] or student_logits.shape != teacher_logits.shape:
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         hint = to_flatten(student_logits=student_logits, teacher_logits=teacher_logits)
-        check(False, _NAME, f"student and teacher logits must both be [n_rows, n_cols], got {shapes}{hint}")
+        check(
+            False,
+            _NAME,
+            f"student and teacher logits must be 2D and have the same shape [n_rows, n_cols], got {shapes}{hint}",
+        )
     if teacher_logits.requires_grad:
         teacher_logits = teacher_logits.detach()
     check_arguments(_NAME, student_logits, target, student_logits.shape[1], None, ignore_index)
