@@ -11,6 +11,7 @@ Above it, for `liger-hw autotune`, `compile` and `lock`:
     workers            the processes that compile and measure
     record             an op's launches, on fake tensors or on the device
     clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
+    journal            every measurement of a search, and what of it a later run need not repeat
     tuner, static      the search by measuring; the choice by a model where there is no device
     inline, lock       tuning on a miss; writing a lock file
     compile_ahead      a model's kernels compiled before its first step

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable
 
 from ..answers import Key
 from ..backends import LaunchConfig, Target
@@ -116,9 +116,7 @@ def save_quarantined(
     target: Target, tunable: str, key: Key, config: LaunchConfig, reason: str, kernel_hash: str
 ) -> None:
     """Remember on disk that a configuration failed at launch, for this kernel source and Triton minor version."""
-    folder = store.home(target)
-    if folder is None:
-        return
+    triton = store.triton_version()
     record = {
         "schema": store.SCHEMA,
         "tunable": tunable,
@@ -126,36 +124,26 @@ def save_quarantined(
         "config": config.to_json(),
         "reason": reason,
         "kernel_hash": kernel_hash,
-        "triton": store.triton_version(),
+        "triton": triton,
         "date": store.today(),
     }
-    valid_for = [tunable, list(key), config.to_text(), kernel_hash, store.minor(record["triton"])]
-    store.write_atomic(
-        folder / "_quarantine" / f"{store.digest(valid_for)}.json", json.dumps(record, sort_keys=True) + "\n"
-    )
+    if folder := store.home(target):
+        valid_for = [tunable, list(key), config.to_text(), kernel_hash, store.minor(triton)]
+        path = folder / "_quarantine" / f"{store.digest(valid_for)}.json"
+        store.write_atomic(path, json.dumps(record, sort_keys=True) + "\n")
 
 
-def read_quarantined(target: Target) -> Iterator[tuple[str, Key, LaunchConfig, str, str]]:
+def read_quarantined(target: Target) -> list[tuple[str, Key, LaunchConfig, str, str]]:
     """(tunable, key, config, reason, kernel hash) of what failed before with this Triton; callers check the hash."""
-    folder = store.home(target)
-    if folder is None:
-        return
-    problems: list[str] = []
     here = store.minor(store.triton_version())
-    for path, data in store.json_files(folder / "_quarantine", problems):
-        try:
-            if data.get("schema") == store.SCHEMA and store.minor(str(data.get("triton", ""))) == here:
-                config = LaunchConfig.from_json(data["config"])
-                yield (
-                    str(data["tunable"]),
-                    to_key(data["key"]),
-                    config,
-                    printable(str(data["reason"])),
-                    str(data["kernel_hash"]),
-                )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            problems.append(f"{path}: {error}")
-    store.report(problems, target)
+
+    def failed(data: Any) -> list[tuple[str, Key, LaunchConfig, str, str]]:
+        if data.get("schema") != store.SCHEMA or store.minor(str(data.get("triton", ""))) != here:
+            return []
+        config, reason = LaunchConfig.from_json(data["config"]), printable(str(data["reason"]))
+        return [(str(data["tunable"]), to_key(data["key"]), config, reason, str(data["kernel_hash"]))]
+
+    return _read(target, "_quarantine", failed)
 
 
 def save_misses(target: Target, names: list[Name]) -> None:
@@ -171,13 +159,18 @@ def save_misses(target: Target, names: list[Name]) -> None:
 
 def read_misses(target: Target) -> list[Name]:
     """Every miss recorded for a device, sorted, each once."""
+    return sorted(set(_read(target, "_misses", lambda data: [to_name(*name) for name in data["misses"]])))
+
+
+def _read(target: Target, kind: str, parse: Callable[[Any], list[Any]]) -> list[Any]:
+    """What `parse` makes of each file of one kind, together; what cannot be read is left out with one warning."""
     folder = store.home(target)
     problems: list[str] = []
-    found: set[Name] = set()
-    for path, data in store.json_files(folder / "_misses", problems) if folder else ():
+    found: list[Any] = []
+    for path, data in store.json_files(folder / kind, problems) if folder else ():
         try:
-            found.update([to_name(op, variant, key) for op, variant, key in data["misses"]])
-        except (ValueError, TypeError, KeyError) as error:
+            found += parse(data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             problems.append(f"{path}: {error}")
     store.report(problems, target)
-    return sorted(found)
+    return found

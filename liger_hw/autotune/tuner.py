@@ -26,7 +26,7 @@ from ..backends import LaunchConfig, Target, backend
 from ..registry import Entry, Key, Tunable
 from . import space, store
 from .jobs import Job, Result, each
-from .store import Journal, Past
+from .journal import Journal, Past
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01

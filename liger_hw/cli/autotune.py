@@ -240,7 +240,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, device: str) -> int:
     from ..autotune import store
-    from ..autotune.store import Journal, Past
+    from ..autotune.journal import Journal, Past
     from ..autotune.tuner import Effort, Tuner
     from ..autotune.workers import CompilePool, RemoteMeasurer, WorkerDied, WorkerError
 

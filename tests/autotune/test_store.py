@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from liger_hw import registry
-from liger_hw.autotune import notes, store, tables
+from liger_hw.autotune import journal, notes, store, tables
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.registry import Entry
 from tests.autotune.fakes import H200, entry, other_config, tunable
@@ -212,12 +212,12 @@ def test_a_special_file_in_the_cache_neither_hangs_nor_fills_memory(clean_regist
         path.parent.mkdir(parents=True, exist_ok=True)
         SPECIAL[kind](path)
     script = (
-        "import resource, sys; from liger_hw.autotune import lock_file, notes, store\n"
+        "import resource, sys; from liger_hw.autotune import journal, lock_file, notes, store\n"
         "from pathlib import Path; from tests.autotune.fakes import H200\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30)); problems = []\n"
         "assert not store.read_user(H200, problems) and len(problems) == 1, problems\n"
-        "notes.read_misses(H200), list(notes.read_quarantined(H200)), store.Past(store.Journal(None), '')\n"
-        "list(store.Journal(store.home(H200) / '_journal.jsonl').read())\n"
+        "notes.read_misses(H200), list(notes.read_quarantined(H200)), journal.Past(journal.Journal(None), '')\n"
+        "list(journal.Journal(store.home(H200) / '_journal.jsonl').read())\n"
         "try: lock_file.read(Path(sys.argv[1]))\n"
         "except ValueError as error: print('refused:', error)\n"
     )
@@ -244,17 +244,17 @@ def test_nothing_is_written_or_removed_through_a_link_out_of_the_cache(clean_reg
     folder.symlink_to(outside)
     notes.save_misses(H200, [NAME])
     notes.save_quarantined(H200, fwd.name, KEY, made.config, "failed", fwd.kernel_hash())
-    store.Journal(folder / "_journal.jsonl").write({"stage": "done"})
+    journal.Journal(folder / "_journal.jsonl").write({"stage": "done"})
     assert [p.name for p in outside.iterdir()] == [path.name]
 
 
 def test_a_journal_that_is_a_link_is_not_written(clean_registry, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious\n")
-    journal = store.home(H200) / "_journal.jsonl"
-    journal.parent.mkdir(parents=True)
-    journal.symlink_to(victim)
-    store.Journal(journal).write({"stage": "done"})
+    path = store.home(H200) / "_journal.jsonl"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    journal.Journal(path).write({"stage": "done"})
     assert victim.read_text() == "precious\n"
 
 

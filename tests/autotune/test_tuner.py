@@ -11,7 +11,7 @@ import pytest
 from liger_hw import registry
 from liger_hw.autotune import space, store
 from liger_hw.autotune.jobs import Result
-from liger_hw.autotune.store import Journal, Past
+from liger_hw.autotune.journal import Journal, Past
 from liger_hw.autotune.tuner import Effort, Job, Tuner
 from liger_hw.autotune.workers import WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig

@@ -38,12 +38,9 @@ def _rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, s
     width = rotary_dim or cos.shape[-1]
     cos, sin = cos[..., :width].unsqueeze(unsqueeze_dim), sin[..., :width].unsqueeze(unsqueeze_dim)
     if width == q.shape[-1]:
-        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
-    parts = []
-    for x in (q, k):
-        turned, kept = x[..., :width], x[..., width:]
-        parts.append(torch.cat((turned * cos + _rotate_half(turned) * sin, kept), dim=-1))
-    return tuple(parts)
+        return _turn(q, k, cos, sin)
+    turned = _turn(q[..., :width], k[..., :width], cos, sin)
+    return tuple(torch.cat((y, x[..., width:]), dim=-1) for y, x in zip(turned, (q, k)))
 
 
 def _swiglu(a, b, gate_multiplier=1.0, down_multiplier=1.0):
