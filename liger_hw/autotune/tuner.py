@@ -27,10 +27,13 @@ from ..registry import Entry, Key, Tunable
 from . import space, store
 from .jobs import Job, Result, each
 from .journal import Journal, Past
+from .record import Rejected
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01
 """A smaller gain is not worth an entry, however quiet the machine."""
+REFUSED = (WorkerError, Rejected)
+"""What a measurer raises that lives on: from its own process, from this one."""
 SUBMITTED_AHEAD = 8
 """Jobs whose candidates are with the compile workers while one is measured."""
 
@@ -107,7 +110,7 @@ class Tuner:
             return self._resumed(job, tunable, finished)
         try:
             result = Search(self, job, tunable, until).run()
-        except (WorkerDied, WorkerError) as error:
+        except (WorkerDied, *REFUSED) as error:
             result = Result(job, error=str(error))
         if not result.error:
             self.write(job, tunable, {"stage": "done", "result": result.to_json()})
@@ -297,7 +300,7 @@ class Search:
         try:
             self._open()
             seen = self._compare(start, winner, "elsewhere")
-        except (WorkerError, ValueError):  # sizes that the op does not take, as channels that no longer divide
+        except (*REFUSED, ValueError):  # sizes that the op does not take, as channels that no longer divide
             seen = None
         finally:
             self.sizes = self.job.sizes
@@ -410,7 +413,7 @@ class Search:
         try:
             self.ids[config] = self.measurer.prepare(config)
             return True
-        except WorkerError as error:
+        except REFUSED as error:
             self._fail(config, str(error))
         except WorkerDied as death:
             self._fail(config, f"the worker {death}")
@@ -438,7 +441,7 @@ class Search:
                 self._reopen(death)
                 self._find_culprit(ready, death)
                 continue
-            except WorkerError as error:
+            except REFUSED as error:
                 for config in ready:
                     self._fail(config, str(error))
                 return {}
@@ -468,7 +471,7 @@ class Search:
         except WorkerDied as death:
             self._reopen(death)
             return f"the worker {death}"
-        except WorkerError as error:
+        except REFUSED as error:
             return str(error)
 
 

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .. import registry
     from ..bench import agreement, e2e, report
-    from ..bench.training import Original, Run
+    from ..bench.training import Original
 
     env.prefer("LIGER_HW_CPU_REFERENCE", True)  # on a CPU too, what is compared is what the kernels compute
     device = _device(arguments)
@@ -76,15 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interpret and dtype != "float32":
         raise UsageError("demo: Triton's interpreter is right in fp32, not in bf16; leave --dtype away")
     out, runs = Path(arguments.out), {}
-
-    def keep(arm: str, seen: Run) -> None:
-        runs[arm] = seen
-
     try:
         plan = _plan(arguments, dtype)
         Original("mistral")  # refuses a Mistral that is already patched
         out.mkdir(parents=True, exist_ok=True)
-        found = e2e.measure(plan, device, say=lambda text: print(text, file=sys.stderr), on_run=keep)
+        found = e2e.measure(plan, device, say=lambda text: print(text, file=sys.stderr), on_run=runs.__setitem__)
     except ValueError as error:
         raise UsageError(f"demo: {error}") from None
     except OSError as error:

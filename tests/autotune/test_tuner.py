@@ -12,6 +12,7 @@ from liger_hw import registry
 from liger_hw.autotune import space, store
 from liger_hw.autotune.jobs import Result
 from liger_hw.autotune.journal import Journal, Past
+from liger_hw.autotune.record import Rejected
 from liger_hw.autotune.tuner import Effort, Job, Tuner
 from liger_hw.autotune.workers import WorkerDied, WorkerError
 from liger_hw.backends import LaunchConfig
@@ -127,7 +128,7 @@ def test_when_every_candidate_fails_nothing_is_stored():
     assert not result.error and not kept
 
 
-@pytest.mark.parametrize("how", ["crash in prepare", "crash in time", "error in prepare"])
+@pytest.mark.parametrize("how", ["crash in prepare", "crash in time", "error in prepare", "rejected here"])
 def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
     deadly = space.neighbours(SPACE, START)[0]
 
@@ -136,6 +137,8 @@ def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
             return cost(config)
         if how == "crash in time":
             return lambda: WorkerDied("crashed (signal 11)")
+        if how == "rejected here":
+            return Rejected("ValueError: bad")
         return WorkerDied("hung for 90 s") if how == "crash in prepare" else WorkerError("ValueError: bad")
 
     journal = Journal(tmp_path / "j.jsonl")
@@ -143,7 +146,9 @@ def test_a_deadly_candidate_costs_itself_only(how, tmp_path):
     assert result.stored and kept["rms_norm", "bwd", KEY].config == BEST
     failed = [line for line in journal.read() if line["stage"] == "failed"]
     assert [LaunchConfig.from_json(line["config"]) for line in failed] == [deadly]
-    assert measurer.opened == (2 if how == "error in prepare" else 3 if "prepare" in how else measurer.opened)
+    assert measurer.opened == (
+        2 if how in ("error in prepare", "rejected here") else 3 if "prepare" in how else measurer.opened
+    )
 
 
 def test_a_worker_that_always_dies_ends_the_job_not_the_run():
