@@ -17,6 +17,16 @@ def nothing() -> None:
     pass
 
 
+class _WallEvent:
+    """An event of a CPU, whose work is done when a call returns."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: "_WallEvent") -> float:
+        return (later.at - self.at) * 1e3
+
+
 class Clock:
     """Takes times of what runs on a device.
 
@@ -33,33 +43,34 @@ class Clock:
         if self.module is not None:
             self.module.synchronize(self.device)
 
+    def event(self) -> Any:
+        return _WallEvent() if self.module is None else self.module.Event(enable_timing=True)
+
     def mark(self) -> Any:
         """A moment in the device's own time. Taking it does not wait for the device."""
-        if self.module is None:
-            return time.perf_counter()
-        event = self.module.Event(enable_timing=True)
+        event = self.event()
         event.record()
         return event
 
     def ms(self, pairs: Iterable[tuple[Any, Any]]) -> list[float]:
-        """Milliseconds between two marks, of each pair."""
-        if self.module is None:
-            return [(end - start) * 1e3 for start, end in pairs]
+        """Milliseconds between two recorded events, of each pair; waits for the device."""
         self.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
     def interleaved(self, arms: Sequence[Arm], rounds: int) -> list[list[float]]:
         """Milliseconds of each arm's calls, `rounds` of them in turn; no arm always follows the same one."""
-        marks: list[list[tuple[Any, Any]]] = [[] for _ in arms]
+        events: list[list[tuple[Any, Any]]] = [[] for _ in arms]
         for turn in range(rounds):
             for place in range(len(arms)):
                 number = (place + turn) % len(arms)
                 before, call = arms[number]
+                start, end = self.event(), self.event()
                 before()
-                start = self.mark()
+                start.record()
                 call()
-                marks[number].append((start, self.mark()))
-        return [self.ms(pairs) for pairs in marks]
+                end.record()
+                events[number].append((start, end))
+        return [self.ms(pairs) for pairs in events]
 
     def each(self, times: int, call: Callable[[], Any], before: Callable[[], Any] = nothing) -> list[float]:
         """Milliseconds of each of so many calls."""
