@@ -16,7 +16,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
-from ..transformers.marks import PATCH_MARK, mark
+from ..transformers.marks import PATCH_MARK, SWITCH, mark
 from ..transformers.report import PATCH_LOCK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
 from .levels import FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
@@ -24,6 +24,8 @@ from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
 _PART = "activations"
+_RECOMPUTES = "_liger_hw_recomputes"
+"""Attribute of a layer's forward: whether its level may have backward compute anything again."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
@@ -218,16 +220,20 @@ class Dial:
     def _at_its_level(self, index: int, forward: Callable[..., Any], layer: torch.nn.Module) -> Callable[..., Any]:
         choice, model, config = self._choice, self.model, getattr(self.model, "config", None)
         function = forward.__func__ if getattr(forward, "__self__", None) is layer else None
+        of_class = function is type(layer).forward
 
         @functools.wraps(forward)
         def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = forward if function is None else functools.partial(function, self)  # of a copy of the model, its own
+            # of a copy of the model, its own; of a class that FSDP2 has made of the layer's since, that class's
+            its = type(self).forward if of_class else function
+            own = forward if its is None else functools.partial(its, self)
             if torch.compiler.is_compiling():
                 recipes.note_compiling()
                 return own(*args, **kwargs)
             return run_at(choice.level(index, model, config, args, kwargs), own, args, kwargs)
 
         mark(at_its_level, _PART, _PART)
+        setattr(at_its_level, _RECOMPUTES, set(choice.levels) != {"keep"} or choice.planning)
         return at_its_level
 
     @property
@@ -261,7 +267,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
     A layer finds its index and its model's config in the modules it consists of (`layer_idx`, `config`). One that does
     not takes a named level as it is, and raises `ValueError` for a budget or levels by layer.
     """
-    original = cls.forward
+    original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
     choices: dict[int, tuple[Any, Choice]] = {}  # one a config; the config is held, so that its id stays its own
     positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
@@ -286,6 +292,8 @@ def class_patch(cls: type, setting: Any) -> Patch:
         if torch.compiler.is_compiling():
             recipes.note_compiling()
             return forward(*args, **kwargs)
+        if not switch:
+            return forward(*args, **kwargs)
         if self not in positions:
             positions[self] = position(self)
         if positions[self] is None:
@@ -293,12 +301,28 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = positions[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
-    mark(at_its_level, _PART, _PART)
-    return Patch(cls, "forward", at_its_level)
+    return _on_class(cls, at_its_level, switch, setting != "keep")
+
+
+def may_recompute(model: torch.nn.Module) -> bool:
+    """Whether levels may have the backward of a layer of this model compute anything again."""
+    return any(getattr(getattr(m, forward_slot(m)), _RECOMPUTES, False) for m in model.modules())
+
+
+def _on_class(cls: type, forward: Callable[..., Any], switch: list[bool], recomputes: bool) -> Patch:
+    """The replacement of a layer class's forward by `forward`, under what its bases put around a subclass's.
+
+    transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
+    that very wrapper. It wraps FSDP2's class of a layer too, which is made once and outlives the patch: hence `switch`.
+    """
+    replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
+    mark(replacement, _PART, _PART, switch)
+    setattr(replacement, _RECOMPUTES, recomputes)
+    return Patch(cls, "forward", replacement)
 
 
 def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
-    if getattr(forward, PATCH_MARK, ("",))[0] == _PART:
+    if getattr(forward, PATCH_MARK, ("",))[0] == _PART and getattr(forward, SWITCH, True):
         raise ValueError(
             f"activations: {name} has its levels already; revert() that call before asking for others, or for a copy "
             "of a model, which no call knows, liger_hw.revert(model)"

@@ -35,7 +35,7 @@ KEEP, CHEAP, MLP = 0, 1, 2
 KEPT, FRESH, SHARED = "kept", "fresh", "shared"
 """Where an unpacked tensor came from: it was saved; computed for this consumer alone; computed for several."""
 _MARK = "_liger_hw_recipe"
-_scopes_open = 0  # these two are for all threads: what is not in use costs one comparison
+_scopes_open = 0  # these two are for all threads: what is not in use costs one comparison (`_is_unused`)
 _casts_seen = False
 _counting = fork_safe(threading.Lock())
 _said: set[str] = set()
@@ -69,7 +69,7 @@ def offer(
     kept for it. number: which of the Function's outputs this is.
     """
     global _casts_seen
-    if not _scopes_open or _level() == KEEP or not any(ctx.needs_input_grad):
+    if _is_unused() or _level() == KEEP or not any(ctx.needs_input_grad):
         return
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
@@ -82,7 +82,7 @@ def offer(
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
     """As `offer` for a Function all of whose outputs are `call(*args)`: one computation serves every one of them."""
-    if not _scopes_open or _level() == KEEP:
+    if _is_unused() or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
     for number, output in enumerate(outputs):
@@ -96,7 +96,7 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     dropout. Any other is kept.
     """
     y = module(x)
-    if not _scopes_open or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
+    if _is_unused() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
         return y
     call = _repeated_call(module, x) if type(y) is torch.Tensor else None
     if call is None:
@@ -111,6 +111,15 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         for t in (y,) if y._base is None else (y, y._base):
             setattr(t, _MARK, recipe)
     return y
+
+
+def _is_unused() -> bool:
+    """Whether no scope is open in any thread."""
+    return not _scopes_open
+
+
+# Run while torch.compile traces, and not traced: a guard would compile what runs in a scope and outside of one twice.
+_is_unused._dynamo_marked_constant = True
 
 
 def recomputing() -> bool:
@@ -202,7 +211,7 @@ def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
     if recipe is None:
         recipe = Recipe(cast, (t.dtype, Handle(parent)), None, t)
         parent.casts[t.dtype] = weakref.ref(recipe)
-    recipe.place = t.untyped_storage().data_ptr()  # q, k and v each made a copy of their own
+    recipe.place = t.untyped_storage()._cdata  # q, k and v each made a copy of their own
     return recipe
 
 
@@ -227,7 +236,7 @@ class Recipe:
         self.name = getattr(call, "__name__", None) or str(call)
         self.args = [_Input(arg) if isinstance(arg, (torch.Tensor, Handle)) else arg for arg in args]
         self.dtype, self.device, self.version = output.dtype, output.device, output._version
-        self.place = output.untyped_storage().data_ptr()
+        self.place = output.untyped_storage()._cdata
         self.geometry = output.shape, output.stride(), output.storage_offset()
         self.overrides = _forced_configs()
         self.casts: dict[torch.dtype, weakref.ref] = {}
@@ -235,8 +244,20 @@ class Recipe:
         self.value = self.stream = None
 
     def gives(self, t: torch.Tensor) -> bool:
-        """Whether `t` is (a view of) the output as it was computed: same memory, not written since."""
-        return t.dtype is self.dtype and t._version == self.version and t.untyped_storage().data_ptr() == self.place
+        """Whether `t` is (a view of) the output as it was computed (same memory, not written since), and still can be.
+
+        It cannot where a parameter was freed since: FSDP frees those of a norm that is a unit of its own after the
+        norm's forward, and gathers them again for the norm's backward, which is later than somebody needs the output.
+        """
+        same = t.dtype is self.dtype and t._version == self.version and t.untyped_storage()._cdata == self.place
+        return same and self.has_its_inputs()
+
+    def has_its_inputs(self) -> bool:
+        """Whether no tensor that the computation reads has lost its memory."""
+        for arg in self.args:
+            if type(arg) is _Input and not arg.is_there():
+                return False
+        return True
 
     def give(self, handle: "Handle") -> tuple[torch.Tensor, str]:
         """The tensor a handle stands for, and whether it is FRESH (this consumer's alone) or SHARED."""
@@ -305,6 +326,13 @@ class _Input:
         recipe = None if type(t) is Handle else _recipe_of(t)
         self.packed = t if type(t) is Handle else pack(t) if recipe is None else Handle(recipe, t)
 
+    def is_there(self) -> bool:
+        """Whether this is no tensor without memory, nor a handle on a recipe that reads one."""
+        if type(self.packed) is not tuple:
+            return self.packed.recipe.has_its_inputs()
+        t = self.packed[0]
+        return t.untyped_storage().nbytes() > 0 or t.numel() == 0
+
     def restore(self, name: str, index: int) -> torch.Tensor:
         if type(self.packed) is not tuple:
             return self.packed.recipe.give(self.packed)[0]
@@ -314,6 +342,12 @@ class _Input:
                 f"liger_hw: the output of {name} was not kept, and cannot be computed again: its argument {index} "
                 f"({t.dtype} {list(t.shape)}) was changed in place since (version {version} then, {t._version} now). "
                 'Do not change it before backward, or run that part under liger_hw.activations("keep")'
+            )
+        if not self.is_there():
+            raise RuntimeError(
+                f"liger_hw: the output of {name} was not kept, and cannot be computed again: the memory of its "
+                f"argument {index} ({t.dtype} {list(t.shape)}) was freed since. Run that part under "
+                'liger_hw.activations("keep")'
             )
         return t
 

@@ -10,6 +10,9 @@ PATCH_MARK = "_liger_hw_part"
 """Attribute of every function that a patch puts in place: (part, kernel). A wrapper made with functools.wraps has it
 too: what it wraps is patched."""
 
+SWITCH = "_liger_hw_switch"
+"""Attribute of such a function that runs the original once the list in it is empty."""
+
 _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
@@ -21,7 +24,7 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
     """
     setattr(function, PATCH_MARK, (part, kernel))
     if switch is not None:
-        function._liger_hw_switch = switch
+        setattr(function, SWITCH, switch)
     _OURS.add(function)
 
 
@@ -37,4 +40,4 @@ def is_ours(held: Any) -> bool:
 
 def switch_off(replacement: Any) -> None:
     """Make a function that was marked with a switch run the original from now on."""
-    getattr(replacement, "_liger_hw_switch", []).clear()
+    getattr(replacement, SWITCH, []).clear()

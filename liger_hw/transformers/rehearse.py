@@ -24,6 +24,8 @@ from .. import registry
 from ..autotune import compile_ahead, models
 from ..autotune.record import forward_and_backward, tensors_in
 from ..distributed import owners
+from ..recompute import recipes
+from ..recompute.dial import may_recompute
 from .marks import PATCH_MARK, is_ours
 from .probing import rotary
 from .probing.probe import current_forward, is_customised
@@ -77,11 +79,16 @@ def foresee(
     embedding = next((m for m in modules if rotary.is_embedding(m)), None)
     forwards = dict.fromkeys(map(current_forward, modules))
     functions = dict.fromkeys(f for forward in forwards for f in rotary.functions_called(forward).values())
+    norms = _norms_of_heads(modules)
     for function in functions:
         if hasattr(function, PATCH_MARK) and embedding is not None:
             jobs[function] = functools.partial(
                 _run_rotary, function, _copied(embedding), facts, batch, seq, dtype, device
             )
+            if norms and may_recompute(model):
+                jobs[function, norms] = functools.partial(
+                    _run_rotary_again, function, _copied(embedding), norms, facts, batch, seq, dtype, device
+                )
     softcap = data.get("final_logit_softcapping")
     head = registry.get_op("fused_linear_cross_entropy")
     for sizes in models.sizes_of(head.name, facts, batch, seq):
@@ -126,6 +133,15 @@ def _cannot_be_copied(module: nn.Module) -> bool:
 def _takes_one_tensor(forward: Callable) -> bool:
     parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return len(parameters) == 2 and parameters[1].kind is not parameters[1].VAR_POSITIONAL  # with self
+
+
+def _norms_of_heads(modules: list[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
+    """The patched norms of q and of k in the first attention that has them."""
+    for module in modules:
+        found = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        if all(isinstance(norm, nn.Module) and _is_patched(norm) for norm in found):
+            return found
+    return None
 
 
 def _structure(module: nn.Module) -> tuple:
@@ -181,17 +197,48 @@ def _run_rotary(
     device: torch.device,
 ) -> None:
     """A rotary function of (q, k, cos, sin); one of other arguments raises, and is compiled when it is launched."""
-    _with_fake_parameters(embedding, device)
-    x = torch.empty(batch, seq, facts.hidden, dtype=dtype, device=device)
-    positions = torch.empty(1, seq, dtype=torch.int64, device=device)
-    layer_types = dict.fromkeys(getattr(embedding, "layer_types", None) or ())
-    for kind in [(t,) for t in layer_types] or [()]:
-        cos, sin = embedding(x, positions, *kind)
+    for cos, sin in _angles(embedding, facts, batch, seq, dtype, device):
         q, k = (
             torch.empty(batch, seq, heads, facts.head_dim, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
             for heads in (facts.heads, facts.kv_heads)
         )
         _backward(function(q, k, cos, sin), [q, k])
+
+
+def _run_rotary_again(
+    function: Callable,
+    embedding: nn.Module,
+    norms: tuple[nn.Module, nn.Module],
+    facts: models.Model,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Normed heads are rotated again in backward, where a level says so: q alone, and k alone."""
+    inputs = []
+    for norm, heads in zip(map(_copied, norms), (facts.heads, facts.kv_heads)):
+        _with_fake_parameters(norm, device)
+        shapes = _input_shapes(norm, facts, batch, seq)
+        x = torch.empty(shapes[0 if heads == facts.heads else -1], dtype=dtype, device=device, requires_grad=True)
+        inputs.append((norm, x))
+    for cos, sin in _angles(embedding, facts, batch, seq, dtype, device):
+        with recipes.Scope(recipes.CHEAP):
+            q, k = (norm(x).view(batch, seq, -1, facts.head_dim).transpose(1, 2) for norm, x in inputs)
+            rotated = [t.square() for t in function(q, k, cos, sin)]
+        _backward(rotated, [x for _, x in inputs])
+
+
+def _angles(
+    embedding: nn.Module, facts: models.Model, batch: int, seq: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """cos and sin, for each kind of layer, of a rotary embedding that takes fake parameters here."""
+    _with_fake_parameters(embedding, device)
+    x = torch.empty(batch, seq, facts.hidden, dtype=dtype, device=device)
+    positions = torch.empty(1, seq, dtype=torch.int64, device=device)
+    layer_types = dict.fromkeys(getattr(embedding, "layer_types", None) or ())
+    for kind in [(t,) for t in layer_types] or [()]:
+        yield embedding(x, positions, *kind)
 
 
 def _run_op(op: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: Mapping) -> None:

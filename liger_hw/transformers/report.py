@@ -62,6 +62,11 @@ class PatchRow:
     variant: str = ""
     path: str = ""
 
+    @property
+    def left_alone(self) -> bool:
+        """Whether a part keeps the code it has."""
+        return self.state.startswith("left alone")
+
 
 @dataclass
 class Patch:
@@ -307,7 +312,7 @@ class PatchReport:
         return f"{self.family} ({self.target}): {text}" + (f" [{others}]" if others else "")
 
     def __repr__(self) -> str:
-        kept = len({(row.part, row.state) for row in self.rows if row.state not in (PATCHED, ALREADY)})
+        kept = len({(row.part, row.state) for row in self.rows if row.left_alone})
         left = f", {kept} kinds left alone" if kept else ""
         return f"<PatchReport {self.family} ({self.target}): {len(self.patched)} patched{left}; print() shows them>"
 

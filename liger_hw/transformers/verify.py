@@ -99,7 +99,7 @@ class Row:
     def note(self, report: PatchReport, calls: Counter) -> None:
         """Fill in what was patched and called."""
         done = [r for r in report.rows if r.state in (PATCHED, ALREADY)]
-        kept = [f"{r.where}: {r.state.removeprefix('left alone: ')}" for r in report.rows if r not in done]
+        kept = [f"{r.where}: {r.state.removeprefix('left alone: ')}" for r in report.rows if r.left_alone]
         self.patched = dict(Counter(f"{r.kernel} ({r.variant})" if r.variant else r.kernel for r in done))
         self.left, self.calls = dict(Counter(kept)), dict(calls)
         self.norms = bool(calls["rms_norm"] + calls["layer_norm"])

@@ -17,7 +17,7 @@ class Ledger:
     def note(self, t):
         if t.grad_fn is not None and not t.is_leaf and not (t._is_view() and t._base.is_leaf):
             storage = t.untyped_storage()
-            self.kept[storage.data_ptr()] = storage.nbytes() // t.itemsize
+            self.kept[storage._cdata] = storage.nbytes() // t.itemsize
         return t
 
     @property

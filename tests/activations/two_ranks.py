@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from small_decoder import Decoder, gradients, identical
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 import liger_hw
 from liger_hw.recompute import recipes
@@ -36,6 +37,17 @@ for of_its_own in (False, True):  # projections that are units themselves have t
     assert identical([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], alone)
     assert computed.count("linear") == (0 if of_its_own else 4), computed  # two layers: the last is at cheap
     assert computed.count("swiglu_fwd") == 3
+# A norm that is a unit itself has its weight in its forward and its backward only: what it computed is kept.
+model = Decoder(count=3)
+for layer in model.layers:
+    fully_shard(layer.before, mesh=mesh, reshard_after_forward=True)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+fully_shard(model, mesh=mesh)
+computed.clear()
+with liger_hw.activations("cheap", model):
+    found = gradients(model, contextlib.nullcontext())
+assert identical([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], alone)
+assert computed.count("rms_norm_fwd") == 3 and computed.count("swiglu_fwd") == 3, computed
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
 )
@@ -53,6 +65,40 @@ for of_classes in (False, True):  # a plan would count whole parameters: refused
         assert "this one is sharded (FSDP2); name a level" in str(error), error
     if of_classes:
         patch.revert()
+ids = torch.arange(16).reshape(2, 8)
+
+
+def train(model):
+    """Gradients of a step of a causal LM, whole."""
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+
+
+def llama(sharded):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    for part in (*model.model.layers, model) if sharded else ():
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+for of_classes in (False, True):  # the last layer of a live model, or of a class, at cheap
+    for first in (False, True):  # patched, then sharded, and the other way round
+        gradients_of = {}
+        for setting in ("keep", {-1: "cheap"}):
+            cls_to_fsdp_cls.clear()  # transformers wraps what a layer's class has when FSDP2 first makes one of it
+            model = None if of_classes else llama(False) if first else llama(True)
+            with liger_hw.transformers.apply_liger_kernel_to_llama(model=model, activations=setting):
+                if model is None:
+                    model = llama(True)
+                elif first:
+                    for part in (*model.model.layers, model):
+                        fully_shard(part, mesh=mesh)
+                computed.clear()
+                gradients_of[str(setting)] = train(model)
+            assert computed.count("swiglu_fwd") == (setting != "keep"), computed
+        assert identical(*gradients_of.values())
 model = Decoder(count=3)
 with liger_hw.activations("mlp", model):
     assert identical(gradients(torch.nn.parallel.DistributedDataParallel(model), contextlib.nullcontext()), alone)

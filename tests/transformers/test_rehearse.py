@@ -88,10 +88,22 @@ def test_a_model_launches_what_was_foreseen(kind, target):
     if kind in EXPERTS and transformers.__version__.startswith("4."):
         pytest.skip("the model of transformers 4 asks for numbers of tokens, which fake tensors do not have")
     cls = _class_of(kind)
-    with getattr(patches, f"apply_liger_kernel_to_{kind}")():
+    with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="keep"):
         foreseen, launched = _foreseen(_made(cls)), _launched(cls)
     assert len(launched) >= 9
     assert foreseen == launched, _differ(launched, foreseen)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "glm4"])
+def test_what_backward_computes_again_is_foreseen(kind, target):
+    """After a QK norm also q and k rotated alone; k in vain where attention repeats its heads and keeps the copy."""
+    cls = _class_of(kind)
+    with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="cheap"):
+        foreseen, launched = _foreseen(_made(cls)), _launched(cls)
+    with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="keep"):
+        kept = _foreseen(_made(cls))
+    assert launched <= foreseen and kept <= foreseen, _differ(launched, foreseen)
+    assert {name for name, *_ in foreseen - kept} == ({"rope.fwd"} if kind in ("qwen3", "olmo2") else set())
 
 
 def test_a_live_model_is_foreseen_like_its_class(target):
