@@ -343,5 +343,6 @@ def _applicable(function: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        log.info("liger_hw: %s has no keyword %s; left out", function.__name__, ", ".join(unknown))
+        name = getattr(function, "__name__", repr(function))  # a partial function, in somebody's entry, has none
+        log.info("liger_hw: %s has no keyword %s; left out", name, ", ".join(unknown))
     return {name: value for name, value in kwargs.items() if name not in unknown and name != "model"}

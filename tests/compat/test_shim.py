@@ -227,6 +227,52 @@ for other in (q[:, :4], q[None]):
 """)
 
 
+def test_helpers_that_patch_single_modules():
+    """Each becomes Liger's layer, with its own epsilon, and so do the copies that PEFT saves."""
+    pytest.importorskip("peft")
+    passes("""
+import copy
+import torch
+from peft.utils.other import ModulesToSaveWrapper
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
+from liger_kernel.transformers.monkey_patch import (
+    _bind_method_to_module, _patch_geglu_module, _patch_layer_norm_module, _patch_rms_norm_module,
+    _patch_swiglu_module)
+
+x = torch.randn(3, 8)
+same = torch.testing.assert_close
+for norm, patch in ((LlamaRMSNorm(8, 0.3), _patch_rms_norm_module), (torch.nn.RMSNorm(8, 0.3), _patch_rms_norm_module),
+                    (torch.nn.LayerNorm(8, 0.3), _patch_layer_norm_module)):
+    torch.nn.init.normal_(norm.weight)
+    expected, wrapped = norm(x), ModulesToSaveWrapper(copy.deepcopy(norm), "default")
+    for module, parts in ((norm, [norm]), (wrapped, [wrapped.original_module, wrapped.modules_to_save["default"]])):
+        patch(module)
+        same(module(x), expected)
+        for part in parts:
+            assert part.impl is None and part.mode is None and "Liger" in repr(part) and "eps=0.3" in repr(part), part
+
+gemma, without = LlamaRMSNorm(8), LlamaRMSNorm(8)
+del without.variance_epsilon
+_patch_rms_norm_module(gemma, offset=1.0, casting_mode="gemma")
+same(gemma(x), 2 * LlamaRMSNorm(8)(x))
+_patch_rms_norm_module(without, eps=0.7)
+same(without(x), LlamaRMSNorm(8, 0.7)(x))
+
+config = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+for act, patch, name in (("silu", lambda mlp: _patch_swiglu_module(mlp, LigerSwiGLUMLP), "LigerSwiGLUMLP"),
+                         ("gelu_pytorch_tanh", _patch_geglu_module, "LigerGEGLUMLP")):
+    mlp = LlamaMLP(LlamaConfig(hidden_act=act, **config))
+    expected = mlp(x)
+    patch(mlp)
+    assert mlp.forward.__func__ is globals()[name].forward and name in repr(mlp)
+    same(mlp(x), expected)
+_bind_method_to_module(mlp, "forward", lambda self, x: self.down_proj.out_features)
+assert mlp(x) == 8
+""")
+
+
 def test_a_real_install_is_not_hidden(real):
     both = os.pathsep.join([str(compat.PATH), real])
     refused = python("import liger_kernel", path=both)

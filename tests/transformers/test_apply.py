@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import convergence
@@ -79,6 +80,14 @@ def test_apply_by_model_type(family, batch, caplog):
     assert "has no keyword geglu; left out" in caplog.text
     with report:
         assert model(**batch).logits.is_deferred
+
+
+def test_apply_by_model_type_takes_a_partial_function(mistral, monkeypatch):
+    """As programs enter for model types of their own; keywords that it does not have are left out."""
+    entry = functools.partial(mistral.apply, rope=False)
+    monkeypatch.setitem(APPLY, "mistral", entry)
+    with liger_hw.transformers._apply_liger_kernel_to_instance(mistral.model(), geglu=True, swiglu=False) as report:
+        assert {row.part for row in report.patched} == {"rms_norm", "fused_linear_cross_entropy"}
 
 
 def test_apply_by_model_type_without_a_function(caplog):
