@@ -116,11 +116,7 @@ class Work:
         self.overwrites_inputs = any(i < len(self.sets[0].given) for i in changed)
         for number, inputs in enumerate(self.sets):
             now = [*inputs.given, *inputs.flowing.values()]
-            kept = (
-                before
-                if number == 0
-                else [tensor.detach().clone() if i in changed else None for i, tensor in enumerate(now)]
-            )
+            kept = before if number == 0 else {i: now[i].detach().clone() for i in changed}
             self.saved[number] = [(now[i].detach(), kept[i]) for i in changed]
         self.restore()
 

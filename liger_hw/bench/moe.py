@@ -7,6 +7,7 @@ as likely as another; with `skewed` routing the first one has ten times the mean
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Sequence
 
 import torch
@@ -28,12 +29,12 @@ def layers(sizes: Sequence[str], tokens: Sequence[int], routing: str, dtype: tor
         found = [replace(case, sizes=(n, *case.sizes[1:])) for case in found for n in tokens]
     few = 16, 64, 32, 8, 2
     return [
-        replace(case, prepare=_skewed if routing == "skewed" else _routed, limit=READY_SECONDS, host_sizes=few)
+        replace(case, prepare=partial(_routed, skewed=routing == "skewed"), limit=READY_SECONDS, host_sizes=few)
         for case in found
     ]
 
 
-def _routed(inputs: Inputs, skewed: bool = False) -> Inputs:
+def _routed(inputs: Inputs, skewed: bool) -> Inputs:
     """The same inputs with K different experts a token."""
     x, up, down, index, weights = inputs.args
     (n_tokens, top_k), n_experts = index.shape, down.shape[0]
@@ -44,10 +45,6 @@ def _routed(inputs: Inputs, skewed: bool = False) -> Inputs:
         chance[:, 0] = -1.0
         chance[torch.randperm(n_tokens, generator=generator, device=index.device)[:many], 0] = 2.0
     return replace(inputs, args=(x, up, down, chance.topk(top_k, -1).indices, weights))
-
-
-def _skewed(inputs: Inputs) -> Inputs:
-    return _routed(inputs, skewed=True)
 
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -201,19 +201,11 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
     if case.quick:
         return floors
 
-    loops: dict[tuple[str, str], Callable[[], list[float]]] = {}
-    samples: dict[tuple[str, str], list[list[float]]] = {}
     live = [arm for arm in arms if arm.status == "ok" and arm.times]
-    for arm in live:
-        for mode, work in arm.works.items():
-            loops[arm.name, mode] = meter.eager(work)
-            samples[arm.name, mode] = []
-    for _ in range(repeats):
-        for place, loop in loops.items():
-            samples[place].append(loop())
-    for arm in live:
-        for mode in arm.works:
-            arm.eager[mode] = Stats.of(samples[arm.name, mode])
+    loops = [(arm, mode, meter.eager(work)) for arm in live for mode, work in arm.works.items()]
+    turns = [[loop() for _, _, loop in loops] for _ in range(repeats)]
+    for (arm, mode, _), samples in zip(loops, zip(*turns)):
+        arm.eager[mode] = Stats.of(samples)
     # on a few rows of a product too it is the device that takes long (it reads all of the weight), or a CPU
     if case.op.name in PRODUCTS and (meter.module is None or not case.host_sizes):
         return floors

@@ -166,33 +166,24 @@ def _best_peer(found: dict[str, dict[str, Any] | None]) -> str:
 
 
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    def said(of: Sequence[dict[str, Any]], *names: str) -> list[str]:
+        return sorted({f"{' '.join(row[name] for name in names)}: {row['note']}" for row in of})
+
     lines = []
-    methods = {row["method"] for row in rows if row["ms"]}
+    timed = [row for row in rows if row["ms"]]
+    methods = {row["method"] for row in timed}
     if "wall" in methods:
         lines.append("* wall clock on a CPU: torch's reference path, not a measurement of any kernel")
     elif "events" in methods:
-        waits = sorted(
-            {f"{row['arm']} {row['op']} ({row['note']})" for row in rows if row["ms"] and row["method"] == "events"}
-        )
-        lines.append(
-            "* timed between events, host time included, because no graph could hold it: " + "; ".join(waits)[:300]
-        )
-    warm = sorted(
-        {f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in rows if not row["l2_cold"] and row["ms"]}
-    )
+        waits = {f"{row['arm']} {row['op']} ({row['note']})" for row in timed if row["method"] == "events"}
+        why = "; ".join(sorted(waits))[:300]
+        lines.append(f"* timed between events, host time included, because no graph could hold it: {why}")
+    warm = sorted({f"{row['op']} {'x'.join(map(str, row['sizes']))}" for row in timed if not row["l2_cold"]})
     if warm and "wall" not in methods:
         lines.append("inputs small enough to stay in L2: " + ", ".join(warm)[:300])
-    absent = sorted({f"{row['arm']}: {row['note']}" for row in rows if row["status"] == "absent"})
-    lines += [f"absent  {text}" for text in absent]
-    failed = sorted(
-        {
-            f"{row['arm']} {row['op']}: {row['note']}"
-            for row in rows
-            if row["status"] in ("error", "unsupported", "skipped")
-        }
-    )
-    lines += [f"failed  {text}" for text in failed]
-    return lines
+    lines += [f"absent  {text}" for text in said([row for row in rows if row["status"] == "absent"], "arm")]
+    failed = [row for row in rows if row["status"] in ("error", "unsupported", "skipped")]
+    return lines + [f"failed  {text}" for text in said(failed, "arm", "op")]
 
 
 def _ms(value: float | None) -> str:
