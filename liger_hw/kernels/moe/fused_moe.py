@@ -23,6 +23,7 @@ https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
 import torch
 
@@ -40,8 +41,16 @@ from ...runtime.operator import (
     row_major,
 )
 from . import gates, products, routing, sums
-from .reference import Gate, check_index, experts_bwd_reference, experts_fwd_reference, experts_reference, only_wanted
-from .routing import Routing
+from .reference import (
+    BackwardHow,
+    Gate,
+    How,
+    check_index,
+    experts_bwd_reference,
+    experts_fwd_reference,
+    experts_reference,
+    only_wanted,
+)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -77,8 +86,9 @@ def fused_moe_reference(
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *how):
-    gate, is_transposed = Gate.from_numbers(*how[:-1]), how[-1]
+def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
+    how = How(*rest)
+    gate, is_transposed = how.gate, how.is_transposed
     x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
     (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
     inner, n_z = down_proj.shape[1 if is_transposed else 2], gate_up_proj.shape[2 if is_transposed else 1]
@@ -96,41 +106,63 @@ def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, d
 
 
 def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
-    where, gate, is_transposed, wanted = Routing(*rest[:5]), Gate.from_numbers(*rest[5:-2]), rest[-2], rest[-1]
+    how = BackwardHow(*rest)
+    if not top_k_index.numel():
+        zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
+        n_experts, hidden = down_proj.shape[0], x.shape[1]
+        zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
+        return only_wanted(zeros, how.wanted, x, top_k_weights)
     dout, x = row_major(dout), row_major(x)
     top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
-    (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
-    inner, axis = down_proj.shape[1 if is_transposed else 2], 2 if is_transposed else 1
-    wants_x, wants_up, wants_down, wants_weights, wants_up_bias, wants_down_bias = wanted
-    key = products.product_key(n_tokens, hidden, inner, n_experts, top_k, x.itemsize)
-    dx = dup = ddown = dweights = dup_bias = ddown_bias = None
-    if not n_tokens * top_k:
-        zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
-        zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
-        return only_wanted(zeros, wanted, x, top_k_weights)
+    inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
+    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, how)
+    ddown, ddown_bias = _down_gradients(dout, *inputs, z, how)
+    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), how.wanted, x, top_k_weights)
 
-    # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept.
-    if wants_x or wants_up or wants_weights or wants_up_bias:
-        da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
-        gating = top_k_weights, dout, dense(down_bias), top_k_index, gate, where, n_experts
-        dz, dweights = gates.gated_bwd(da, z, *gating)
-        del da
+
+# At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
+# the two functions below gives its own back.
+
+
+def _key(x, down_proj, top_k_index, how: BackwardHow) -> registry.Key:
+    inner = down_proj.shape[1 if how.is_transposed else 2]
+    return products.product_key(*x.shape, inner, down_proj.shape[0], top_k_index.shape[1], x.itemsize)
+
+
+def _up_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, how: BackwardHow):
+    """Gradients of x, the first product's weights, the routing weights and the first bias; None for unwanted ones."""
+    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = how.wanted
+    dx = dup = dup_bias = None
+    if not (wants_x or wants_up or wants_weights or wants_up_bias):
+        return None, None, None, None
+    where, key, axis = how.routing, _key(x, down_proj, top_k_index, how), 2 if how.is_transposed else 1
+    da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
+    gating = top_k_weights, dout, down_bias, top_k_index, how.gate, where, down_proj.shape[0]
+    dz, dweights = gates.gated_bwd(da, z, *gating)
+    del da
     if wants_up_bias:
         dup_bias = sums.bias_gradient(dz, None, top_k_index, where)
     if wants_up:  # [E, 2 I, H], the rows of x gathered; transposed [E, H, 2 I]
-        p, q, gathered = (x, dz, (True, False)) if is_transposed else (dz, x, (False, True))
+        p, q, gathered = (x, dz, (True, False)) if how.is_transposed else (dz, x, (False, True))
         dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, where)
     if wants_x:
         rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
         dx = sums.combine(rows, None, None, top_k_index, where)
-    p = q = dz = rows = None  # their memory is the next product's; below this line they are not read again
+    return dx, dup, dweights, dup_bias
+
+
+def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, how: BackwardHow):
+    """Gradients of the second product's weights and bias; None for unwanted ones."""
+    _, _, wants_down, _, _, wants_down_bias = how.wanted
+    ddown = ddown_bias = None
     if wants_down_bias:
-        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
+        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, how.routing)
     if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
-        act = gates.gated(z, None, top_k_weights, top_k_index, gate, where, n_experts)
-        p, q, gathered = (act, dout, (False, True)) if is_transposed else (dout, act, (True, False))
-        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
-    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), wanted, x, top_k_weights)
+        key = _key(x, down_proj, top_k_index, how)
+        act = gates.gated(z, None, top_k_weights, top_k_index, how.gate, how.routing, down_proj.shape[0])
+        p, q, gathered = (act, dout, (False, True)) if how.is_transposed else (dout, act, (True, False))
+        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, how.routing)
+    return ddown, ddown_bias
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -141,19 +173,19 @@ _HOW = (
 )
 
 
-def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *how):
+def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
     n_rows, n_experts = top_k_index.shape[0] * top_k_index.shape[1], down_proj.shape[0]
-    z = x.new_empty((n_rows, gate_up_proj.shape[2 if how[-1] else 1]))
+    z = x.new_empty((n_rows, gate_up_proj.shape[2 if How(*rest).is_transposed else 1]))
     numbers = [x.new_empty(n, dtype=torch.int32) for n in (n_rows, n_rows, n_rows, n_experts + 1, n_experts)]
     return x.new_empty(x.shape), z, *numbers
 
 
-def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, *rest):
-    experts, hidden, inner = down_proj.shape if rest[-2] else (down_proj.shape[0], *down_proj.shape[:0:-1])
-    n_z = gate_up_proj.shape[2 if rest[-2] else 1]
-    shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, x.shape[1]))
+def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
+    how = BackwardHow(*rest)
+    experts, hidden, n_z = down_proj.shape[0], x.shape[1], gate_up_proj.shape[2 if how.is_transposed else 1]
+    shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, hidden))
     likes = (x, x, x, top_k_weights, x, x)
-    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, rest[-1])])
+    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, how.wanted)])
 
 
 fused_moe_fwd = define(
@@ -214,13 +246,66 @@ class LigerFusedMoEFunction(Function):
         return (dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None, None)[:n_inputs]
 
 
+class LigerSeparateExpertsFunction(Function):
+    """The same of experts whose projections are parameters of their own, without biases.
+
+    `apply(x, top_k_index, top_k_weights, how, *weights)`: what `How` has, then gate and up of the first expert, of the
+    second and so on, and then down of each. They are stacked for forward, and once more for backward: a stack that
+    lived in between would hold every weight of a model twice. Each weight's gradient is a view of the stack's.
+    """
+
+    @staticmethod
+    def forward(ctx, x, top_k_index, top_k_weights, how, *weights):
+        ctx.how = how
+        gate_up, down = _stacked(weights, x.dtype)
+        out, *made = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, *how)
+        ctx.save_for_backward(x, top_k_index, top_k_weights, *made, *weights)
+        ctx.n_made = len(made)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        x, top_k_index, top_k_weights, *rest = ctx.saved_tensors
+        (z, *routed), weights = rest[: ctx.n_made], rest[ctx.n_made :]
+        n_up = len(weights) // 3 * 2
+        needs_x, _, needs_routing, _, *needs = ctx.needs_input_grad
+        wanted = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
+        inputs = x, *_stacked(weights, x.dtype), top_k_index, top_k_weights
+        found = fused_moe_bwd(dout, *inputs, None, z, *routed, *ctx.how, wanted)
+        dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(found, wanted))
+        of_weights = (*_unstacked(dup, weights[:n_up]), *_unstacked(ddown, weights[n_up:]))
+        of_weights = [g if need else None for g, need in zip(of_weights, needs)]
+        return dx, None, dweights, None, *of_weights
+
+
+def _stacked(weights, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate_up_proj, down_proj) in a dtype, from gate and up of each of E experts, then down of each."""
+    n_experts = len(weights) // 3
+    ups, downs = weights[: 2 * n_experts], weights[2 * n_experts :]
+    stacks = (torch.cat([w if w.dtype is dtype else w.to(dtype) for w in each]) for each in (ups, downs))
+    up, down = (stack.view(n_experts, -1, stack.shape[1]) for stack in stacks)
+    return up, down
+
+
+def _unstacked(gradient, weights) -> list[torch.Tensor | None]:
+    """The gradient of each weight in its dtype, as views of one tensor; None for all without a gradient."""
+    if gradient is None:
+        return [None] * len(weights)
+    dtypes = {w.dtype for w in weights}
+    gradients = gradient.view(len(weights), -1, gradient.shape[-1])
+    if len(dtypes) == 1:
+        gradients = gradients.to(*dtypes)
+    return [g.to(w.dtype) for g, w in zip(gradients.unbind(), weights)]
+
+
 # -- public ----------------------------------------------------------------------------------------------------------
 
 
 def liger_fused_moe(
     x: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]],
+    down_proj: torch.Tensor | Sequence[torch.Tensor],
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
@@ -240,6 +325,9 @@ def liger_fused_moe(
         autocast, which casts all of them to its own
     gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
     down_proj: [E, H, I], or [E, I, H] if is_transposed
+        Where each expert has parameters of its own, both are sequences: of E pairs (gate [I, H], up [I, H]), and of E
+        tensors [H, I]. They are stacked for forward and again for backward; such experts take no bias, no layout and
+        no has_gate=False. An expert without a token gets gradients of zero.
     top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
         sentinels of expert parallelism want it; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
         `IndexError`. An expert may be named twice.
@@ -258,6 +346,10 @@ def liger_fused_moe(
     op = "liger_fused_moe"
     check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
     gate = Gate.checked(op, activation, alpha, limit, up_offset, has_gate, is_concatenated)
+    if not isinstance(gate_up_proj, torch.Tensor) and not isinstance(down_proj, torch.Tensor):
+        plain = gate_up_bias is None and down_bias is None and has_gate and not is_transposed and is_concatenated
+        check(plain, op, "experts of separate weights take no bias, no has_gate=False and no layout; stack the weights")
+        return _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate)
     optional = ("gate_up_bias", "down_bias")
     tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
     check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)
@@ -271,6 +363,44 @@ def liger_fused_moe(
         check(False, op, reason)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed)).to(own_dtype)
+
+
+def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate) -> torch.Tensor:
+    """`liger_fused_moe` of experts with parameters of their own."""
+    pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
+    fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
+    check(fits, op, f"expected a pair of gate and up, and one down, for each expert, got {len(pairs)} and {len(downs)}")
+    weights = (*(w for pair in pairs for w in pair), *downs)
+    check_tensors(op, (), x=x, top_k_weights=top_k_weights, gate=weights[0], down=downs[0])
+    if reason := _separate_misfit(x, weights):
+        check(False, op, reason)
+    own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
+    if dtype is not None and torch.float64 not in (x.dtype, downs[0].dtype):
+        x = x.to(dtype)
+    else:
+        different = next((w.dtype for w in weights if w.dtype is not x.dtype), None)
+        check(different is None, op, f"every weight must have x's dtype {x.dtype}, got {different}")
+    if reason := _misfit_of_routing(x, top_k_index, top_k_weights):
+        check(False, op, reason)
+    how = How(*gate.numbers(), is_transposed=False)
+    return LigerSeparateExpertsFunction.apply(x, top_k_index, top_k_weights, how, *weights).to(own_dtype)
+
+
+def _separate_misfit(x, weights) -> str:
+    """Why separate weights do not fit x and each other, or ""."""
+    if x.dim() != 2:
+        return f"x must be [T, H], got {tuple(x.shape)}"
+    if not all(isinstance(w, torch.Tensor) and w.dim() == 2 for w in weights):
+        return "every weight of a separate expert must be a matrix"
+    n_up = len(weights) // 3 * 2
+    up, down = (weights[0].shape[0], x.shape[1]), (x.shape[1], weights[0].shape[0])
+    for place, weight in enumerate(weights):
+        wanted = up if place < n_up else down
+        if weight.shape != wanted:
+            return f"every gate and up must be {list(up)} and every down {list(down)}, got {list(weight.shape)}"
+        if weight.device != x.device:
+            return f"a weight is on {weight.device} but x is on {x.device}; move them to one device"
+    return ""
 
 
 def _misfit(
@@ -295,6 +425,10 @@ def _misfit(
             return f"{name} must be {list(shape)} for x {tuple(x.shape)}, got {list(tensor.shape)}"
         if tensor is not None and tensor.dtype is not x.dtype:
             return f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}"
+    return _misfit_of_routing(x, top_k_index, top_k_weights)
+
+
+def _misfit_of_routing(x, top_k_index, top_k_weights) -> str:
     if not isinstance(top_k_index, torch.Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
         return f"top_k_index must be an int32 or int64 tensor, got {getattr(top_k_index, 'dtype', type(top_k_index))}"
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_index.shape != top_k_weights.shape:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import torch
 
 from ... import env
 from ...runtime.operator import check, check_numbers, no_weight
+from .routing import Routing
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Names of the activations; their place in this tuple is what kernels are told."""
@@ -46,7 +47,7 @@ class Gate(NamedTuple):
 
     def numbers(self) -> tuple:
         """Itself as operators and kernels take it: the activation as its place in `ACTIVATIONS`."""
-        return (ACTIVATIONS.index(self.activation), *self[1:])
+        return tuple(self._replace(activation=ACTIVATIONS.index(self.activation)))
 
     @classmethod
     def from_numbers(cls, activation: int, *rest) -> "Gate":
@@ -95,6 +96,55 @@ class Gate(NamedTuple):
             approximate = "tanh" if self.activation == "gelu_tanh" else "none"
             return torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate=approximate)
         return (gate > 0).to(gate.dtype) if self.activation == "relu" else 2 * gate.relu()
+
+
+class How(NamedTuple):
+    """The last arguments of the operator `fused_moe_fwd`, in the order of its schema: a gate's numbers, and the layout
+    of the weights."""
+
+    activation: int
+    alpha: float
+    limit: float
+    up_offset: float
+    has_gate: bool
+    is_concatenated: bool
+    is_transposed: bool
+
+    @property
+    def gate(self) -> Gate:
+        return _gate_of(self)
+
+
+class BackwardHow(NamedTuple):
+    """The last arguments of the operator `fused_moe_bwd`, in the order of its schema: five parts of the routing, what
+    `How` has, and which of the six gradients are wanted."""
+
+    order: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    offsets: torch.Tensor
+    largest: torch.Tensor
+    activation: int
+    alpha: float
+    limit: float
+    up_offset: float
+    has_gate: bool
+    is_concatenated: bool
+    is_transposed: bool
+    wanted: Sequence[bool]
+
+    @property
+    def gate(self) -> Gate:
+        return _gate_of(self)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.order, self.token, self.row, self.offsets, self.largest)
+
+
+def _gate_of(how: How | BackwardHow) -> Gate:
+    numbers = how.activation, how.alpha, how.limit, how.up_offset, how.has_gate, how.is_concatenated
+    return Gate.from_numbers(*numbers)
 
 
 def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
@@ -158,12 +208,12 @@ def experts_reference(*args):
     return _experts(*args)[0]
 
 
-def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *how):
+def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
     """What the operator `fused_moe_fwd` returns: the output, z, and the five parts of `routing.Routing`."""
-    gate, is_transposed = Gate.from_numbers(*how[:-1]), how[-1]
+    how = How(*rest)
     check_index(top_k_index, down_proj.shape[0])
     inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    out, kept, slots = _experts(*inputs, gate, is_transposed)
+    out, kept, slots = _experts(*inputs, how.gate, how.is_transposed)
     z = torch.cat([*kept, x.new_zeros((len(slots[-1]), kept[0].shape[1]))])
     order = torch.cat(slots)
     row = torch.empty_like(order)
@@ -178,7 +228,8 @@ def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights
 
 def experts_bwd_reference(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
     """What the operator `fused_moe_bwd` returns: six gradients, empty where they are not wanted."""
-    gate, is_transposed, wanted = Gate.from_numbers(*rest[5:-2]), rest[-2], rest[-1]
+    how = BackwardHow(*rest)
+    gate, is_transposed = how.gate, how.is_transposed
     top_k, wide = top_k_index.shape[1], torch.promote_types(x.dtype, torch.float32)
     up_weights, down_weights = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
     dx = torch.zeros((top_k_index.numel(), x.shape[1]), dtype=wide, device=x.device)
@@ -207,7 +258,7 @@ def experts_bwd_reference(dout, x, gate_up_proj, down_proj, top_k_index, top_k_w
     if not is_transposed:
         dup, ddown = dup.mT.contiguous(), ddown.mT.contiguous()
     found = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
-    return only_wanted(found, wanted, x, top_k_weights)
+    return only_wanted(found, how.wanted, x, top_k_weights)
 
 
 def only_wanted(gradients, wanted, x, top_k_weights) -> tuple[torch.Tensor, ...]:
