@@ -24,10 +24,21 @@ from . import probing
 from .experts import choosing, is_spread, register_experts
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
-from .probing import Match, Refused, rotary
+from .probing import Match, Refused, expert_lists, rotary
 from .rebind import CannotRebind, private_name, rebind
 from .replacing import guarded, marked, where_kernels_run
-from .report import ALREADY, PATCH_LOCK, PATCHED, NewModels, Patch, PatchReport, PatchRow, PickleNote, forward_slot
+from .report import (
+    ALREADY,
+    PATCH_LOCK,
+    PATCHED,
+    SLOTS,
+    NewModels,
+    Patch,
+    PatchReport,
+    PatchRow,
+    PickleNote,
+    forward_slot,
+)
 
 log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
@@ -154,7 +165,8 @@ class _Patcher:
         if gate is not None:
             guards += probing.guards_of(module, gate, frozenset())
         shapes = tuple(owners.parameter_shapes(module).items())
-        key = (type(module), forward, shapes, tuple(module._modules), tuple(module._buffers), _hashable(guards))
+        state = expert_lists.why_not(module) if expert_lists.is_candidate(module) else ""
+        key = (type(module), forward, shapes, tuple(module._modules), tuple(module._buffers), _hashable(guards), state)
         if key not in self.recognised:
             self.recognised[key] = probing.recognise(module, forward)
         return self.recognised[key]
@@ -237,8 +249,8 @@ class _ModelPatcher(_Patcher):
         for module in self.model.modules():
             if probing.is_overlooked(module):
                 self.report.unnamed.append(type(module).__name__)
-            for slot in (forward_slot(module), "_apply_gate"):
-                if getattr(module, slot, None) is not None:
+            for slot in (forward_slot(module), *SLOTS[1:]):
+                if callable(getattr(module, slot, None)):
                     self._patch_module(module, slot, options)
 
     def _patch_module(self, module: nn.Module, slot: str, options: dict[str, bool]) -> None:
@@ -251,8 +263,8 @@ class _ModelPatcher(_Patcher):
             return
         found = self.recognise(module)
         part = _wanted_part(found.kernel, options) if found else None
-        in_gate = isinstance(found, Match) and found.slot == "_apply_gate"
-        if part is None or in_gate != (slot == "_apply_gate"):
+        own_slot = found.slot if isinstance(found, Match) else "forward"
+        if part is None or slot != (forward_slot(module) if own_slot == "forward" else own_slot):
             return
         if isinstance(found, Match):
             its_own = getattr(current, "__self__", None) is module
@@ -367,7 +379,7 @@ class _ClassPatcher(_Patcher):
     def patch_modules(self, options: dict[str, bool]) -> None:
         borrowed: dict[tuple[str, type], Match] = {}
         for cls, modules in self.instances.items():
-            marks = (getattr(getattr(cls, slot, None), PATCH_MARK, None) for slot in ("forward", "_apply_gate"))
+            marks = (getattr(getattr(cls, slot, None), PATCH_MARK, None) for slot in SLOTS)
             found_mark = next(filter(None, marks), None)
             if found_mark is not None and found_mark[0] not in _LOSSES:
                 if options.get(found_mark[0]):

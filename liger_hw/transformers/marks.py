@@ -13,6 +13,7 @@ too: what it wraps is patched."""
 SWITCH = "_liger_hw_switch"
 """Attribute of such a function that runs the original once the list in it is empty."""
 
+_ORIGINAL = "_liger_hw_original"
 _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
@@ -26,6 +27,18 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
     if switch is not None:
         setattr(function, SWITCH, switch)
     _OURS.add(function)
+
+
+def note_original(function: Callable, original: Callable) -> None:
+    """Note what a function that a patch puts in place stands for."""
+    setattr(function, _ORIGINAL, original)
+
+
+def original_of(function: Callable) -> Callable:
+    """What a function that a patch put in place stands for; another function is its own."""
+    while (original := getattr(function, _ORIGINAL, None)) is not None:
+        function = original
+    return function
 
 
 def is_ours(held: Any) -> bool:

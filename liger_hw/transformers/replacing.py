@@ -11,7 +11,7 @@ from .. import env
 from ..recompute.recipes import recomputing
 from ..runtime.operator import is_interpreted
 from . import probing
-from .marks import mark
+from .marks import mark, note_original
 from .probing import Match
 
 
@@ -48,7 +48,7 @@ def guarded(match: Match, guards: probing.Guards, original: Callable, switch: li
 
     `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
     on a CPU and while torch.jit traces (`keeps_own_code`), when more or fewer arguments are given than the match takes,
-    under autocast where the match says so, and once `switch` is empty.
+    under autocast where the match says so, where the match is not ready for the input, and once `switch` is empty.
     """
     replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
     names = list(inspect.signature(original).parameters)
@@ -57,6 +57,8 @@ def guarded(match: Match, guards: probing.Guards, original: Callable, switch: li
         if not switch or keeps_own_code(x) or (guards and not probing.holds(self, guards)):
             return False
         if outside_autocast and torch.is_autocast_enabled(x.device.type):
+            return False
+        if match.ready is not None and not match.ready(self, x):
             return False
         return not weight or x.dtype is getattr(self, weight).dtype
 
@@ -99,4 +101,5 @@ def marked(
     function.__module__ = getattr(original, "__module__", function.__module__)
     function.__doc__ = original.__doc__
     mark(function, part, kernel, switch)
+    note_original(function, original)
     return function

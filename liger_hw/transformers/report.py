@@ -31,6 +31,9 @@ _MISSING = object()
 PATCHED = "patched"
 ALREADY = "already patched"
 
+SLOTS = ("forward", "_apply_gate", "moe")
+"""Methods of a module that a patch may replace: its own, the gate of batched experts, and the loop over a list."""
+
 PATCH_LOCK = fork_safe(threading.RLock())
 """Held while anything is patched or reverted, so that calls in several threads follow one another."""
 
@@ -38,7 +41,8 @@ PATCH_LOCK = fork_safe(threading.RLock())
 def patched_parts(model: Any) -> dict[str, int]:
     """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
     marks = [getattr(getattr(module, forward_slot(module)), PATCH_MARK, None) for module in model.modules()]
-    marks += [getattr(getattr(module, "_apply_gate", None), PATCH_MARK, None) for module in model.modules()]
+    slots = [slot for slot in SLOTS if slot != "forward"]
+    marks += [getattr(getattr(module, s, None), PATCH_MARK, None) for module in model.modules() for s in slots]
     return dict(Counter(mark[1] for mark in marks if mark is not None))
 
 
@@ -141,7 +145,7 @@ def _revert_model(model: torch.nn.Module) -> int:
     with PATCH_LOCK:
         for module in model.modules():
             held = vars(module)
-            for slot in [s for s in ("forward", "_apply_gate") if is_ours(held.get(s))]:
+            for slot in [s for s in SLOTS if is_ours(held.get(s))]:
                 delattr(module, slot)
                 count += 1
             if is_ours(held.get("_old_forward")):
@@ -164,7 +168,7 @@ def _patched_class(model: torch.nn.Module) -> type | None:
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     with PATCH_LOCK:
         for cls in classes:
-            ours = any(is_ours(vars(cls).get(slot)) for slot in ("forward", "_apply_gate"))
+            ours = any(is_ours(vars(cls).get(slot)) for slot in SLOTS)
             if ours and any(report.module == cls.__module__ for report in _class_reports):
                 named = {base.__module__ for base in type(model).__mro__}
                 return type(model) if cls.__module__ in named else cls

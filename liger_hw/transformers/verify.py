@@ -16,7 +16,7 @@ import torch
 
 from ..text import first_line
 from . import functional
-from .report import ALREADY, PATCHED, PatchReport
+from .report import ALREADY, PATCHED, SLOTS, PatchReport
 from .tiny import tiny_model
 
 VERIFIED, WRONG, NOT_BUILT = "verified", "differs", "cannot be built"
@@ -34,7 +34,7 @@ def forwards(model: Any) -> dict[str, Any]:
     """Module name -> what its forward and gate are, for comparing before and after."""
     found = {}
     for name, module in model.named_modules():
-        for slot in ("forward", "_apply_gate"):
+        for slot in SLOTS:
             held = getattr(module, slot, None)
             found[name, slot] = getattr(held, "__func__", held), slot in vars(module)
     return found
@@ -166,9 +166,13 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """(largest error of a gradient relative to its largest entry, parameter); infinite for a missing gradient."""
-    if found.keys() != wanted.keys():
-        return float("inf"), sorted(found.keys() ^ wanted.keys())[0]
+    """(largest error of a gradient relative to its largest entry, parameter); infinite for a missing gradient, and for
+    one where there was none, unless it is zero: a loop over experts leaves out those without a token."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        return float("inf"), missing[0]
+    for name in sorted(found.keys() - wanted.keys()):
+        if found[name].any():
+            return float("inf"), name
     worst, where = 0.0, ""
     for name, gradient in wanted.items():
         scale = gradient.abs().max()

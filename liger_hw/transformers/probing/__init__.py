@@ -8,8 +8,8 @@ Weights are never read: a norm's copy gets random weights of the same shapes, an
 stand-ins that answer with random numbers. So a sharded, quantised, adapted or not yet loaded (meta) model is probed
 alike, and a 7B model in a few milliseconds. In fp32 the formula must agree, in bf16 the rounding, and the gradients.
 
-probe.py has how a copy is run; norms.py, mlps.py, experts.py and rotary.py have one kind each; guards.py says when a
-match that was found on one module applies to another.
+probe.py has how a copy is run; norms.py, mlps.py, experts.py, expert_lists.py and rotary.py have one kind each;
+guards.py says when a match that was found on one module applies to another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Callable
 from torch import nn
 
 from ...distributed import owners
-from . import experts, mlps, norms
+from . import expert_lists, experts, mlps, norms
 from .guards import EVERYTHING, Guards, guards_of, holds, reads
 from .probe import Match, Refused, current_forward, quiet
 
@@ -37,7 +37,7 @@ __all__ = [
     "reads",
     "recognise",
 ]
-_KINDS = (norms, experts, mlps)
+_KINDS = (norms, experts, expert_lists, mlps)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:

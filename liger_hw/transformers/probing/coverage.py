@@ -83,13 +83,20 @@ class Coverage:
 
         return step
 
-    def unexplored(self) -> str:
-        """A branch that went one way only, in words, or "" when there is none that matters."""
+    def unexplored(self, of: types.CodeType | None = None, lines: range | None = None) -> str:
+        """A branch that went one way only, in words, or "" when there is none that matters.
+
+        of: the one function whose branches matter; lines: those of its file that do; default all
+        """
         for code, ways in self.ways.items():
+            if of not in (None, code):
+                continue
             steps = list(dis.get_instructions(code))
             for i, step in enumerate(steps):
                 taken = {after for before, after in ways if before == step.offset}
                 if "_IF_" not in step.opname or len(taken) != 1 or self._is_guarded(code, _condition(steps, i)):
+                    continue
+                if lines is not None and _line(steps, i) not in lines:
                     continue
                 if _asks_for_none(steps, i) in self.given.get(code, ()):
                     continue

@@ -33,6 +33,7 @@ class Match:
     input_dtype_of: weight whose dtype an input must have for the match to hold; empty if any input will do
     inputs: how many tensors `replacement` takes after the module
     outside_autocast: the match holds only while autocast is off
+    ready: asked (module, input) at every call, beside the guards, whether the match holds then; None if it always does
     """
 
     kernel: str
@@ -43,6 +44,7 @@ class Match:
     input_dtype_of: str = ""
     inputs: int = 1
     outside_autocast: bool = False
+    ready: Callable[[Any, torch.Tensor], bool] | None = None
 
 
 @dataclass(frozen=True)
