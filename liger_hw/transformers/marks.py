@@ -13,7 +13,7 @@ too: what it wraps is patched."""
 SWITCH = "_liger_hw_switch"
 """Attribute of such a function that runs the original once the list in it is empty."""
 
-_ORIGINAL = "_liger_hw_original"
+_ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
 _OURS: weakref.WeakSet[Callable] = weakref.WeakSet()
 
 
@@ -24,6 +24,7 @@ def mark(function: Callable, part: str, kernel: str, switch: list[bool] | None =
     its patch is reverted
     """
     setattr(function, PATCH_MARK, (part, kernel))
+    setattr(function, _ITSELF, function)
     if switch is not None:
         setattr(function, SWITCH, switch)
     _OURS.add(function)
@@ -39,6 +40,12 @@ def original_of(function: Callable) -> Callable:
     while (original := getattr(function, _ORIGINAL, None)) is not None:
         function = original
     return function
+
+
+def is_our_method(held: Any) -> bool:
+    """`is_ours` of a module's attribute, in a way that torch.compile can trace: a wrapper around it is not itself."""
+    function = getattr(held, "__func__", held)
+    return getattr(function, _ITSELF, None) is function
 
 
 def is_ours(held: Any) -> bool:

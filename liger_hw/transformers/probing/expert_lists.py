@@ -24,7 +24,7 @@ from ...distributed import owners
 from ...kernels.moe.fused_moe import fused_moe_reference
 from ...runtime.checks import autocast_dtype
 from ...text import first_line
-from ..marks import is_ours, original_of
+from ..marks import is_our_method, original_of
 from . import loops, mlps
 from .coverage import Coverage
 from .guards import Guards, guards_of, holds, reads
@@ -122,7 +122,7 @@ def is_customised(module: nn.Module) -> bool:
     """Whether a call of a module does more than its class's forward, where that may be patched by liger_hw itself."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return "forward" in module.__dict__ and not is_ours(module.__dict__["forward"])
+    return "forward" in module.__dict__ and not is_our_method(module.__dict__["forward"])
 
 
 # -- what takes the loop's place -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 _EXPERTS = "experts"
 _CALL, _FACTORY = "_liger_hw_experts", "_liger_hw_factory"
-_PURE = frozenset("zeros zeros_like one_hot permute greater sum nonzero torch nn functional F".split())
+_PURE = frozenset("len zeros zeros_like one_hot permute greater sum nonzero torch nn functional F".split())
 """Names in a call that may be dropped where its result is not read: they neither draw random numbers nor store."""
 
 
@@ -48,7 +48,7 @@ def cuts(function: Callable) -> list[Cut]:
     """
     tree = _source(function)
     loops = [s for s in tree.body if isinstance(s, ast.For) and _uses_experts(s)]
-    if len(loops) != 1 or sum(_uses_experts(s) for s in tree.body) != 1:
+    if len(loops) != 1 or any(_picks_an_expert(s) for s in tree.body if s not in loops):
         raise CannotCut("it has no single loop over its experts")
     (loop,) = loops
     position = tree.body.index(loop)
@@ -89,6 +89,10 @@ def _is_of_self(node: ast.AST) -> bool:
 
 def _uses_experts(statement: ast.AST) -> bool:
     return any(_is_of_self(n) and n.attr == _EXPERTS for n in ast.walk(statement))
+
+
+def _picks_an_expert(statement: ast.AST) -> bool:
+    return any(isinstance(n, ast.Subscript) and _uses_experts(n.value) for n in ast.walk(statement))
 
 
 def _mask_of(statements: list[ast.stmt]) -> tuple[str, str]:
