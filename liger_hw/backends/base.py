@@ -388,6 +388,10 @@ class Backend:
 
     # -- libraries ---------------------------------------------------------------------------------------------------
 
+    def multiplies_from_shared(self, target: Target) -> bool:
+        """Whether matrix units read both operands from shared memory, so that registers can be for sums alone."""
+        return False
+
     def has_grouped_gemm(self, target: Target) -> bool:
         """Whether `torch._grouped_mm` of bf16 is a kernel of its own on `target`, not a loop that waits for sizes."""
         return False

@@ -201,6 +201,23 @@ def test_which_engine():
         assert not library(known_target(other), LARGE), other
 
 
+def test_the_engines_of_the_workloads_on_an_h200():
+    """Those that were measured to be faster, of each of the six layers; see benchmarks/results."""
+    all_but_one = {t.variant for t in products.TUNABLES} - {"down_bwd"}
+    expected = {
+        "qwen3_30b_a3b": {"up_weights"},
+        "qwen3_30b_a3b_8k": {"up_weights"},
+        "qwen3_next": {"up_weights"},
+        "gpt_oss_20b": {"up", "down_weights", "up_weights"},
+        "deepseek_v3_quarter": all_but_one,
+        "mixtral_8x7b": all_but_one,
+    }
+    for name, sizes in get_op("fused_moe").workloads.items():
+        key, h200 = products.product_key(*sizes, 2), known_target("h200")
+        engines = {t.variant: t.heuristic(h200, key).blocks["ENGINE"] for t in products.TUNABLES}
+        assert {v for v, engine in engines.items() if engine == products.LIBRARY} == expected[name], name
+
+
 def test_routing_has_as_many_threads_on_every_device():
     """So half the warps where a warp has 64 threads."""
     for tunable in routing.TUNABLES:

@@ -244,24 +244,31 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
+_LIBRARY_TILES = 16
+"""The library is chosen from results of so many tiles across: one expert's rows or weights then fill it well, and its
+copy of gathered rows, which the kernels save, is shared by as many tiles."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
-_FEEDS_FROM_SHARED = 200 << 10
-"""Devices with so much shared memory have matrix units that read it, so a thread's registers can be for sums alone."""
 
 
-def _product(variant: str, kernel, columns, library_from: int | None) -> Tunable:
+def _reads_shared(target: Target) -> bool:
+    return backend(target.vendor).multiplies_from_shared(target)
+
+
+def _product(variant: str, kernel, columns, asks_library: bool = True) -> Tunable:
     """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
 
-    library_from: hidden * inner from which the library is chosen where there is one; None: never. It gains with the
-    size of an expert, whose tiles it spreads better, and loses what copying gathered rows takes.
+    asks_library: False where the rule never chooses the library, because rows are gathered for a product of half the
+    work that the first one has; the tuner tries it all the same
     """
     of_weights = kernel is _fused_moe_weights_kernel
+    tile = 128 if of_weights else 256
+    """The widest tile of the kernels."""
 
     def engine(target: Target, key: Key) -> int:
-        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS:
+        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS or not asks_library:
             return KERNELS
-        return LIBRARY if library_from is not None and key[0] * key[1] >= library_from else KERNELS
+        return LIBRARY if columns(*key[:2]) >= _LIBRARY_TILES * tile else KERNELS
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
@@ -278,7 +285,7 @@ def _product(variant: str, kernel, columns, library_from: int | None) -> Tunable
             if cols == 256 and (of_weights or rows < 128 or (stages == 4 and not is_small)):
                 continue
             cols = min(cols, widest)
-            held = 128 if of_weights and is_small and target.shared_memory >= _FEEDS_FROM_SHARED else 64
+            held = 128 if of_weights and is_small and _reads_shared(target) else 64
             warps = target.warps(max(rows * cols, 64 * 128), held, 8)
             config = _tile(rows, cols, depth, warps, stages, engine(target, key))
             if _shared(config, key[4]) <= target.shared_memory:
@@ -331,12 +338,12 @@ def _product(variant: str, kernel, columns, library_from: int | None) -> Tunable
     )
 
 
-UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner, 1 << 22)
-DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden, 10 << 20)
-DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, None)
-UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden, 10 << 20)
-DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner, 1 << 22)
-UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden, 0)
+UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner)
+DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
+DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, asks_library=False)
+UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
+DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner)
+UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden)
 TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
