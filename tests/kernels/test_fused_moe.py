@@ -318,7 +318,7 @@ def test_what_the_library_does_not_take():
     ):
         assert not products._is_aligned(bad)
     with pretend(known_target("h200")):
-        plan = products.UP_WEIGHTS.plan(torch.device("cpu"), MANY_ROWS)
+        plan = products.UP_WEIGHTS.plan(torch.device("cpu"), LARGE)
         assert plan.config.blocks["ENGINE"] == products.LIBRARY
         assert not products._library_takes(plan, aligned.bfloat16())
 

@@ -481,11 +481,12 @@ def test_the_experts_of_qwen3_omni():
 
     from liger_hw.transformers.tiny import tiny_config
 
-    for cls, config in (
-        (omni.Qwen3OmniMoeThinkerTextSparseMoeBlock, omni.Qwen3OmniMoeTextConfig),
-        (omni.Qwen3OmniMoeTalkerTextSparseMoeBlock, omni.Qwen3OmniMoeTalkerTextConfig),
+    talker = {"shared_expert_intermediate_size": 32}
+    for cls, config, own in (
+        (omni.Qwen3OmniMoeThinkerTextSparseMoeBlock, omni.Qwen3OmniMoeTextConfig, {}),
+        (omni.Qwen3OmniMoeTalkerTextSparseMoeBlock, omni.Qwen3OmniMoeTalkerTextConfig, talker),
     ):
-        module = cls(tiny_config(config))
+        module = cls(tiny_config(config, **own))
         x = torch.randn(1, TOKENS, module.gate.in_features)
         expected = step(module, x)
         (row,) = rows_of(patched(module))

@@ -32,7 +32,8 @@ from .probe import Match, Refused, agrees, generator, normal, probe_copy, requir
 
 KERNEL = "fused_moe"
 _LIST, _METHOD = "experts", "moe"
-_HIDDEN, _INNER, _MOST_EXPERTS = 8, 12, 16
+_HIDDEN, _INNER, _EXPERTS = 8, 12, 16
+"""Sizes of the twins. Their experts are as many as a token may choose, where the samples of classes have but a few."""
 _TOKENS = (13, 1)
 """Tokens of the probes; one token leaves experts without any."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -218,8 +219,8 @@ class _Probe:
         expert = experts[0]
         hidden, inner = owners.parameter_shapes(expert._modules[kind.down])["weight"]
         self.sizes = {hidden: _HIDDEN, inner: _HIDDEN if inner == hidden else _INNER}
-        self.sizes.setdefault(len(experts), min(len(experts), _MOST_EXPERTS))
-        self.n_experts = self.sizes[len(experts)]
+        self.n_experts = self.sizes.setdefault(len(experts), _EXPERTS)
+        self.widths = {hidden, inner}
 
     def match(self, kinds: list[Kind], cuts: list[loops.Cut | None], activation: str) -> Match | Refused:
         """The first of the given ways that computes what the block does, with its gradients."""
@@ -286,7 +287,7 @@ class _Probe:
             parameters[name] = small if small is None else nn.Parameter(small * 0.5)
         items = list(module._modules.items())
         if module is self.module._modules[_LIST]:
-            items = items[: self.n_experts]
+            items = [(str(n), items[n % len(items)][1]) for n in range(self.n_experts)]
         children = {name: child and self._twin(child, source, training) for name, child in items}
         copied = probe_copy(module, parameters, children, training)
         copied.__dict__["_modules"] = children
@@ -295,7 +296,8 @@ class _Probe:
             for name, b in module._buffers.items()
         }
         for name, value in vars(copied).items():
-            if type(value) is int and value in self.sizes:
+            counts = "experts" in name and "per" not in name  # how many there are, not how many a token has
+            if type(value) is int and value in self.sizes and (counts or value in self.widths):
                 copied.__dict__[name] = self.sizes[value]
         return copied
 
