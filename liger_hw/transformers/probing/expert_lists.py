@@ -296,7 +296,7 @@ class _Probe:
             for name, b in module._buffers.items()
         }
         for name, value in vars(copied).items():
-            counts = "experts" in name and "per" not in name  # how many there are, not how many a token has
+            counts = "experts" in name and "_per_" not in name  # how many there are, not how many a token has
             if type(value) is int and value in self.sizes and (counts or value in self.widths):
                 copied.__dict__[name] = self.sizes[value]
         return copied
