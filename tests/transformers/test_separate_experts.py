@@ -307,6 +307,11 @@ def _forward(module):
     module.experts[2].forward = lambda x: x
 
 
+def _other_shape(module):
+    for name, shape in (("one", (INNER + 1, HIDDEN)), ("two", (INNER + 1, HIDDEN)), ("out", (HIDDEN, INNER + 1))):
+        setattr(module.experts[2], name, nn.Linear(*reversed(shape), bias=False))
+
+
 def _parametrized(module):
     torch.nn.utils.parametrizations.orthogonal(module.experts[2].out)
 
@@ -315,7 +320,8 @@ IN_THE_WAY = {
     "hook": (_hook, "hooks or a forward of their own are on its experts"),
     "hook on a projection": (_hook_on_a_projection, "hooks or a forward of their own are on its experts' projections"),
     "adapter": (_adapter, "a projection of its experts is a test_separate_experts.Adapted"),
-    "dtype": (_other_dtype, "its experts' weights differ in dtype or device"),
+    "shape": (_other_shape, "its experts' weights differ in shape, dtype or device"),
+    "dtype": (_other_dtype, "its experts' weights differ in shape, dtype or device"),
     "ZeRO-3": (_shard, "ZeRO-3 shards its experts one by one"),
     "forward": (_forward, "hooks or a forward of their own are on its experts"),
     "parametrization": (_parametrized, "ParametrizedLinear"),
@@ -334,6 +340,14 @@ def test_experts_that_are_not_plain_keep_the_loop_with_a_reason(what, calls):
     assert not calls
 
 
+def test_a_list_without_some_experts_keeps_the_loop():
+    """Expert parallelism of some families leaves those of other ranks out."""
+    module = block()
+    module.experts[2] = None
+    (row,) = rows_of(patched(module))
+    assert row.state == "left alone: some of its experts are elsewhere"
+
+
 @pytest.mark.parametrize("what", [what for what in IN_THE_WAY if what != "dtype"])
 def test_experts_that_change_after_the_patch_run_in_the_loop_again(what, calls):
     module = block().eval()
@@ -342,7 +356,6 @@ def test_experts_that_change_after_the_patch_run_in_the_loop_again(what, calls):
     change, _ = IN_THE_WAY[what]
     change(module)
     other = block().eval()
-    other.load_state_dict(module.state_dict(), strict=False)
     change(other)
     other.load_state_dict(module.state_dict())
     torch.testing.assert_close(module(states()), other(states()), rtol=1e-4, atol=1e-5)
@@ -357,6 +370,29 @@ def test_experts_with_another_activation_than_they_had_run_in_the_loop(calls):
     plain.experts[2].act = nn.GELU()
     torch.testing.assert_close(module(states()), plain(states()), rtol=1e-4, atol=1e-5)
     assert not calls
+
+
+def test_a_class_of_experts_that_changes_after_the_patch_runs_in_the_loop(calls, monkeypatch):
+    module = block().eval()
+    expected = module(states())[0]
+    patched(module)
+    torch.testing.assert_close(module(states())[0], expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+    for expert in module.experts:
+        del expert.forward  # each is patched as a dense MLP, too
+    monkeypatch.setattr(ExpertMLP, "forward", lambda self, x: self.out(self.two(x)))
+    assert not torch.allclose(module(states())[0], expected)
+    assert len(calls) == 1
+
+
+def test_experts_that_share_weights(calls):
+    module = block()
+    module.experts[3].one = module.experts[1].one
+    module.experts[4] = module.experts[0]
+    expected = step(module, states())
+    patched(module)
+    assert_same(step(module, states()), expected)
+    assert len(calls) == 1
 
 
 def test_another_formula_is_found_out():
@@ -386,13 +422,14 @@ def test_a_forward_without_source_is_left_alone():
     assert isinstance(found, probing.Refused) and "source" in found.reason
 
 
-def test_generation_reads_the_chosen_experts_alone(calls):
+def test_in_eval_mode_without_gradients_the_loop_runs(calls):
     module = block().eval()
-    patched(module)
     with torch.no_grad():
-        module(states(1, EXPERTS - 1))
+        expected = module(states())
+        patched(module)
+        torch.testing.assert_close(module(states()), expected, rtol=0, atol=0)
         assert not calls
-        module(states(1, EXPERTS))
+        module.train()(states())  # as under reentrant checkpointing
     assert len(calls) == 1
 
 

@@ -97,7 +97,7 @@ class CudaBackend(Backend):
         return {"launch_pdl": True} if int(target.arch[2:]) >= 90 else {}
 
     def multiplies_from_shared(self, target: Target) -> bool:
-        return target.arch in ("sm90", "sm100")  # wgmma and tcgen05; sm120 has neither
+        return 90 <= int(target.arch[2:]) < 120  # wgmma and tcgen05; sm120 has neither
 
     def has_grouped_gemm(self, target: Target) -> bool:
         import torch

@@ -282,10 +282,13 @@ class LigerSeparateExpertsFunction(Function):
 def _stacked(weights, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(gate_up_proj, down_proj) in a dtype, from gate and up of each of E experts, then down of each."""
     n_experts = len(weights) // 3
-    ups, downs = weights[: 2 * n_experts], weights[2 * n_experts :]
-    stacks = (torch.cat([w if w.dtype is dtype else w.to(dtype) for w in each]) for each in (ups, downs))
-    up, down = (stack.view(n_experts, -1, stack.shape[1]) for stack in stacks)
-    return up, down
+    stacks = []
+    for each in (weights[: 2 * n_experts], weights[2 * n_experts :]):
+        rows, columns = each[0].shape
+        stack = each[0].new_empty((len(each) * rows, columns), dtype=dtype)
+        torch.cat(each, out=stack)  # which casts without a copy of the weights in between
+        stacks.append(stack.view(n_experts, -1, columns))
+    return stacks[0], stacks[1]
 
 
 def _unstacked(gradient, weights) -> list[torch.Tensor | None]:

@@ -244,9 +244,9 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
-_LIBRARY_TILES = 16
-"""The library is chosen from results of so many tiles across: one expert's rows or weights then fill it well, and its
-copy of gathered rows, which the kernels save, is shared by as many tiles."""
+_LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 1024}
+"""The library is chosen where a row meets at least so many columns: the more there are, the smaller is the share of
+copying the gathered rows, which the kernels do not do. Gradients of weights gain more from it, and so need fewer."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
 
@@ -255,20 +255,20 @@ def _reads_shared(target: Target) -> bool:
     return backend(target.vendor).multiplies_from_shared(target)
 
 
-def _product(variant: str, kernel, columns, asks_library: bool = True) -> Tunable:
+def _product(variant: str, kernel, columns, meets=None, asks_library: bool = True) -> Tunable:
     """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
 
+    meets: how many columns each of an expert's rows is multiplied with, likewise; default `columns`
     asks_library: False where the rule never chooses the library, because rows are gathered for a product of half the
     work that the first one has; the tuner tries it all the same
     """
     of_weights = kernel is _fused_moe_weights_kernel
-    tile = 128 if of_weights else 256
-    """The widest tile of the kernels."""
+    meets = meets or columns
 
     def engine(target: Target, key: Key) -> int:
         if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS or not asks_library:
             return KERNELS
-        return LIBRARY if columns(*key[:2]) >= _LIBRARY_TILES * tile else KERNELS
+        return LIBRARY if meets(*key[:2]) >= _LIBRARY_COLUMNS[kernel] else KERNELS
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """The largest tiles of which three fit shared memory, no taller than an expert's rows, no wider than columns.
@@ -343,7 +343,9 @@ DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
 DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, asks_library=False)
 UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
 DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner)
-UP_WEIGHTS = _product("up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden)
+UP_WEIGHTS = _product(
+    "up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden, meets=lambda hidden, inner: 2 * inner
+)
 TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------

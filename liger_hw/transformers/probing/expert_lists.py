@@ -34,8 +34,8 @@ KERNEL = "fused_moe"
 _LIST, _METHOD = "experts", "moe"
 _HIDDEN, _INNER, _EXPERTS = 8, 12, 16
 """Sizes of the twins. Their experts are as many as a token may choose, where the samples of classes have but a few."""
-_TOKENS = (13, 1)
-"""Tokens of the probes; one token leaves experts without any."""
+_CASES = tuple(itertools.product((13, 1), (True, False)))
+"""Tokens of the probes, of which one leaves experts without any, and whether they run in training mode."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,18 +60,15 @@ def _slot(cls: type) -> str | None:
 class Kind(NamedTuple):
     """What experts must be for a match that was found on one list of them to hold.
 
-    cls: their class; gate, up, down: names of their projections; guards: what their forward reads beside
+    cls, forward: their class, and its forward without patches; guards: what that reads beside the projections
+    projections: names of gate, up and down; activation: that of `fused_moe`
     """
 
     cls: type
-    gate: str
-    up: str
-    down: str
+    forward: Callable
     guards: Guards
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        return self.gate, self.up, self.down
+    projections: tuple[str, str, str]
+    activation: str
 
 
 def why_not(module: nn.Module, kind: Kind | None = None) -> str:
@@ -80,46 +77,52 @@ def why_not(module: nn.Module, kind: Kind | None = None) -> str:
     Hooks, adapters, quantised weights, shards and offloading all work on the experts' own forwards, which a stack of
     their weights would leave out. kind: also whether they are such experts; else they need only have linear layers
     """
-    first: torch.Tensor | None = None
+    if kind is not None and original_of(kind.cls.forward) is not kind.forward:
+        return f"the forward of {kind.cls.__name__} was replaced by something else"
+    first: dict[str, torch.Tensor] = {}
     for expert in module._modules[_LIST]._modules.values():
         if kind is not None and (type(expert) is not kind.cls or not holds(expert, kind.guards)):
             return "its experts are not what they were"
-        if is_customised(expert):
+        if expert is None:
+            return "some of its experts are elsewhere"
+        if _is_customised(expert):
             return "hooks or a forward of their own are on its experts"
-        names = kind.names if kind is not None else expert._modules
-        for name in names:
+        for name in kind.projections if kind is not None else _with_weights(expert):
             linear = expert._modules[name]
-            if kind is None and not hasattr(linear, "weight"):
-                continue  # an activation
-            reason = _why_not_linear(linear, first)
-            if reason:
+            if reason := _why_not_linear(linear):
                 return reason
-            first = linear._parameters["weight"] if first is None else first
+            weight = linear._parameters["weight"]
+            alike = first.setdefault(name, weight)
+            if weight.shape != alike.shape or weight.dtype is not alike.dtype or weight.device != alike.device:
+                return "its experts' weights differ in shape, dtype or device"
+    if len({(weight.dtype, weight.device) for weight in first.values()}) > 1:
+        return "its experts' projections differ in dtype or device"
     return ""
 
 
-def _why_not_linear(linear: Any, first: torch.Tensor | None) -> str:
+def _with_weights(expert: nn.Module) -> list[str]:
+    """Names of its children that are no activations."""
+    return [name for name, child in expert._modules.items() if hasattr(child, "weight")]
+
+
+def _why_not_linear(linear: Any) -> str:
     if type(linear) is not nn.Linear:
         return f"a projection of its experts is a {type(linear).__module__}.{type(linear).__qualname__}"
-    if is_customised(linear):
+    if _is_customised(linear):
         return "hooks or a forward of their own are on its experts' projections"
     weight = linear._parameters.get("weight")
     if weight is None:
         return "its experts' weights are not there: FSDP1 or a parametrization holds them"
-    if hasattr(weight, "ds_shape"):
-        return "ZeRO-3 shards its experts one by one"
     if type(weight) is not nn.Parameter:
         return f"a weight of its experts is a {type(weight).__name__}"
+    if hasattr(weight, "ds_shape"):
+        return "ZeRO-3 shards its experts one by one"
     if linear._parameters.get("bias") is not None:
         return "its experts have biases"
-    if weight.dtype not in _DTYPES:
-        return f"its experts' weights are {weight.dtype}"
-    if first is not None and (weight.dtype is not first.dtype or weight.device != first.device):
-        return "its experts' weights differ in dtype or device"
-    return ""
+    return "" if weight.dtype in _DTYPES else f"its experts' weights are {weight.dtype}"
 
 
-def is_customised(module: nn.Module) -> bool:
+def _is_customised(module: nn.Module) -> bool:
     """Whether a call of a module does more than its class's forward, where that may be patched by liger_hw itself."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
@@ -129,37 +132,36 @@ def is_customised(module: nn.Module) -> bool:
 # -- what takes the loop's place -------------------------------------------------------------------------------------
 
 
-def _weights_of(module: nn.Module, kind: Kind) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-    """(gate and up of each expert, down of each expert)"""
-    parts = [expert._modules for expert in module._modules[_LIST]._modules.values()]
-    pairs = [(part[kind.gate]._parameters["weight"], part[kind.up]._parameters["weight"]) for part in parts]
-    return pairs, [part[kind.down]._parameters["weight"] for part in parts]
-
-
-def replacement(kind: Kind, activation: str) -> Callable[..., torch.Tensor]:
+def _experts(kind: Kind, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The experts of (module, x [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k])."""
-    from ..functional import liger_fused_moe
 
     def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        pairs, downs = _weights_of(self, kind)
-        return liger_fused_moe(x, pairs, downs, top_k_index, top_k_weights, activation=activation)
+        gates, ups, downs = (_weights(self, name) for name in kind.projections)
+        return op(x, list(zip(gates, ups)), downs, top_k_index, top_k_weights, activation=kind.activation)
 
     return experts
+
+
+def _weights(module: nn.Module, projection: str) -> list[torch.Tensor]:
+    experts = module._modules[_LIST]._modules.values()
+    return [expert._modules[projection]._parameters["weight"] for expert in experts]
+
+
+def _reference(x: torch.Tensor, pairs: list, downs: list, *routed: torch.Tensor, activation: str) -> torch.Tensor:
+    gate_up = torch.stack([torch.cat(pair) for pair in pairs])
+    return fused_moe_reference(x, gate_up, torch.stack(downs), *routed, activation=activation)
 
 
 def _ready(kind: Kind) -> Callable[[Any, torch.Tensor], bool]:
     """Whether a block is to run its experts so on an input: they are plain, and have the input's dtype and device.
 
-    Generation passes a few tokens and needs no gradient: the loop then reads the chosen experts' weights alone.
+    In eval mode without gradients the loop stays: for few tokens, as in generation, it reads the chosen experts alone.
     """
 
     def ready(self: Any, x: torch.Tensor) -> bool:
-        experts = self._modules[_LIST]
-        if not torch.is_grad_enabled() and x.numel() < len(experts) * x.shape[-1]:
+        if not (self.training or torch.is_grad_enabled()) or why_not(self, kind):
             return False
-        if why_not(self, kind):
-            return False
-        weight = experts._modules["0"]._modules[kind.down]._parameters["weight"]
+        weight = self._modules[_LIST]._modules["0"]._modules[kind.projections[0]]._parameters["weight"]
         same = weight.dtype is x.dtype or autocast_dtype(x.device.type) is not None
         return same and weight.device == x.device
 
@@ -176,11 +178,10 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     experts = list(module._modules[_LIST])
     if len({type(expert) for expert in experts}) != 1:
         return Refused("its experts are of several classes", KERNEL)
-    expert = experts[0]
-    found = mlps.recognise(expert, original_of(type(expert).forward))
-    if isinstance(found, Refused):
-        return Refused(f"an expert: {found.reason}", KERNEL)
-    kinds = list(_kinds(expert, found.used))
+    found = mlps.recognise(experts[0], original_of(type(experts[0]).forward))
+    if not isinstance(found, Match):
+        return Refused(f"an expert: {found.reason if found else 'it is no MLP'}", KERNEL)
+    kinds = list(_kinds(experts[0], found))
     if not kinds:
         return Refused("its experts are not MLPs of three projections", KERNEL)
     if any(not holds(other, kinds[0].guards) for other in experts):
@@ -193,91 +194,86 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
         cuts = loops.cuts(function) if slot == "forward" else [None]
     except loops.CannotCut as error:
         return Refused(str(error), KERNEL)
-    probe = _Probe(module, function, kinds[0])
     with torch.enable_grad():
-        match = probe.match(kinds, cuts, found.variant)
-    return replace(match, slot=slot) if isinstance(match, Match) else match
+        answer = _Probe(module, function, slot, kinds[0]).match(kinds, cuts)
+    if isinstance(answer, str):
+        return Refused(answer, KERNEL)
+    return replace(answer, variant=f"{found.variant}, separate experts", slot=slot)
 
 
-def _kinds(expert: nn.Module, used: frozenset[str]) -> Iterator[Kind]:
+def _kinds(expert: nn.Module, found: Match) -> Iterator[Kind]:
     """The ways to name an expert's projections that their shapes allow."""
-    shapes = {name: owners.parameter_shapes(expert._modules[name])["weight"] for name in used & expert._modules.keys()}
-    if len(used) != 3 or len(shapes) != 3:
+    names = found.used & expert._modules.keys()
+    if len(names) != 3 or len(found.used) != 3:
         return
-    guards = guards_of(expert, original_of(type(expert).forward), used)
-    for gate, up, down in itertools.permutations(sorted(shapes)):
+    shapes = {name: owners.parameter_shapes(expert._modules[name])["weight"] for name in sorted(names)}
+    forward = original_of(type(expert).forward)
+    guards = guards_of(expert, forward, found.used)
+    for gate, up, down in itertools.permutations(shapes):
         if shapes[gate] == shapes[up] == shapes[down][::-1]:
-            yield Kind(type(expert), gate, up, down, guards)
+            yield Kind(type(expert), forward, guards, (gate, up, down), found.variant)
+
+
+_Result = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]
+"""What a run gave, and the gradients of what it was given; None for a leaf without one."""
 
 
 class _Probe:
     """Runs tiny twins of a block, with its own loop and with the op's reference."""
 
-    def __init__(self, module: nn.Module, function: Callable, kind: Kind) -> None:
-        self.module, self.function = module, function
+    def __init__(self, module: nn.Module, function: Callable, slot: str, kind: Kind) -> None:
+        self.module, self.function, self.takes_choice = module, function, slot == _METHOD
         experts = module._modules[_LIST]
-        expert = experts[0]
-        hidden, inner = owners.parameter_shapes(expert._modules[kind.down])["weight"]
+        hidden, inner = owners.parameter_shapes(experts[0]._modules[kind.projections[-1]])["weight"]
         self.sizes = {hidden: _HIDDEN, inner: _HIDDEN if inner == hidden else _INNER}
         self.n_experts = self.sizes.setdefault(len(experts), _EXPERTS)
         self.widths = {hidden, inner}
 
-    def match(self, kinds: list[Kind], cuts: list[loops.Cut | None], activation: str) -> Match | Refused:
-        """The first of the given ways that computes what the block does, with its gradients."""
+    def match(self, kinds: list[Kind], cuts: list[loops.Cut | None]) -> Match | str:
+        """The first of the given ways that computes what the block does, with its gradients; or why there is none."""
+        from ..functional import liger_fused_moe
+
         coverage = Coverage(self.function)
-        own = {}
-        for case in itertools.product(_TOKENS, (True, False)):
-            with coverage:
-                own[case] = self._run(self.function, *case)
-        if failed := next((result for result in own.values() if isinstance(result, str)), None):
-            return Refused(failed, KERNEL)
-        if self.takes_inputs:
-            with coverage:
+        with coverage:
+            own = [self._run(self.function, *case) for case in _CASES]
+            if self.takes_choice:
                 self._run(self.function, 0, True)  # no token at all, which some cannot do
+        for result in own:
+            if isinstance(result, str):
+                return result
         for cut, kind in itertools.product(cuts, kinds):
-            function = self._with_reference(kind, cut, activation)
-            if all(_agree(self._run(function, *case), result) for case, result in own.items()):
+            with_experts = cut.with_experts if cut else lambda experts: experts
+            mine = with_experts(_experts(kind, _reference))
+            if all(_agree(self._run(mine, *case), result) for case, result in zip(_CASES, own)):
                 if elsewhere := coverage.unexplored(self.function.__code__, cut.lines if cut else None):
-                    return Refused(elsewhere, KERNEL)
-                return self._found(kind, cut, activation)
-        return Refused(f"it does not compute what {KERNEL} does", KERNEL)
+                    return elsewhere
+                # Only what the cut dropped from the forward must be as it was; the rest still reads it.
+                used = reads(type(self.module), self.function) - cut.reads if cut else frozenset()
+                options = {"used": used | {_LIST}, "inputs": 1 if cut else 3, "ready": _ready(kind)}
+                return Match(KERNEL, "", with_experts(_experts(kind, liger_fused_moe)), **options)
+        return f"it does not compute what {KERNEL} does"
 
-    @property
-    def takes_inputs(self) -> bool:
-        """Whether the function is the method of tokens, experts and weights."""
-        return self.function.__name__ == _METHOD
-
-    def _found(self, kind: Kind, cut: loops.Cut | None, activation: str) -> Match:
-        experts, names = replacement(kind, activation), reads(type(self.module), self.function)
-        words, ready = f"{activation}, separate experts", _ready(kind)
-        if cut is None:
-            return Match(KERNEL, words, experts, used=frozenset({_LIST}), inputs=3, ready=ready)
-        return Match(KERNEL, words, cut.with_experts(experts), used=(names - cut.reads) | {_LIST}, ready=ready)
-
-    def _with_reference(self, kind: Kind, cut: loops.Cut | None, activation: str) -> Callable:
-        def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-            pairs, downs = _weights_of(self, kind)
-            gate_up = torch.stack([torch.cat(pair) for pair in pairs])
-            routed = top_k_index, top_k_weights
-            return fused_moe_reference(x, gate_up, torch.stack(downs), *routed, activation=activation)
-
-        return experts if cut is None else cut.with_experts(experts)
-
-    def _run(self, function: Callable, n_tokens: int, training: bool) -> "_Result | str":
+    def _run(self, function: Callable, n_tokens: int, training: bool) -> _Result | str:
         source = generator()
         twin = self._twin(self.module, source, training)
         x = normal(n_tokens, _HIDDEN, source=source).requires_grad_()
         leaves = [x, *twin.parameters()]
         inputs: tuple[torch.Tensor, ...] = ((x * 1.0).unsqueeze(0),)  # no leaf: some multiply it in place
-        if self.takes_inputs:
-            top_k = min(2, self.n_experts)
-            chosen = [torch.randperm(self.n_experts, generator=source)[:top_k] for _ in range(n_tokens)]
-            index = torch.stack(chosen) if chosen else torch.zeros(0, top_k, dtype=torch.long)
-            weights = torch.rand(n_tokens, top_k, generator=source, dtype=torch.float32).requires_grad_()
-            leaves.append(weights)
+        if self.takes_choice:
+            weights = torch.rand(n_tokens, min(2, self.n_experts), generator=source, dtype=torch.float32)
+            index = torch.rand(n_tokens, self.n_experts, generator=source).topk(weights.shape[1]).indices
+            leaves.append(weights.requires_grad_())
             inputs = x * 1.0, index, weights * 1.0
         torch.manual_seed(0)
-        return _result(function, (twin, *inputs), leaves)
+        try:
+            given = function(twin, *inputs)
+        except Exception as error:  # whatever a foreign forward raises means: not recognised
+            return f"it cannot be run alone ({first_line(error)})"
+        found = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        if not all(isinstance(t, torch.Tensor) for t in found) or not found[0].requires_grad:
+            return "it returns something else than tensors with gradients"
+        total = sum(((t * t.detach().cos()).sum() for t in found if t.requires_grad), torch.zeros(()))
+        return found, torch.autograd.grad(total, leaves, allow_unused=True)
 
     def _twin(self, module: nn.Module, source: torch.Generator, training: bool) -> nn.Module:
         """A copy of a module and its children with random weights, where the experts' sizes are small ones."""
@@ -302,35 +298,13 @@ class _Probe:
         return copied
 
 
-class _Result(NamedTuple):
-    """The floating results of a run, and the gradients of what it was given; None for a leaf without one."""
-
-    outputs: tuple[torch.Tensor, ...]
-    gradients: tuple[torch.Tensor | None, ...]
-
-
-def _result(function: Callable, arguments: tuple, leaves: list[torch.Tensor]) -> "_Result | str":
-    try:
-        given = function(*arguments)
-    except Exception as error:  # whatever a foreign forward raises means: not recognised
-        return f"it cannot be run alone ({first_line(error)})"
-    found = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    if not all(isinstance(t, torch.Tensor) for t in found) or not found[0].requires_grad:
-        return "it returns something else than tensors with gradients"
-    total = sum(((t * t.detach().cos()).sum() for t in found if t.requires_grad), torch.zeros(()))
-    return _Result(found, torch.autograd.grad(total, leaves, allow_unused=True))
-
-
-def _agree(found: "_Result | str", wanted: _Result) -> bool:
+def _agree(found: _Result | str, wanted: _Result) -> bool:
     """Whether two runs gave the same. An expert without a token has no gradient in a loop, and zeros in the op."""
-    if isinstance(found, str) or len(found.outputs) != len(wanted.outputs):
+    if isinstance(found, str) or len(found[0]) != len(wanted[0]):
         return False
-    if not all(agrees(a, b, 2e-5) for a, b in zip(found.outputs, wanted.outputs)):
-        return False
-    for mine, theirs in zip(found.gradients, wanted.gradients):
-        if mine is None and theirs is None:
-            continue
-        theirs = torch.zeros_like(mine) if theirs is None else theirs
-        if mine is None or not agrees(mine, theirs, 2e-4):
+    for mine, theirs in zip(found[1], wanted[1]):
+        if mine is not None and not agrees(mine, torch.zeros_like(mine) if theirs is None else theirs, 2e-4):
             return False
-    return True
+        if mine is None and theirs is not None:
+            return False
+    return all(agrees(mine, theirs, 2e-5) for mine, theirs in zip(found[0], wanted[0]))

@@ -17,12 +17,12 @@ import ast
 import copy
 import inspect
 import textwrap
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 _EXPERTS = "experts"
 _CALL, _FACTORY = "_liger_hw_experts", "_liger_hw_factory"
-_PURE = frozenset("len zeros zeros_like one_hot permute greater sum nonzero torch nn functional F".split())
-"""Names in a call that may be dropped where its result is not read: they neither draw random numbers nor store."""
+_PURE = frozenset("len zeros zeros_like one_hot permute greater sum nonzero".split())
+"""Calls that may be dropped where their result is not read: they neither draw random numbers nor store."""
 
 
 class CannotCut(Exception):
@@ -51,22 +51,22 @@ def cuts(function: Callable) -> list[Cut]:
     if len(loops) != 1 or any(_picks_an_expert(s) for s in tree.body if s not in loops):
         raise CannotCut("it has no single loop over its experts")
     (loop,) = loops
-    position = tree.body.index(loop)
-    mask, index = _mask_of(tree.body[:position])
+    place = tree.body.index(loop)
+    before, after = tree.body[:place], tree.body[place + 1 :]
+    mask, index = _mask_of(before)
     total = _total_of(loop)
-    stored = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    picked = [n.value.id for n in ast.walk(loop) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)]
-    inputs = sorted(set(picked) - stored - {mask})
+    picked = {n.value.id for n in ast.walk(loop) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
+    inputs = sorted(picked - _names([loop], ast.Store) - {mask})
     if len(inputs) != 2:
         raise CannotCut("its loop over experts does not take rows of two tensors")
-    dropped, before = _without_unread(tree.body[:position], loop, tree.body[position + 1 :])
-    reads = {n.attr for s in (*dropped, loop) for n in ast.walk(s) if _is_of_self(n)}
-    lines = range(loop.lineno, loop.end_lineno + 1)
+    # What the loop adds to is assigned by the call, so its first value is not read.
+    kept, dropped = _needed(before, {*inputs, index} | (_names(after, ast.Load) - {total}))
+    reads = frozenset(n.attr for s in (*dropped, loop) for n in ast.walk(s) if _is_of_self(n))
     found = []
     for hidden, weights in (inputs, inputs[::-1]):
-        call = ast.parse(f"{total} = {_CALL}(self, {hidden}, {index}, {weights})").body
-        body = [*before, *(ast.copy_location(s, loop) for s in call), *tree.body[position + 1 :]]
-        found.append(Cut(_factory(function, tree, body), frozenset(reads), lines))
+        (call,) = ast.parse(f"{total} = {_CALL}(self, {hidden}, {index}, {weights})").body
+        body = [*kept, ast.copy_location(call, loop), *after]
+        found.append(Cut(_factory(function, tree, body), reads, range(loop.lineno, loop.end_lineno + 1)))
     return found
 
 
@@ -83,6 +83,9 @@ def _source(function: Callable) -> ast.FunctionDef:
     return ast.increment_lineno(tree, first - 1)
 
 
+# -- finding the pieces ----------------------------------------------------------------------------------------------
+
+
 def _is_of_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
@@ -97,9 +100,9 @@ def _picks_an_expert(statement: ast.AST) -> bool:
 
 def _mask_of(statements: list[ast.stmt]) -> tuple[str, str]:
     """(the mask's name, the name of what it is one for each of) of `mask = one_hot(index, ...)`."""
-    for statement in statements:
+    for statement in filter(_target, statements):
         for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and "one_hot" in _path(node) and node.args and _target(statement):
+            if isinstance(node, ast.Call) and _called(node) == "one_hot" and node.args:
                 if isinstance(node.args[0], ast.Name):
                     return _target(statement), node.args[0].id
     raise CannotCut("its loop over experts has no mask of the chosen ones")
@@ -107,14 +110,30 @@ def _mask_of(statements: list[ast.stmt]) -> tuple[str, str]:
 
 def _total_of(loop: ast.For) -> str:
     """The name of what the loop adds every expert's rows to."""
-    added = [
-        n.value.id
-        for n in ast.walk(loop)
-        if isinstance(n, ast.Attribute) and n.attr == "index_add_" and isinstance(n.value, ast.Name)
-    ]
-    if len(added) != 1:
+    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    added = [func.value for func in calls if func.attr == "index_add_"]
+    if len(added) != 1 or not isinstance(added[0], ast.Name):
         raise CannotCut("its loop over experts adds up in a way that is not known")
-    return added[0]
+    return added[0].id
+
+
+def _needed(before: list[ast.stmt], read: set[str]) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """(statements that something reads the result of, or that do more than assign; the others)
+
+    read: names that are read after them
+    """
+    kept: list[ast.stmt] = []
+    for statement in reversed(before):
+        if not _is_pure(statement) or _target(statement) in read:
+            kept.insert(0, statement)
+            read = read | _names([statement], ast.Load)
+    return kept, [s for s in before if s not in kept]
+
+
+def _is_pure(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but assign to one name."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return bool(_target(statement)) and all(_called(call) in _PURE for call in calls)
 
 
 def _target(statement: ast.stmt) -> str:
@@ -124,44 +143,17 @@ def _target(statement: ast.stmt) -> str:
     return ""
 
 
-def _loaded(statements: list[ast.stmt]) -> set[str]:
-    nodes = (n for s in statements for n in ast.walk(s))
-    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+def _names(statements: list[ast.stmt], context: type) -> set[str]:
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
 
 
-def _without_unread(
-    before: list[ast.stmt], loop: ast.For, after: list[ast.stmt]
-) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """(statements that only the loop needed, the others), among those before it.
-
-    What the loop adds to is assigned by the call, so its first value is not read.
-    """
-    dropped: list[ast.stmt] = []
-    wanted = _loaded([loop])
-    total = _total_of(loop)
-    for statement in reversed(before):
-        others = [s for s in before if s is not statement and s not in dropped]
-        target = _target(statement)
-        read = _loaded(others) | (_loaded(after) - {total})
-        if target in wanted and target not in read and _is_pure(statement):
-            dropped.append(statement)
-            wanted |= _loaded([statement])
-    return dropped, [s for s in before if s not in dropped]
+def _called(call: ast.Call) -> str:
+    """The last name of what is called: `one_hot` of `torch.nn.functional.one_hot`."""
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
 
 
-def _is_pure(statement: ast.Assign) -> bool:
-    calls = [node for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
-    return all(name in _PURE for call in calls for name in _path(call))
-
-
-def _path(call: ast.Call) -> Iterator[str]:
-    """The names of a called function, as torch, nn, functional and one_hot; those on the result of another call."""
-    node: Any = call.func
-    while isinstance(node, ast.Attribute):
-        yield node.attr
-        node = node.value
-    if isinstance(node, ast.Name) and node is call.func:
-        yield node.id
+# -- making the forward ----------------------------------------------------------------------------------------------
 
 
 def _factory(function: Callable, tree: ast.FunctionDef, body: list[ast.stmt]) -> Callable[[Callable], Callable]:
