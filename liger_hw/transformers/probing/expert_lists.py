@@ -113,6 +113,8 @@ def _why_not_linear(linear: Any) -> str:
     weight = linear._parameters.get("weight")
     if weight is None:
         return "its experts' weights are not there: FSDP1 or a parametrization holds them"
+    if owners.is_dtensor(weight):
+        return "its experts' weights are shards: patch the model before FSDP2 wraps it"
     if type(weight) is not nn.Parameter:
         return f"a weight of its experts is a {type(weight).__name__}"
     if hasattr(weight, "ds_shape"):
