@@ -166,13 +166,9 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """(largest error of a gradient relative to its largest entry, parameter); infinite for a missing gradient, and for
-    one where there was none, unless it is zero: a loop over experts leaves out those without a token."""
-    if missing := sorted(wanted.keys() - found.keys()):
-        return float("inf"), missing[0]
-    for name in sorted(found.keys() - wanted.keys()):
-        if found[name].any():
-            return float("inf"), name
+    """(largest error of a gradient relative to its largest entry, parameter); infinite for a missing gradient."""
+    if found.keys() != wanted.keys():
+        return float("inf"), sorted(found.keys() ^ wanted.keys())[0]
     worst, where = 0.0, ""
     for name, gradient in wanted.items():
         scale = gradient.abs().max()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...registry import is_quiet
+from ...runtime.host_copy import HostCopy
 from ...runtime.operator import check
 
 MAX_SHARE = 31 / 32
@@ -35,26 +36,14 @@ class CountedRows:
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
-        self._count = self._arrived = None
-        if is_quiet() or type(labels) is not torch.Tensor:  # a fake tensor has no number to read
-            return
-        count = (labels.detach() != ignore_index).sum()
-        if count.device.type in ("cpu", "meta"):
-            self._count = count
-            return
-        self._count = torch.empty((), dtype=count.dtype, pin_memory=True)
-        self._count.copy_(count, non_blocking=True)
-        self._arrived = torch.get_device_module(count.device.type).Event()
-        self._arrived.record()
+        self._count = None
+        if not is_quiet() and type(labels) is torch.Tensor:  # a fake tensor has no number to read
+            self._count = HostCopy((labels.detach() != ignore_index).sum())
 
     def most(self) -> int | None:
         """The count, waiting for its copy if it must; None where nothing was counted."""
-        if self._count is None or self._count.device.type == "meta":
-            return None
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-        return int(self._count)
+        count = None if self._count is None else self._count.read()
+        return None if count is None else int(count)
 
 
 def remaining_rows(

@@ -29,6 +29,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
+from ...runtime.host_copy import HostCopy
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -51,6 +52,7 @@ from .reference import (
     experts_reference,
     only_wanted,
 )
+from .routing import Routing
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -249,18 +251,20 @@ class LigerFusedMoEFunction(Function):
 class LigerSeparateExpertsFunction(Function):
     """The same of experts whose projections are parameters of their own, without biases.
 
-    `apply(x, top_k_index, top_k_weights, how, *weights)`: what `How` has, then gate and up of the first expert, of the
-    second and so on, and then down of each. They are stacked for forward, and once more for backward: a stack that
-    lived in between would hold every weight of a model twice. Each weight's gradient is a view of the stack's.
+    `apply(x, top_k_index, top_k_weights, how, skips_unused, *weights)`: what `How` has, then gate and up of the first
+    expert, of the second and so on, and then down of each. They are stacked for forward, and once more for backward: a
+    stack that lived in between would hold every weight of a model twice. Each weight's gradient is a view of the
+    stack's. skips_unused: it is None where the expert has no token
     """
 
     @staticmethod
-    def forward(ctx, x, top_k_index, top_k_weights, how, *weights):
+    def forward(ctx, x, top_k_index, top_k_weights, how, skips_unused, *weights):
         ctx.how = how
         gate_up, down = _stacked(weights, x.dtype)
         out, *made = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, *how)
         ctx.save_for_backward(x, top_k_index, top_k_weights, *made, *weights)
         ctx.n_made = len(made)
+        ctx.offsets = HostCopy(Routing(*made[1:]).offsets) if skips_unused else None
         return out
 
     @staticmethod
@@ -269,14 +273,19 @@ class LigerSeparateExpertsFunction(Function):
         x, top_k_index, top_k_weights, *rest = ctx.saved_tensors
         (z, *routed), weights = rest[: ctx.n_made], rest[ctx.n_made :]
         n_up = len(weights) // 3 * 2
-        needs_x, _, needs_routing, _, *needs = ctx.needs_input_grad
+        needs_x, _, needs_routing, _, _, *needs = ctx.needs_input_grad
         wanted = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
         inputs = x, *_stacked(weights, x.dtype), top_k_index, top_k_weights
         found = fused_moe_bwd(dout, *inputs, None, z, *routed, *ctx.how, wanted)
         dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(found, wanted))
         of_weights = (*_unstacked(dup, weights[:n_up]), *_unstacked(ddown, weights[n_up:]))
+        offsets = None if ctx.offsets is None else ctx.offsets.read()
+        if offsets is not None:
+            used = offsets.diff().ne(0).tolist()
+            pairs = [is_used for is_used in used for _ in range(2)]
+            needs = [need and is_used for need, is_used in zip(needs, (*pairs, *used))]
         of_weights = [g if need else None for g, need in zip(of_weights, needs)]
-        return dx, None, dweights, None, *of_weights
+        return dx, None, dweights, None, None, *of_weights
 
 
 def _stacked(weights, dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,6 +330,7 @@ def liger_fused_moe(
     has_gate: bool = True,
     is_transposed: bool = False,
     is_concatenated: bool = True,
+    skips_unused: bool = False,
 ) -> torch.Tensor:
     """The experts of a mixture-of-experts layer, after its router.
 
@@ -330,7 +340,7 @@ def liger_fused_moe(
     down_proj: [E, H, I], or [E, I, H] if is_transposed
         Where each expert has parameters of its own, both are sequences: of E pairs (gate [I, H], up [I, H]), and of E
         tensors [H, I]. They are stacked for forward and again for backward; such experts take no bias, no layout and
-        no has_gate=False. An expert without a token gets gradients of zero.
+        no has_gate=False.
     top_k_index: [T, K] int32 or int64, the experts of each token. An index outside [0, E) contributes nothing, as the
         sentinels of expert parallelism want it; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
         `IndexError`. An expert may be named twice.
@@ -341,18 +351,22 @@ def liger_fused_moe(
         up_offset: the result is act(g) * (u + up_offset). gpt-oss has alpha=1.702, limit=7.0, up_offset=1.0.
     has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
+    skips_unused: the weights of an expert without a token get no gradient (None), as in a loop that skips it, and not
+        zeros. For separate weights only. Inside torch.compile and while a graph is captured it has no effect.
 
     Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights; gradients that are
     not required are not computed. Raises `ValueError` for shapes, dtypes, devices or options that do not fit,
     `TypeError` for other types.
     """
     op = "liger_fused_moe"
-    check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
+    flags = {"has_gate": has_gate, "is_transposed": is_transposed, "is_concatenated": is_concatenated}
+    check_flags(op, **flags, skips_unused=skips_unused)
     gate = Gate.checked(op, activation, alpha, limit, up_offset, has_gate, is_concatenated)
     if not isinstance(gate_up_proj, torch.Tensor) and not isinstance(down_proj, torch.Tensor):
         plain = gate_up_bias is None and down_bias is None and has_gate and not is_transposed and is_concatenated
         check(plain, op, "experts of separate weights take no bias, no has_gate=False and no layout; stack the weights")
-        return _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate)
+        return _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused)
+    check(not skips_unused, op, "skips_unused is for experts of separate weights; these are stacked")
     optional = ("gate_up_bias", "down_bias")
     tensors = {"gate_up_proj": gate_up_proj, "down_proj": down_proj, "gate_up_bias": gate_up_bias}
     check_tensors(op, optional, x=x, **tensors, down_bias=down_bias, top_k_weights=top_k_weights)
@@ -368,7 +382,7 @@ def liger_fused_moe(
     return LigerFusedMoEFunction.apply(*tensors, gate.numbers(), bool(is_transposed)).to(own_dtype)
 
 
-def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate) -> torch.Tensor:
+def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate, skips_unused) -> torch.Tensor:
     """`liger_fused_moe` of experts with parameters of their own."""
     pairs, downs = [tuple(pair) for pair in gate_up_proj], tuple(down_proj)
     fits = len(pairs) == len(downs) > 0 and all(len(pair) == 2 for pair in pairs)
@@ -386,7 +400,8 @@ def _separate(op, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate) 
     if reason := _misfit_of_routing(x, top_k_index, top_k_weights):
         check(False, op, reason)
     how = How(*gate.numbers(), is_transposed=False)
-    return LigerSeparateExpertsFunction.apply(x, top_k_index, top_k_weights, how, *weights).to(own_dtype)
+    routed = top_k_index, top_k_weights
+    return LigerSeparateExpertsFunction.apply(x, *routed, how, bool(skips_unused), *weights).to(own_dtype)
 
 
 def _separate_misfit(x, weights) -> str:

@@ -62,6 +62,7 @@ class Kind(NamedTuple):
 
     cls, forward: their class, and its forward without patches; guards: what that reads beside the projections
     projections: names of gate, up and down; activation: that of `fused_moe`
+    skips_unused: experts without a token get no gradient, as many a loop leaves them, and not zeros
     """
 
     cls: type
@@ -69,6 +70,7 @@ class Kind(NamedTuple):
     guards: Guards
     projections: tuple[str, str, str]
     activation: str
+    skips_unused: bool = False
 
 
 def why_not(module: nn.Module, kind: Kind | None = None) -> str:
@@ -139,7 +141,8 @@ def _experts(kind: Kind, op: Callable[..., torch.Tensor]) -> Callable[..., torch
 
     def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         gates, ups, downs = (_weights(self, name) for name in kind.projections)
-        return op(x, list(zip(gates, ups)), downs, top_k_index, top_k_weights, activation=kind.activation)
+        options = {"activation": kind.activation, "skips_unused": kind.skips_unused}
+        return op(x, list(zip(gates, ups)), downs, top_k_index, top_k_weights, **options)
 
     return experts
 
@@ -149,7 +152,7 @@ def _weights(module: nn.Module, projection: str) -> list[torch.Tensor]:
     return [expert._modules[projection]._parameters["weight"] for expert in experts]
 
 
-def _reference(x: torch.Tensor, pairs: list, downs: list, *routed: torch.Tensor, activation: str) -> torch.Tensor:
+def _reference(x: torch.Tensor, pairs: list, downs: list, *routed: torch.Tensor, activation: str, **_: bool):
     gate_up = torch.stack([torch.cat(pair) for pair in pairs])
     return fused_moe_reference(x, gate_up, torch.stack(downs), *routed, activation=activation)
 
@@ -216,8 +219,12 @@ def _kinds(expert: nn.Module, found: Match) -> Iterator[Kind]:
             yield Kind(type(expert), forward, guards, (gate, up, down), found.variant)
 
 
-_Result = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]
-"""What a run gave, and the gradients of what it was given; None for a leaf without one."""
+class _Result(NamedTuple):
+    """What a run gave, the gradients of what it was given, and whether an expert has none (None)."""
+
+    outputs: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+    skips_unused: bool
 
 
 class _Probe:
@@ -252,6 +259,7 @@ class _Probe:
                 # Only what the cut dropped from the forward must be as it was; the rest still reads it.
                 used = reads(type(self.module), self.function) - cut.reads if cut else frozenset()
                 options = {"used": used | {_LIST}, "inputs": 1 if cut else 3, "ready": _ready(kind)}
+                kind = kind._replace(skips_unused=any(result.skips_unused for result in own))
                 return Match(KERNEL, "", with_experts(_experts(kind, liger_fused_moe)), **options)
         return f"it does not compute what {KERNEL} does"
 
@@ -275,7 +283,10 @@ class _Probe:
         if not all(isinstance(t, torch.Tensor) for t in found) or not found[0].requires_grad:
             return "it returns something else than tensors with gradients"
         total = sum(((t * t.detach().cos()).sum() for t in found if t.requires_grad), torch.zeros(()))
-        return found, torch.autograd.grad(total, leaves, allow_unused=True)
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+        of_experts = {id(parameter) for parameter in twin._modules[_LIST].parameters()}
+        skips = any(g is None and id(leaf) in of_experts for leaf, g in zip(leaves, gradients))
+        return _Result(found, gradients, skips)
 
     def _twin(self, module: nn.Module, source: torch.Generator, training: bool) -> nn.Module:
         """A copy of a module and its children with random weights, where the experts' sizes are small ones."""
@@ -301,12 +312,12 @@ class _Probe:
 
 
 def _agree(found: _Result | str, wanted: _Result) -> bool:
-    """Whether two runs gave the same. An expert without a token has no gradient in a loop, and zeros in the op."""
-    if isinstance(found, str) or len(found[0]) != len(wanted[0]):
+    """Whether two runs gave the same. Where a loop leaves an expert without a gradient, the reference has zeros."""
+    if isinstance(found, str) or len(found.outputs) != len(wanted.outputs):
         return False
-    for mine, theirs in zip(found[1], wanted[1]):
+    for mine, theirs in zip(found.gradients, wanted.gradients):
         if mine is not None and not agrees(mine, torch.zeros_like(mine) if theirs is None else theirs, 2e-4):
             return False
         if mine is None and theirs is not None:
             return False
-    return all(agrees(mine, theirs, 2e-5) for mine, theirs in zip(found[0], wanted[0]))
+    return all(agrees(mine, theirs, 2e-5) for mine, theirs in zip(found.outputs, wanted.outputs))
