@@ -43,8 +43,12 @@ IN_A_STEP = sorted(
         *(PACKAGE / "transformers" / "probing").glob("*.py"),
     ]
     + [PACKAGE / "transformers" / f"{name}.py" for name in ("deferred", "grpo_loss", "loss", "engine")]
+    + [PACKAGE / "runtime" / "host_copy.py"]
 )
-WAITS = ["self._arrived.synchronize()"]  # kernels/heads/counted_rows.py: for a number on its way since the step began
+WAITS = [
+    "self._arrived.synchronize()",  # runtime/host_copy.py: for numbers on their way since the forward
+    "used = offsets.diff().ne(0).tolist()",  # kernels/moe/fused_moe.py: of those numbers, which are on the host
+]
 
 
 @functools.cache
