@@ -43,7 +43,6 @@ IN_A_STEP = sorted(
         *(PACKAGE / "transformers" / "probing").glob("*.py"),
     ]
     + [PACKAGE / "transformers" / f"{name}.py" for name in ("deferred", "grpo_loss", "loss", "engine")]
-    + [PACKAGE / "runtime" / "host_copy.py"]
 )
 WAITS = [
     "self._arrived.synchronize()",  # runtime/host_copy.py: for numbers on their way since the forward
