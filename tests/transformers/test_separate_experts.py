@@ -341,6 +341,22 @@ def test_experts_that_are_not_plain_keep_the_loop_with_a_reason(what, calls):
     assert not calls
 
 
+def test_hooks_on_every_module_run_in_the_loop(calls):
+    module, seen = block(), []
+    (row,) = rows_of(patched(module))
+    assert row.state == "patched"
+    handle = nn.modules.module.register_module_forward_hook(lambda called, *_: seen.append(called))
+    try:
+        module(states())
+        (row,) = rows_of(patched(block()))
+    finally:
+        handle.remove()
+    assert row.state == "left alone: hooks are on every module, so on its experts"
+    assert not calls and any(called in seen for called in module.experts)
+    module(states())
+    assert len(calls) == 1
+
+
 def test_shards_keep_the_loop():
     class DTensor(torch.Tensor):
         pass

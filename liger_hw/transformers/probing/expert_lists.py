@@ -81,6 +81,8 @@ def why_not(module: nn.Module, kind: Kind | None = None) -> str:
     """
     if kind is not None and original_of(kind.cls.forward) is not kind.forward:
         return f"the forward of {kind.cls.__name__} was replaced by something else"
+    if owners.hooks_on_every_module():
+        return "hooks are on every module, so on its experts"
     first: dict[str, torch.Tensor] = {}
     for expert in module._modules[_LIST]._modules.values():
         if kind is not None and (type(expert) is not kind.cls or not holds(expert, kind.guards)):
