@@ -96,7 +96,7 @@ class Worker:
     def _died(self, what: str) -> WorkerDied:
         self.kill()
         if what == "crashed":
-            self._listener.join(2.0)  # to the end of what it said
+            self._listener.join(10.0)  # to the end of what it said, also on a machine that is busy
             code = self.process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
             last_words = b"".join([*self._said][-3:]).decode(errors="replace").strip()
