@@ -29,9 +29,7 @@ from ..kernels.heads.chunk_plan import plan_groups
 from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import (
-    LogProbs,
-    gradient_reference,
-    log_prob_rows_reference,
+    log_prob_buffers,
     row_log_prob_gradients,
     row_log_probs,
 )
@@ -109,30 +107,23 @@ def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 class _Rows:
-    """The two row steps, and their results [n_rows] in the order of the sweep. On the CPU in plain torch."""
+    """The two row steps on the head's input x, and their results [n_rows] in the order of the sweep."""
 
-    def __init__(self, target, second, bias, spec: Spec, vocab: int, dtype: torch.dtype, sums: bool) -> None:
+    def __init__(self, x, target, second, bias, spec: Spec, sums: bool) -> None:
         self.bias, self.spec = bias, spec
         self.target, self.second, self.other = target, None, None
-        n_rows, device, ignored = target.shape[0], target.device, spec.ignore_index
+        n_rows, ignored = target.shape[0], spec.ignore_index
         if second is not None:  # the row kernels know one target: the first, or the second where the first is ignored
             self.first_counts = target != ignored
             self.target = torch.where(self.first_counts, target, second)
             self.other = (second != ignored) & (second != self.target)
             self.second_is_target = (second != ignored) & (second == self.target)
             self.second = second.masked_fill(~self.other, 0).long()
-        wide = torch.promote_types(dtype, torch.float32)
-
-        def buffer() -> torch.Tensor:
-            return torch.empty(n_rows, dtype=wide, device=device)
-
-        self.out = LogProbs(buffer(), buffer(), None, buffer() if sums else None)
-        self.second_logp = None if second is None else buffer()
-        self.coef = buffer()
-        self.plain = device.type == "cpu" and not is_interpreted()
-
-    def _options(self) -> dict[str, Any]:
-        return {"ignore_index": self.spec.ignore_index, "temperature": self.spec.temperature}
+        self.out = log_prob_buffers(n_rows, x, logit_sum=sums)
+        self.second_logp = None if second is None else torch.empty_like(self.out.logp)
+        self.coef = torch.empty_like(self.out.logp)
+        self.plain = x.device.type == "cpu" and not is_interpreted()
+        self._options = {"ignore_index": ignored, "temperature": spec.temperature, "bias": bias, "plain": self.plain}
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
         """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
@@ -142,14 +133,7 @@ class _Rows:
     def read(self, logits: torch.Tensor, start: int) -> None:
         """Log-probabilities of the rows `start`.. whose logits these are."""
         rows = slice(start, start + logits.shape[0])
-        if self.plain:
-            logp, _, lse = log_prob_rows_reference(logits, self.target[rows], self.bias, **self._options())
-            self.out.logp[rows], self.out.lse[rows] = logp, lse
-            if self.out.logit_sum is not None:
-                bias_sum = 0.0 if self.bias is None else self.bias.to(logp.dtype).sum()
-                self.out.logit_sum[rows] = logits.to(logp.dtype).sum(1) + bias_sum
-        else:
-            row_log_probs(logits, self.target, self.out, bias=self.bias, row_start=start, **self._options())
+        row_log_probs(logits, self.target, self.out, row_start=start, **self._options)
         if self.second is not None:
             chosen = self.second[rows]
             score = logits.gather(1, chosen[:, None])[:, 0].to(self.coef.dtype)
@@ -163,15 +147,7 @@ class _Rows:
     def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
         """Turn the logits into d loss / d logits, with `coef` of the rows; second_coef is that of the second target."""
         rows = slice(start, start + logits.shape[0])
-        if self.plain:
-            coef = self.coef[rows]
-            found = self.target[rows], self.bias, self.out.lse[rows], coef, coef, None, None
-            logits.copy_(gradient_reference(logits, *found, softcap=0.0, **self._options()))
-        else:
-            saved = self.out._replace(logit_sum=None)
-            row_log_prob_gradients(
-                logits, self.target, saved, self.coef, bias=self.bias, row_start=start, **self._options()
-            )
+        row_log_prob_gradients(logits, self.target, self.out, self.coef, row_start=start, **self._options)
         if second_coef is not None:  # coef holds both; a second target that is another token takes its part of it
             first = self.target[rows].masked_fill(~self.other[rows], 0).long()
             coef = self.coef[rows]
@@ -237,7 +213,7 @@ def _run(x, weight, bias, target, second, extras, *arguments):
     second = None if second is None else second.reshape(-1).contiguous()
     if order is not None:
         target, second = target[order], None if second is None else second[order]
-    rows = _Rows(target, second, bias, spec, vocab, x.dtype, loss.sums_logits)
+    rows = _Rows(x, target, second, bias, spec, loss.sums_logits)
     groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
     chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
     grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain)
@@ -339,7 +315,7 @@ def _logps(x, weight, bias, target, ignore_index, temperature):
     (vocab, hidden), n_rows = weight.shape, target.numel()
     check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
-    rows = _Rows(flat_target, None, bias, spec, vocab, x.dtype, False)
+    rows = _Rows(x, flat_target, None, bias, spec, False)
     rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
     return rows.out.logp.view(target.shape)
 

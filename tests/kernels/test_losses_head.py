@@ -411,7 +411,7 @@ def test_log_probs_and_any_loss_of_them(lane, generator, vocab, temperature, sof
     order = torch.tensor([6, 0, 2, 5, 4], device=lane.device) if ordered else torch.arange(n_rows, device=lane.device)
     y, (a, b) = target[order], slopes[:, order].contiguous()
     options = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    out = log_prob_buffers(len(order), x.device, entropy=True, logit_sum=True)
+    out = log_prob_buffers(len(order), x, entropy=True, logit_sum=True)
     chunks = Chunks.of([(0, 1), (1, len(order))], wide=True)
     grads = HeadGradients(x, weight, (True, True, True), chunks)
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order if ordered else None):

@@ -31,7 +31,9 @@ import torch.distributed as dist
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
 from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import MEAN, NONE, REDUCTIONS, CrossEntropyOutput, absent, fake_outputs, pack
+from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..losses.vocab_parts import (
+    IGNORED,
     GatheredRows,
     OwnTargets,
     VocabPart,
@@ -39,9 +41,6 @@ from ..losses.vocab_parts import (
     check_group,
     gather_rows,
     own_targets,
-    part_buffers,
-    part_gradient,
-    part_statistics,
     reduce_scatter_single,
     vocab_part,
 )
@@ -175,10 +174,10 @@ class _Rows:
     ) -> None:
         self.own, self.part, self.call, self._sent = own, part, call, []
         n_rows, smoothing = own.mine.shape[0], call.label_smoothing
-        self._found = part_buffers(n_rows, like, bool(smoothing))
+        self._found = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
         self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if call.seeks_top else []
         self.lse = torch.empty_like(self._found.lse) if lse is None else lse
-        self._options = {"bias": bias, "softcap": call.softcap, "owned": True, "plain": plain}
+        self._options = {"bias": bias, "softcap": call.softcap, "ignore_index": IGNORED, "plain": plain}
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
         self._target_coef = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
         self._softmax_coef = torch.where(own.valid, -incoming, float("nan"))
@@ -187,7 +186,7 @@ class _Rows:
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
         rows = slice(start, start + logits.shape[0])
-        with_fallback(partial(part_statistics, logits, self.own.mine, self._found, row_start=start, **self._options))()
+        with_fallback(partial(row_log_probs, logits, self.own.mine, self._found, row_start=start, **self._options))()
         if self._top:
             for numbers, found in zip(self._top, _largest(logits, self._options["bias"])):
                 numbers[rows] = found
@@ -227,8 +226,9 @@ class _Rows:
         softmax_coef = self._softmax_coef
         if scale := self.call.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
-        given = logits, self.own.mine, self.lse, self._target_coef, softmax_coef, self._smoothing_term
-        with_fallback(partial(part_gradient, *given, row_start=start, **self._options))()
+        given = logits, self.own.mine, LogProbs(self.lse, self.lse), self._target_coef
+        coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
+        with_fallback(partial(row_log_prob_gradients, *given, row_start=start, **coefs, **self._options))()
 
 
 def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

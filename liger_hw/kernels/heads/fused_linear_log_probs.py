@@ -24,6 +24,7 @@ rows beside it, bit for bit, as far as the GEMM library computes equal rows of e
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,12 @@ from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order, schema_of
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy import check_arguments, sample_targets
-from ..losses.cross_entropy_reference import Options, absent, check_targets
-from ..losses.cross_entropy_rows import launch_stats
+from ..losses.cross_entropy_reference import absent
+from ..losses.cross_entropy_rows import assert_targets
 from ..losses.log_prob_rows import (
     LOGP,
     LOGP_GRAD,
     LogProbs,
-    gradient_reference,
     log_prob_buffers,
     log_prob_rows_reference,
     row_log_prob_gradients,
@@ -61,7 +61,7 @@ from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, random_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, HeadGradients, fake_gradients, reference_gradients, sweep
+from .linear_head import TILE, HeadGradients, fake_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -132,37 +132,37 @@ class LogProbsCall(NamedTuple):
     dweight: bool = False
     dbias: bool = False
 
-    @property
-    def row_options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "softcap": self.softcap, "ignore_index": self.ignore_index}
+    def row_options(self, plain: bool) -> dict[str, Any]:
+        numbers = {"temperature": self.temperature, "softcap": self.softcap, "ignore_index": self.ignore_index}
+        return {**numbers, "plain": plain}
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:
         return self.dinput, self.dweight, self.dbias
 
-    @property
-    def tile(self) -> int:
-        return TILE if self.batch_invariant else 0
+    def tile(self, plain: bool) -> int:
+        """Rows of every product of the forward in batch-invariant mode, else 0."""
+        return (1 if plain else TILE) if self.batch_invariant else 0
 
 
-def _prepared(x, weight, target, bias, call: LogProbsCall):
-    """(target, bias, room for the results), after the targets were checked on the device."""
+def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
+    """(target, bias, room for the results), after the targets were checked."""
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
-    launch_stats(_NAME, target, None, weight.shape[0], Options(call.ignore_index), x.device)  # asserts the targets
-    return target, bias, log_prob_buffers(x.shape[0], x.device, entropy=call.entropy, top=call.top)
+    assert_targets(_NAME, target, weight.shape[0], call.ignore_index, plain)
+    return target, bias, log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
 
 
 @torch.no_grad()
-def _fwd(x, weight, target, bias, ids, *numbers):
+def _fwd(x, weight, target, bias, ids, *numbers, plain=False):
     call = LogProbsCall(*numbers)
-    target, bias, out = _prepared(x, weight, target, bias, call)
+    target, bias, out = _prepared(x, weight, target, bias, call, plain)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
     chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False, device=x.device)
-    if call.tile:
-        chunks = Chunks.of([(start, min(start + call.tile, n_rows)) for start in range(0, n_rows, call.tile)])
-    for start, logits, _ in sweep(chunks, x, weight, tile=call.tile):
-        row_log_probs(logits, target, out, bias=bias, row_start=start, **call.row_options)
+    if tile := call.tile(plain):
+        chunks = Chunks.of([(start, min(start + tile, n_rows)) for start in range(0, n_rows, tile)])
+    for start, logits, _ in sweep(chunks, x, weight, tile=tile):
+        row_log_probs(logits, target, out, bias=bias, row_start=start, **call.row_options(plain))
         if ids is not None:
             rows = slice(start, start + logits.shape[0])
             selected[rows] = _selected(logits, out.lse[rows], target[rows], bias, ids, call)
@@ -170,7 +170,7 @@ def _fwd(x, weight, target, bias, ids, *numbers):
 
 
 @torch.no_grad()
-def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
+def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers, plain=False):
     call = LogProbsCall(*numbers)
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
@@ -180,9 +180,9 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
     sizes = n_rows, hidden, vocab, x.dtype.itemsize
     chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row, device=x.device)
     entries = target if here is None else torch.where(here, target, -1)
-    grads = HeadGradients(x, weight, call.wanted, chunks, entries)
+    grads = HeadGradients(x, weight, call.wanted, chunks, entries, plain)
     saved = LogProbs(lse, lse, entropy)
-    given = {"bias": bias, "entropy_coef": dentropy, "softmax_coef": softmax_coef, **call.row_options}
+    given = {"bias": bias, "entropy_coef": dentropy, "softmax_coef": softmax_coef, **call.row_options(plain)}
     for start, logits, _ in sweep(chunks, x, weight, grads):
         row_log_prob_gradients(logits, target, saved, dlogp, row_start=start, **given)
         if dselected is not None:
@@ -227,24 +227,26 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
 
 
 @torch.no_grad()
-def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
+def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers, plain=False):
     call = LogProbsCall(*numbers)
-    target, bias, out = _prepared(x, weight, target, bias, call)
+    target, bias, out = _prepared(x, weight, target, bias, call, plain)
     kept = KeptLogits(waiting, tail, rest, slab, width)
-    keeping_forward(x, weight, target, out, kept, call.tile, bias=bias, **call.row_options)
+    keeping_forward(x, weight, target, out, kept, call.tile(plain), bias=bias, **call.row_options(plain))
     return results_of(out)
 
 
 @torch.no_grad()
-def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *numbers):
-    call = LogProbsCall(*numbers)
+def _keep_bwd(
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *call, plain=False
+):
+    call = LogProbsCall(*call)
     dlogp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
     dentropy = None if dentropy is None else dentropy.contiguous()
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
     target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
     wanted = {"dinput": call.dinput, "dbias": call.dbias}
     given = x, weight, bias, target, saved, dlogp, dentropy, kept
-    dx, dweight, dbias = keeping_backward(*given, **wanted, softmax_coef=softmax_coef, **call.row_options)
+    dx, dweight, dbias = keeping_backward(*given, **wanted, softmax_coef=softmax_coef, **call.row_options(plain))
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,
@@ -253,49 +255,6 @@ def _keep_bwd(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, wait
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _fwd_reference(x, weight, target, bias, ids, *numbers):
-    call = LogProbsCall(*numbers)
-    check_targets(_NAME, target, weight.shape[0], call.ignore_index)
-    logits = _logits(x, weight, call)
-    logp, h, lse = log_prob_rows_reference(logits, target, bias, call.ignore_index, call.temperature, call.softcap)
-    top = top_reference(logits, target, bias, call.ignore_index) if call.top else absent(lse).long()
-    chosen = absent(lse) if ids is None else _selected(logits, lse, target, bias, ids, call)
-    return logp, h if call.entropy else absent(lse), top, lse, chosen
-
-
-@torch.no_grad()
-def _bwd_reference(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers):
-    call = LogProbsCall(*numbers)
-    dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
-    coefs = dlogp, dlogp if softmax_coef is None else softmax_coef, dentropy, entropy
-    g = gradient_reference(F.linear(x, weight), target, bias, lse, *coefs, **call.row_options)
-    if dselected is not None:
-        at_ids = torch.zeros_like(g).index_add_(1, ids, dselected)
-        if call.softcap:
-            s = scores_reference(F.linear(x, weight), bias, call.temperature, call.softcap)
-            at_ids *= 1.0 - (s * (call.temperature / call.softcap)).square()
-        g += (at_ids / call.temperature).masked_fill((target == call.ignore_index)[:, None], 0.0)
-    return reference_gradients(g, x, weight, bias, call.wanted)
-
-
-@torch.no_grad()
-def _keep_reference(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
-    return _fwd_reference(x, weight, target, bias, None, *numbers)[:4]
-
-
-@torch.no_grad()
-def _keep_bwd_reference(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *numbers
-):
-    saved, grads = (lse, entropy, absent(lse)), (dlogp, dentropy, None, here)
-    dx, dweight, dbias = _bwd_reference(x, weight, target, bias, None, *saved, *grads, *numbers)
-    if not slab:
-        return dx, dweight, dbias
-    waiting.copy_(dweight)
-    return dx, absent(x), dbias
 
 
 def _fwd_fake(x, weight, target, bias, ids, *numbers):
@@ -324,7 +283,7 @@ linear_log_probs_fwd = define(
     f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
-    reference=_fwd_reference,
+    reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
 )
 linear_log_probs_bwd = define(
@@ -332,20 +291,20 @@ linear_log_probs_bwd = define(
     f"Tensor selected, Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor? here, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
-    reference=_bwd_reference,
+    reference=partial(_bwd, plain=True),
     fake=_bwd_fake,
 )
 linear_log_probs_keep = define(
     f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_keep,
-    reference=_keep_reference,
+    reference=partial(_keep, plain=True),
     fake=_keep_fake,
 )
 linear_log_probs_keep_bwd = define(
     f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
     f"Tensor? dentropy, Tensor? here, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
     launcher=_keep_bwd,
-    reference=_keep_bwd_reference,
+    reference=partial(_keep_bwd, plain=True),
     fake=_keep_bwd_fake,
 )
 
@@ -383,7 +342,7 @@ def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
     if plan is None:
         return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, *call), None, ())
-    kept = plan.allocate(x, weight, call.tile)
+    kept = plan.allocate(x, weight, call.tile(plain=False))
     results = linear_log_probs_keep(x, weight, target, bias, *kept, *call)
     return Ran((*results, absent(results[3])), plan, kept[:3])
 

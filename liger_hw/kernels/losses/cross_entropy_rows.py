@@ -346,6 +346,14 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
     return stats
 
 
+def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int, plain: bool = False) -> None:
+    """The check of `launch_stats` for a loss that needs none of its numbers. plain: on the host."""
+    if plain:
+        check_targets(op, target, n_cols, ignore_index)
+    else:
+        launch_stats(op, target, None, n_cols, Options(ignore_index), target.device)
+
+
 def launch_sum(rows: RowResults, stats: torch.Tensor, options: Options, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; an absent one is an empty tensor."""
     loss, z_loss, hits, top = rows

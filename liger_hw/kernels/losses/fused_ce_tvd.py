@@ -22,8 +22,7 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major, to_flatten
 from .cross_entropy import check_arguments, sample_targets
-from .cross_entropy_reference import Options, check_targets
-from .cross_entropy_rows import launch_stats
+from .cross_entropy_rows import assert_targets
 from .distill_rows import (
     SAVED,
     Distillation,
@@ -65,7 +64,7 @@ def _launch(student, teacher, target, ignore_index, out, **backward):
 def _fwd(student, teacher, target, ignore_index):
     student, teacher, target = row_major(student), row_major(teacher), target.contiguous()
     n_rows, device = student.shape[0], student.device
-    launch_stats(_NAME, target, None, student.shape[1], Options(ignore_index), device)  # asserts the targets
+    assert_targets(_NAME, target, student.shape[1], ignore_index)
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
     saved = torch.empty(n_rows, SAVED, dtype=torch.float32, device=device)
     _launch(student, teacher, target, ignore_index, DistillRows(tvd, ce, saved))
@@ -85,7 +84,7 @@ def _bwd(student, teacher, target, saved, dce, dtvd, ignore_index):
 
 @torch.no_grad()
 def _fwd_reference(student, teacher, target, ignore_index):
-    check_targets(_NAME, target, student.shape[1], ignore_index)
+    assert_targets(_NAME, target, student.shape[1], ignore_index, plain=True)
     ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
     return ce, tvd, ce.new_zeros(ce.shape[0], SAVED)
 

@@ -403,18 +403,13 @@ class LogProbs(NamedTuple):
 
 
 def log_prob_buffers(
-    n_rows: int,
-    device: torch.device,
-    *,
-    entropy: bool = False,
-    logit_sum: bool = False,
-    top: bool = False,
-    dtype: torch.dtype = torch.float32,
+    n_rows: int, like: torch.Tensor, *, entropy: bool = False, logit_sum: bool = False, top: bool = False
 ) -> LogProbs:
-    """Room for the results of n_rows rows; dtype: fp32 for the kernels."""
+    """Room for the results of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(like.dtype, torch.float32)
 
-    def rows(dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(n_rows, dtype=dtype, device=device)
+    def rows(dtype: torch.dtype = wide) -> torch.Tensor:
+        return torch.empty(n_rows, dtype=dtype, device=like.device)
 
     sums = rows() if logit_sum else None
     return LogProbs(rows(), rows(), rows() if entropy else None, sums, rows(torch.int64) if top else None)
@@ -432,14 +427,19 @@ def row_log_probs(
     softcap: float = 0.0,
     owned: bool = True,
     tunable: Tunable | None = None,
+    plain: bool = False,
 ) -> None:
     """Fill `out` for the rows of logits [n, vocab], which are rows row_start.. of target [n_rows] and of `out`.
 
     target is contiguous, int64 or int32; softcap 0.0 is none. owned: the padding between rows may be accessed, as in a
     buffer of `sweep`; False for a caller's tensor. tunable: the op's own, with the key of LOGP (`log_prob_tunables`).
+    plain: in torch, without kernels, which is what the references of these operators run.
     """
     n, vocab = logits.shape
     if not n:
+        return
+    if plain:
+        _fill_plain(logits, target, out, bias, row_start, ignore_index, temperature, softcap)
         return
     plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
@@ -465,6 +465,7 @@ def row_log_prob_gradients(
     softcap: float = 0.0,
     owned: bool = True,
     tunable: Tunable | None = None,
+    plain: bool = False,
 ) -> None:
     """d loss / d logits into `dlogits`, or over the logits themselves; the arguments are those of `row_log_probs`.
 
@@ -476,6 +477,13 @@ def row_log_prob_gradients(
     if not n:
         return
     dlogits = logits if dlogits is None else dlogits
+    entropy = None if entropy_coef is None else saved.entropy
+    given = saved.lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef
+    if plain:
+        rows = slice(row_start, row_start + n)
+        given = (t if t is None else t[rows] for t in given)
+        dlogits.copy_(_plain_gradient(logits, target[rows], bias, *given, temperature, softcap, ignore_index))
+        return
     plan = (tunable or LOGP_GRAD).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
     numbers = (
@@ -488,21 +496,7 @@ def row_log_prob_gradients(
         1.0 / temperature,
     )
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits, dlogits)
-    entropy = None if entropy_coef is None else saved.entropy
-    args = (
-        logits,
-        target,
-        bias,
-        saved.lse,
-        entropy,
-        coef,
-        softmax_coef,
-        smoothing_term,
-        entropy_coef,
-        dlogits,
-        *numbers,
-    )
-    launch(plan, _log_prob_gradient_kernel, (n,), args, flags)
+    launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *given, dlogits, *numbers), flags)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -548,28 +542,36 @@ def top_reference(
 
 
 @torch.no_grad()
-def gradient_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    lse: torch.Tensor,
-    dlogp: torch.Tensor,
-    softmax_coef: torch.Tensor,
-    dentropy: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    *,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
+def _fill_plain(logits, target, out: LogProbs, bias, row_start, ignore_index, temperature, softcap) -> None:
+    """`row_log_probs` in plain torch."""
+    rows = slice(row_start, row_start + logits.shape[0])
+    y = target[rows]
+    logp, entropy, lse = log_prob_rows_reference(logits, y, bias, ignore_index, temperature, softcap)
+    if out.logit_sum is None:
+        lse = lse.masked_fill(y == ignore_index, 0.0)
+    else:
+        out.logit_sum[rows] = scores_reference(logits, bias, softcap=softcap).sum(-1)
+    out.logp[rows], out.lse[rows] = logp, lse
+    if out.entropy is not None:
+        out.entropy[rows] = entropy
+    if out.top is not None:
+        out.top[rows] = top_reference(logits, y, bias, ignore_index)
+
+
+@torch.no_grad()
+def _plain_gradient(
+    logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, temperature, softcap, ignored
 ) -> torch.Tensor:
-    """The gradient of every logit in plain torch, in fp32 (fp64 for fp64)."""
+    """What `row_log_prob_gradients` writes for some rows, in plain torch, in fp32 (fp64 for fp64)."""
     s = scores_reference(logits, bias, temperature, softcap)
     log_p = s - lse[:, None]
-    p, ignored = log_p.exp(), target == ignore_index
-    g = -softmax_coef[:, None] * p
-    if dentropy is not None:
-        g -= dentropy[:, None] * p * (log_p.masked_fill(p == 0, 0.0) + entropy[:, None])
-    g.scatter_add_(1, target.long().masked_fill(ignored, 0)[:, None], dlogp[:, None])
+    p, is_ignored = log_p.exp(), target == ignored
+    g = -(coef if softmax_coef is None else softmax_coef)[:, None] * p
+    if smoothing_term is not None:
+        g += smoothing_term[:, None]
+    if entropy_coef is not None:
+        g -= entropy_coef[:, None] * p * (log_p.masked_fill(p == 0, 0.0) + entropy[:, None])
+    g.scatter_add_(1, target.long().masked_fill(is_ignored, 0)[:, None], coef[:, None])
     if softcap:
         g *= 1.0 - (s * (temperature / softcap)).square()
-    return (g / temperature).masked_fill(ignored[:, None], 0.0)
+    return (g / temperature).masked_fill(is_ignored[:, None], 0.0)

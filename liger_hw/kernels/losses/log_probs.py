@@ -15,6 +15,7 @@ backward, by the kernels of log_prob_rows.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,11 @@ from ...runtime.operator import (
 )
 from ...runtime.saved_tensors import graph_is_kept
 from .cross_entropy import WORKLOADS, check_arguments, sample_targets
-from .cross_entropy_reference import Options, absent, check_targets
-from .cross_entropy_rows import launch_stats
+from .cross_entropy_reference import absent
+from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
     LogProbs,
     columns_key,
-    gradient_reference,
     log_prob_buffers,
     log_prob_rows_reference,
     log_prob_tunables,
@@ -103,11 +103,11 @@ _NAME = "liger_log_probs"
 FWD, BWD = log_prob_tunables("log_probs", ("n_rows", "n_cols"), columns_key)
 
 
-def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top):
-    logits, target, device = row_major(logits), target.contiguous(), logits.device
-    launch_stats(_NAME, target, None, logits.shape[1], Options(ignore_index), device)
-    out = log_prob_buffers(logits.shape[0], device, entropy=entropy, top=top)
-    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
+def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top, plain=False):
+    logits, target = row_major(logits), target.contiguous()
+    assert_targets(_NAME, target, logits.shape[1], ignore_index, plain)
+    out = log_prob_buffers(logits.shape[0], logits, entropy=entropy, top=top)
+    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "plain": plain}
     row_log_probs(logits, target, out, owned=False, tunable=FWD, **options)
     return results_of(out)
 
@@ -118,31 +118,26 @@ def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     return out.logp, entropy, absent(out.lse).long() if out.top is None else out.top, out.lse
 
 
-def _launch_bwd(dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index, dlogits):
-    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "dlogits": dlogits}
+def _write_gradient(
+    dlogits, dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index, plain=False
+):
+    options = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "plain": plain}
     saved, slopes = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
     given = logits, target.contiguous(), saved, dlogp.contiguous()
-    row_log_prob_gradients(*given, entropy_coef=slopes, owned=False, tunable=BWD, **options)
+    row_log_prob_gradients(*given, entropy_coef=slopes, dlogits=dlogits, owned=False, tunable=BWD, **options)
 
 
-def _bwd(dlogp, dentropy, logits, *saved):
+def _bwd(dlogp, dentropy, logits, *saved, plain=False):
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _launch_bwd(dlogp, dentropy, row_major(logits), *saved, dlogits)
+    _write_gradient(dlogits, dlogp, dentropy, row_major(logits), *saved, plain=plain)
     return dlogits
 
 
-def _bwd_in_place(dlogp, dentropy, logits, *saved):
-    _launch_bwd(dlogp, dentropy, logits, *saved, logits)
+def _bwd_in_place(dlogp, dentropy, logits, *saved, plain=False):
+    _write_gradient(logits, dlogp, dentropy, logits, *saved, plain=plain)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
-
-
-def _fwd_reference(logits, target, temperature, softcap, ignore_index, entropy, top):
-    check_targets(_NAME, target, logits.shape[1], ignore_index)
-    logp, h, lse = log_prob_rows_reference(logits, target, None, ignore_index, temperature, softcap)
-    found = top_reference(logits, target, None, ignore_index) if top else absent(lse).long()
-    return logp, h if entropy else absent(lse), found, lse
 
 
 def fake_results(x: torch.Tensor, entropy: bool, top: bool) -> tuple[torch.Tensor, ...]:
@@ -156,34 +151,25 @@ def _fwd_fake(logits, target, temperature, softcap, ignore_index, entropy, top):
     return fake_results(logits, entropy, top)
 
 
-def _bwd_reference(dlogp, dentropy, logits, target, lse, entropy, temperature, softcap, ignore_index):
-    options = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    return gradient_reference(logits, target, None, lse, dlogp, dlogp, dentropy, entropy, **options).to(logits.dtype)
-
-
-def _bwd_in_place_reference(dlogp, dentropy, logits, *saved):
-    logits.copy_(_bwd_reference(dlogp, dentropy, logits, *saved))
-
-
 _SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
 _NUMBERS = "float temperature, float softcap, int ignore_index"
 log_probs_fwd = define(
     f"log_probs_fwd(Tensor logits, Tensor target, {_NUMBERS}, bool entropy, bool top)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
-    reference=_fwd_reference,
+    reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
 )
 log_probs_bwd = define(
     f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}, {_NUMBERS}) -> Tensor",
     launcher=_bwd,
-    reference=_bwd_reference,
+    reference=partial(_bwd, plain=True),
     fake=("logits",),
 )
 log_probs_bwd_ = define(
     f"log_probs_bwd_(Tensor dlogp, Tensor? dentropy, Tensor(a!) logits, {_SAVED}, {_NUMBERS}) -> ()",
     launcher=_bwd_in_place,
-    reference=_bwd_in_place_reference,
+    reference=partial(_bwd_in_place, plain=True),
     fake=(),
 )
 

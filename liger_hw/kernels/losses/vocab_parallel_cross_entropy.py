@@ -37,17 +37,16 @@ from ...runtime.operator import (
     row_major,
 )
 from .cross_entropy_reference import absent
-from .log_prob_rows import columns_key, log_prob_tunables
-from .log_probs import sample_logits
-from .vocab_parts import (
-    check_group,
-    gather_rows,
-    own_targets,
-    part_buffers,
-    part_gradient,
-    part_statistics,
-    vocab_part,
+from .log_prob_rows import (
+    LogProbs,
+    columns_key,
+    log_prob_buffers,
+    log_prob_tunables,
+    row_log_prob_gradients,
+    row_log_probs,
 )
+from .log_probs import sample_logits
+from .vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
 
 _NAME = "liger_vocab_parallel_cross_entropy"
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
@@ -88,28 +87,22 @@ FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"
 
 @torch.no_grad()
 def _fwd(logits, mine, logit_sum, plain=False):
-    out = part_buffers(logits.shape[0], logits, logit_sum)
-    part_statistics(row_major(logits), mine.contiguous(), out, tunable=FWD, plain=plain)
+    out = log_prob_buffers(logits.shape[0], logits, logit_sum=logit_sum)
+    options = {"ignore_index": IGNORED, "owned": False, "tunable": FWD, "plain": plain}
+    row_log_probs(row_major(logits), mine.contiguous(), out, **options)
     return out.lse, out.lse + out.logp, absent(out.lse) if out.logit_sum is None else out.logit_sum
 
 
 @torch.no_grad()
-def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term):
+def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=False):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    part_gradient(
-        row_major(logits), mine.contiguous(), lse, target_coef, softmax_coef, smoothing_term, dlogits=dx, tunable=BWD
-    )
+    options = {"ignore_index": IGNORED, "owned": False, "tunable": BWD, "plain": plain}
+    options |= {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term, "dlogits": dx}
+    row_log_prob_gradients(row_major(logits), mine.contiguous(), LogProbs(lse, lse), target_coef, **options)
     return dx
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _bwd_reference(logits, mine, lse, target_coef, softmax_coef, smoothing_term):
-    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    part_gradient(logits, mine, lse, target_coef, softmax_coef, smoothing_term, dlogits=dx, plain=True)
-    return dx
 
 
 def _fwd_fake(logits, mine, logit_sum):
@@ -127,7 +120,7 @@ vocab_parallel_gradient = define(
     "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor mine, Tensor lse, Tensor target_coef, "
     "Tensor softmax_coef, Tensor? smoothing_term) -> Tensor",
     launcher=_bwd,
-    reference=_bwd_reference,
+    reference=partial(_bwd, plain=True),
     fake=("logits",),
 )
 

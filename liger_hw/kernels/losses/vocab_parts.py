@@ -6,6 +6,10 @@ exchange is one integer a rank, and the host does not wait for it: first column 
 
 What a loss needs of the other ranks are some numbers a row: log-sum-exp, the target's score, and sums. `gather_rows`
 sends them in one collective, and every rank combines them in the same order, so that all have the same bits.
+
+A rank's own numbers are those of `row_log_probs`, given `OwnTargets.mine`: where another rank has the target, logp is
+that of column 0 and means nothing. `row_log_prob_gradients` takes the log-sum-exp over all ranks, and a coefficient of
+the target that is zero there.
 """
 
 from __future__ import annotations
@@ -17,9 +21,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import env
-from ...registry import Tunable
 from .cross_entropy_reference import check_targets
-from .log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,99 +124,3 @@ class GatheredRows:
 def gather_rows(rows: Sequence[torch.Tensor], part: VocabPart) -> torch.Tensor:
     """Every rank's numbers, some [n_rows] of one dtype, in one collective: [numbers, world, n_rows]."""
     return GatheredRows(torch.stack(tuple(rows)), part).wait()
-
-
-# -- rows of a part --------------------------------------------------------------------------------------------------
-
-
-def _scores(
-    logits: torch.Tensor, bias: torch.Tensor | None, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scores, their derivatives by the logits or None for 1) in plain torch, in fp32, or fp64 for fp64."""
-    s = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    s = s if bias is None else s + bias.to(s.dtype)
-    if not softcap:
-        return s, None
-    t = torch.tanh(s / softcap)
-    return softcap * t, 1.0 - t.square()
-
-
-def part_buffers(n_rows: int, like: torch.Tensor, logit_sum: bool) -> LogProbs:
-    """Room for what `part_statistics` finds of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return log_prob_buffers(n_rows, like.device, logit_sum=logit_sum, dtype=wide)
-
-
-def part_statistics(
-    logits: torch.Tensor,
-    mine: torch.Tensor,
-    out: LogProbs,
-    *,
-    row_start: int = 0,
-    bias: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    owned: bool = False,
-    tunable: Tunable | None = None,
-    plain: bool = False,
-) -> None:
-    """Fill `out` for the rows of a part's logits [n, width], which are rows row_start.. of `mine` and of `out`.
-
-    out: `part_buffers`; logp is that of the column `mine` in this part alone, of no meaning where another rank has the
-    target. mine: `OwnTargets.mine`; owned, tunable: see `row_log_probs`; plain: in torch, without kernels.
-    """
-    if plain:
-        rows, (s, _) = slice(row_start, row_start + logits.shape[0]), _scores(logits, bias, softcap)
-        y = mine[rows]
-        lse = torch.logsumexp(s, -1)
-        logp = s.gather(1, y.clamp_min(0)[:, None])[:, 0] - lse
-        out.lse[rows], out.logp[rows] = lse.masked_fill(y == IGNORED, 0.0), logp.masked_fill(y == IGNORED, 0.0)
-        if out.logit_sum is not None:
-            out.logit_sum[rows] = s.sum(-1)
-        return
-    options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
-    row_log_probs(logits, mine, out, row_start=row_start, **options)
-
-
-def part_gradient(
-    logits: torch.Tensor,
-    mine: torch.Tensor,
-    lse: torch.Tensor,
-    target_coef: torch.Tensor,
-    softmax_coef: torch.Tensor,
-    smoothing_term: torch.Tensor | None,
-    *,
-    row_start: int = 0,
-    bias: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    dlogits: torch.Tensor | None = None,
-    owned: bool = False,
-    tunable: Tunable | None = None,
-    plain: bool = False,
-) -> None:
-    """d loss / d logits of rows of a part, into `dlogits` or over the logits.
-
-    That is target_coef at the target - softmax_coef * p + smoothing_term.
-
-    The logits are rows row_start.. of all [n_rows] tensors. lse: over all ranks; target_coef is zero where
-    another rank has the target; other arguments as for `part_statistics`. Rows that are ignored get zeros.
-    """
-    dlogits = logits if dlogits is None else dlogits
-    if plain:
-        rows, (s, slope) = slice(row_start, row_start + logits.shape[0]), _scores(logits, bias, softcap)
-        mine, lse, target_coef, softmax_coef, smoothing_term = (
-            None if t is None else t[rows] for t in (mine, lse, target_coef, softmax_coef, smoothing_term)
-        )
-        g = -softmax_coef[:, None] * torch.exp(s - lse[:, None])
-        g = g if smoothing_term is None else g + smoothing_term[:, None]
-        g = g.scatter_add(1, mine.clamp_min(0)[:, None], target_coef[:, None])
-        g = g if slope is None else g * slope
-        dlogits.copy_(g.masked_fill((mine == IGNORED)[:, None], 0.0))
-        return
-    options = {"ignore_index": IGNORED, "owned": owned, "tunable": tunable, "bias": bias, "softcap": softcap}
-    options |= {
-        "softmax_coef": softmax_coef,
-        "smoothing_term": smoothing_term,
-        "dlogits": dlogits,
-        "row_start": row_start,
-    }
-    row_log_prob_gradients(logits, mine, LogProbs(lse, lse), target_coef, **options)
