@@ -18,6 +18,7 @@ logits again. See chunk_plan.py for the chunks' size and the precision of the we
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, define, first_order, schema_of
-from ..losses.cross_entropy import check_arguments, check_settings, sample_targets
+from ..losses.cross_entropy import check_arguments, check_settings
 from ..losses.cross_entropy_reference import (
     REDUCTIONS,
     CrossEntropyOutput,
@@ -50,7 +51,7 @@ from ..losses.cross_entropy_rows import (
 from ..losses.log_prob_rows import DIMS, vocab_key
 from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, remaining_rows
-from .head_inputs import checked_head, random_head, sums_in_fp32
+from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .head_targets import TAKE
 from .linear_head import HeadGradients, fake_gradients, reference_gradients, reference_logits, scale_wanted, sweep
 
@@ -405,27 +406,13 @@ WORKLOADS = {
 """Problem sizes (n_rows, hidden, vocab) of real models."""
 
 
-def _sample(
-    sizes, dtype, device, generator, *, ignored=0.1, weighted=False, biased=False, frozen=False, **options: Any
-) -> Sample:
-    n_rows, hidden, vocab = sizes
-
-    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
-    x.requires_grad_()
-    bias = None
-    if biased:
-        bias = torch.randn(vocab, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+def _sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -> Sample:
+    sample, vocab = sample_head(sizes, dtype, device, generator, passes=(2, 3), **options), sizes[2]
+    x, weight, target, bias = sample.args
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
-    target = sample_targets(n_rows, vocab, device, generator, ignored)
     if options.get("use_token_scaling"):  # of a model that has learnt: else p, and with it every gradient, underflows
         x = (0.3 * x + math.log(vocab) * weight[target.clamp_min(0)]).detach().requires_grad_()
-    return Sample(
-        args=(x, weight.requires_grad_(not frozen), target, bias, ce_weight),
-        kwargs=options,
-        reduction=max(hidden, vocab),
-        grad_reduction=max(n_rows, hidden, vocab),
-        moved=(2 * n_rows * hidden + 3 * vocab * hidden) * dtype.itemsize,
-    )
+    return replace(sample, args=(x, weight, target, bias, ce_weight))
 
 
 OP = registry.register(

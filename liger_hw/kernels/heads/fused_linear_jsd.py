@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op, Sample, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
@@ -129,18 +129,29 @@ WORKLOADS = {
 """Problem sizes (n_rows, hidden, vocab) of real models; the teacher has the student's hidden size."""
 
 
-def _sample(sizes, dtype, device, generator, *, labelled=False, frozen=False, **options: Any) -> Sample:
-    n_rows, hidden, vocab = sizes
+def sample_distillation(
+    sizes, dtype, device, generator, *, given_target=False, labelled=False, frozen=False, **options: Any
+) -> Sample:
+    """A `Sample` of a student's head and a teacher's, or target probabilities in its place.
 
-    labels = sample_labels(n_rows, min(3, vocab), device, generator) if labelled else None
-    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
-    teacher = random_head(n_rows, hidden, vocab, dtype, device, generator)
+    labelled: with labels, of which some are -100; frozen: the student's weight has no gradient
+    """
+    n_rows, hidden, vocab = sizes
+    labels = (sample_labels(n_rows, min(3, vocab), device, generator),) if labelled else ()
+    x, weight = random_head(sizes, dtype, device, generator)
+    if given_target:
+        scores = normal(torch.float32, device, generator)(n_rows, vocab)
+        teacher = (torch.softmax(scores.detach(), -1).to(dtype),)
+        moved = 2 * n_rows * hidden + 3 * vocab * hidden + n_rows * vocab
+    else:
+        teacher = (t.detach() for t in random_head(sizes, dtype, device, generator))
+        moved = 3 * n_rows * hidden + 4 * vocab * hidden
     return Sample(
-        args=(x.requires_grad_(), weight.requires_grad_(not frozen), *teacher, labels),
+        args=(x, weight.requires_grad_(not frozen), *teacher, *labels),
         kwargs=options,
         reduction=n_rows * vocab,
         grad_reduction=max(n_rows, hidden, vocab),
-        moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
+        moved=moved * dtype.itemsize,
     )
 
 
@@ -151,7 +162,7 @@ OP = registry.register(
         reference=fused_linear_jsd_reference,
         tunables=(FWD,),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=sample_distillation,
         options=(
             {},
             {"jsd_beta": 0.0, "temperature": 2.0},

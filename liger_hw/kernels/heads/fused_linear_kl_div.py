@@ -17,17 +17,16 @@ Source: Kullback and Leibler, "On information and sufficiency", 1951
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
-from ..losses.divergence_rows import KL, check_reduction, sample_labels
-from .fused_linear_jsd import WORKLOADS
-from .head_inputs import random_head
+from ..losses.divergence_rows import KL, check_reduction
+from .fused_linear_jsd import WORKLOADS, sample_distillation
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -128,25 +127,6 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
-def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
-    n_rows, hidden, vocab = sizes
-
-    labels = sample_labels(n_rows, min(3, vocab), device, generator) if labelled else None
-    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
-    scores = torch.randn(n_rows, vocab, generator=generator, dtype=torch.float32, device=device)
-    target = torch.softmax(scores, -1).to(dtype)
-    return Sample(
-        args=(x.requires_grad_(), weight.requires_grad_(), target, labels),
-        kwargs=options,
-        reduction=n_rows * vocab,
-        grad_reduction=max(n_rows, hidden, vocab),
-        moved=(2 * n_rows * hidden + 3 * vocab * hidden + n_rows * vocab) * dtype.itemsize,
-    )
-
-
 OP = registry.register(
     Op(
         name="fused_linear_kl_div",
@@ -154,7 +134,7 @@ OP = registry.register(
         reference=fused_linear_kl_div_reference,
         tunables=(FWD,),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=partial(sample_distillation, given_target=True),
         options=(
             {},
             {"reduction": "mean", "labelled": True, "temperature": 2.0},

@@ -34,7 +34,7 @@ from ... import registry
 from ...registry import Op, Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order, schema_of
 from ...runtime.saved_tensors import graph_is_kept
-from ..losses.cross_entropy import check_arguments, sample_targets
+from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import absent
 from ..losses.cross_entropy_rows import assert_targets
 from ..losses.log_prob_rows import (
@@ -59,7 +59,7 @@ from ..losses.log_probs import (
 )
 from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, remaining_rows
-from .head_inputs import checked_head, random_head, sums_in_fp32
+from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
 from .linear_head import TILE, HeadGradients, fake_gradients, sweep
 
@@ -499,26 +499,11 @@ WORKLOADS = {
 """Problem sizes (n_rows, hidden, vocab) of real models."""
 
 
-def _sample(
-    sizes, dtype, device, generator, *, ignored=0.1, select=0, biased=False, frozen=False, **options: Any
-) -> Sample:
-    n_rows, hidden, vocab = sizes
-
+def _sample(sizes, dtype, device, generator, *, select=0, **options: Any) -> Sample:
     if select:
-        ids = torch.randint(vocab, (select,), generator=generator, device=device)
+        ids = torch.randint(sizes[2], (select,), generator=generator, device=device)
         options["selected_token_ids"] = torch.cat((ids, ids[:1]))  # one of them twice
-    x, weight = random_head(n_rows, hidden, vocab, dtype, device, generator)
-    bias = None
-    if biased:
-        bias = torch.randn(vocab, generator=generator, dtype=torch.float32, device=device).to(dtype).requires_grad_()
-    target = sample_targets(n_rows, vocab, device, generator, ignored)
-    return Sample(
-        args=(x.requires_grad_(), weight.requires_grad_(not frozen), target, bias),
-        kwargs=options,
-        reduction=max(hidden, vocab),
-        grad_reduction=max(n_rows, hidden, vocab),
-        moved=(3 * n_rows * hidden + 4 * vocab * hidden) * dtype.itemsize,
-    )
+    return sample_head(sizes, dtype, device, generator, passes=(3, 4), **options)
 
 
 OP = registry.register(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ...registry import Sample, normal
 from ...runtime.operator import autocast_dtype, check, check_tensors, to_flatten
+from ..losses.cross_entropy import sample_targets
 
 
 def checked_head(
@@ -60,10 +64,29 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
     return accum_dtype is torch.float32 and weight.dtype.itemsize < 4
 
 
-def random_head(
-    n_rows: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n_rows, hidden] and weight [vocab, hidden] whose logits are of unit variance."""
-    x = torch.randn(n_rows, hidden, generator=generator, dtype=torch.float32, device=device)
-    weight = torch.randn(vocab, hidden, generator=generator, dtype=torch.float32, device=device) * hidden**-0.5
-    return x.to(dtype), weight.to(dtype)
+def random_head(sizes, dtype, device, generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n_rows, hidden] and weight [vocab, hidden] whose logits are of unit variance; leaves with gradients."""
+    n_rows, hidden, vocab = sizes
+    draw = normal(torch.float32, device, generator)
+    x, weight = draw(n_rows, hidden).detach(), draw(vocab, hidden).detach() * hidden**-0.5
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+def sample_head(
+    sizes, dtype, device, generator, *, passes: tuple[int, int], ignored=0.1, biased=False, frozen=False, **options: Any
+) -> Sample:
+    """A `Sample` (x, weight, target, bias or None) for a loss with targets, of which a share `ignored` is -100.
+
+    passes: reads and writes of x and of the weight; frozen: the weight has no gradient
+    """
+    n_rows, hidden, vocab = sizes
+    x, weight = random_head(sizes, dtype, device, generator)
+    bias = normal(dtype, device, generator)(vocab) if biased else None
+    target = sample_targets(n_rows, vocab, device, generator, ignored)
+    return Sample(
+        args=(x, weight.requires_grad_(not frozen), target, bias),
+        kwargs=options,
+        reduction=max(hidden, vocab),
+        grad_reduction=max(n_rows, hidden, vocab),
+        moved=(passes[0] * n_rows * hidden + passes[1] * vocab * hidden) * dtype.itemsize,
+    )

@@ -22,12 +22,13 @@ label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567; z-loss: PaLM,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ... import registry
-from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
+from ...registry import Key, LaunchConfig, Op, Sample, Target, normal, row_key
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -381,17 +382,23 @@ def sample_targets(n_rows, n_cols, device, generator, ignored: float) -> torch.T
     return target.masked_fill(chance < ignored, -100)
 
 
-def _sample(sizes, dtype, device, generator, *, ignored=0.1, weighted=False, **options: Any) -> Sample:
+def sample_logits(
+    sizes, dtype, device, generator, *, passes: int, ignored=0.1, weighted=False, teacher=False, **options: Any
+) -> Sample:
+    """A `Sample` of logits and targets, of which a share `ignored` is -100. passes: reads and writes of the logits.
+
+    weighted: with class weights; teacher: with a teacher's logits before the targets
+    """
     n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    weight = torch.rand(n_cols, generator=generator, dtype=torch.float32, device=device) if weighted else None
-    return Sample(
-        args=(x.requires_grad_(), sample_targets(n_rows, n_cols, device, generator, ignored), weight),
-        kwargs=options,
-        reduction=n_cols,
-        grad_reduction=n_cols,
-        moved=2 * n_rows * n_cols * dtype.itemsize,
-    )
+    draw = normal(dtype, device, generator)
+    args = [draw(n_rows, n_cols)]
+    if teacher:
+        args.append(draw(n_rows, n_cols).detach())
+    args.append(sample_targets(n_rows, n_cols, device, generator, ignored))
+    if weighted:
+        args.append(torch.rand(n_cols, generator=generator, dtype=torch.float32, device=device))
+    moved = passes * n_rows * n_cols * dtype.itemsize
+    return Sample(args=tuple(args), kwargs=options, reduction=n_cols, grad_reduction=n_cols, moved=moved)
 
 
 OPTIONS = (
@@ -408,7 +415,7 @@ OP = registry.register(
         reference=cross_entropy_reference,
         tunables=(FWD, STATS, BWD),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=partial(sample_logits, passes=2),
         options=OPTIONS,
     )
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable, row_key
+from ...registry import LaunchConfig, Target, Tunable, row_key, tile_space
 from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
@@ -83,14 +83,8 @@ def _bwd_safe(target: Target, key: registry.Key) -> LaunchConfig:
 
 
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, ctas_per_mp=ctas)
-        for block in (512, 1024, 2048, 4096, 8192)
-        for warps in (1, 2, 4, 8, 16)
-        for ctas in (2, 4, 8, 16)
-        if 4 <= block // (warps * target.warp_size) <= 32
-        and ctas * warps * target.warp_size <= target.max_threads_per_multiprocessor
-    ]
+    tiles = ({"BLOCK_SIZE": block} for block in (512, 1024, 2048, 4096, 8192))
+    return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), ctas=(2, 4, 8, 16))
 
 
 BWD = Tunable(

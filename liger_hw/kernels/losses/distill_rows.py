@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import LaunchConfig, Target, Tunable
+from ...registry import LaunchConfig, Target, Tunable, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
+from ..rows.tuning import column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
 from .log_prob_rows import DIMS, vocab_key
 
@@ -518,32 +519,18 @@ def _distill_kernel(
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """Tiles of 2048, 8 elements of each row a thread: a lane is a thread, and a tile of each is one wide load."""
-    block = min(key[0], 2048)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 8, 16))
-
-
-def _safe(target: Target, key: registry.Key) -> LaunchConfig:
-    block = min(key[0], 1024)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 8, 8))
-
-
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, stages)
-        for block in {min(key[0], size) for size in (1024, 2048, 4096, 8192, 16384)}
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in (1, 2, 3)
-        if min(key[0] // target.warp_size, 16 // key[1]) <= block // (warps * target.warp_size) <= 32
-    ]
+    how = {"per_thread": (min(key[0] // target.warp_size, 16 // key[1]), 32), "stages": (1, 2, 3)}
+    return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
 def distill_tunable(op: str, dims: tuple[str, ...] = DIMS, key=vocab_key) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element)."""
-    return Tunable(
-        op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, heuristic=_heuristic, safe=_safe, space=_space
-    )
+    """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element).
+
+    Its heuristic: 8 elements of each row a thread, so that a lane is a thread, and its part of a tile one wide load.
+    """
+    rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
+    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, **rules)
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ the terms themselves are the result, and backward computes the derivative again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 
 from ... import registry
-from ...registry import LaunchConfig, Sample, Target, Tunable, row_key
+from ...registry import LaunchConfig, Sample, Target, Tunable, normal, row_key, tile_space
 from ...runtime.operator import (
     Function,
     autocast_dtype,
@@ -39,6 +39,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
+from ..rows.tuning import column_tiles, tile_rule
 from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
 from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradient
@@ -316,33 +317,18 @@ def _label_share_kernel(LABEL_ptr, SHARE_ptr, n_rows, ignore_index, per_row, BLO
 DIMS = ("n_rows", "n_cols")
 
 
-def _heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """16 elements of each stream a thread, at most 4096 a tile: two loads in flight and no spills."""
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 16), hint="stream")
-
-
-def _safe(target: Target, key: registry.Key) -> LaunchConfig:
-    block = min(key[0], 1024)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16, 8))
-
-
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
-        for block in {min(key[0], size) for size in (1024, 2048, 4096, 8192, 16384)}
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in (1, 2, 3)
-        for hint in ("none", "stream")
-        if 4 <= block // (warps * target.warp_size) <= 32
-    ]
+    how = {"per_thread": (4, 32), "stages": (1, 2, 3), "hints": ("none", "stream")}
+    return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
 def divergence_tunable(op: str) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_divergence_kernel`; its backward for reduction="none" uses it too."""
-    return Tunable(
-        op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, heuristic=_heuristic, safe=_safe, space=_space
-    )
+    """The `<op>.fwd` tunable of an op made of `_divergence_kernel`; its backward for reduction="none" uses it too.
+
+    Its heuristic: 16 elements of each stream a thread, at most 4096 a tile, for two loads in flight and no spills.
+    """
+    rules = {"heuristic": tile_rule(4096, 16, 16, hint="stream"), "safe": tile_rule(1024, 16, 8), "space": _space}
+    return Tunable(op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, **rules)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -521,17 +507,22 @@ def sample_labels(n_rows: int, n_labels: int, device, generator) -> torch.Tensor
     return labels.masked_fill(labels == -1, -100)
 
 
-def sample_divergence(sizes, dtype, device, generator, take, labelled: bool, options: dict[str, Any]) -> Sample:
-    """A `Sample` of input and target `take(random logits)`, and, with labelled, labels of which some are -100."""
+def sample_divergence(
+    sizes, dtype, device, generator, *, take, take_target=None, labelled=False, **options: Any
+) -> Sample:
+    """A `Sample` of an input and a target, `take` (`take_target`) of random logits.
+
+    labelled: with labels, of which some are -100
+    """
     n_rows, n_cols = sizes
+    draw = normal(torch.float32, device, generator)
 
-    def rows() -> torch.Tensor:
-        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
-        return take(values, -1).to(dtype)
+    def rows(distribution: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return distribution(draw(n_rows, n_cols).detach(), -1).to(dtype)
 
-    labels = sample_labels(n_rows, 3, device, generator) if labelled else None
+    labels = (sample_labels(n_rows, 3, device, generator),) if labelled else ()
     return Sample(
-        args=(rows().requires_grad_(), rows(), labels),
+        args=(rows(take).requires_grad_(), rows(take_target or take), *labels),
         kwargs=options,
         reduction=n_rows * n_cols,
         grad_reduction=n_cols,

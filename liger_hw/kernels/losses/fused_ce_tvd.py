@@ -14,14 +14,14 @@ https://arxiv.org/abs/2307.15190
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op
 from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major, to_flatten
-from .cross_entropy import check_arguments, sample_targets
+from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_rows import assert_targets
 from .distill_rows import (
     SAVED,
@@ -180,24 +180,6 @@ class LigerFusedCETVDLoss(torch.nn.Module):
         return f"ignore_index={self.ignore_index}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
-def _sample(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
-    n_rows, n_cols = sizes
-
-    def logits() -> torch.Tensor:
-        return torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-
-    return Sample(
-        args=(logits().requires_grad_(), logits(), sample_targets(n_rows, n_cols, device, generator, ignored)),
-        kwargs=options,
-        reduction=n_cols,
-        grad_reduction=n_cols,
-        moved=5 * n_rows * n_cols * dtype.itemsize,
-    )
-
-
 OP = registry.register(
     Op(
         name="fused_ce_tvd",
@@ -205,7 +187,7 @@ OP = registry.register(
         reference=fused_ce_tvd_reference,
         tunables=(FWD,),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=partial(sample_logits, passes=5, teacher=True),
         options=({}, {"ignore_index": 3, "ignored": 0.0}),
     )
 )

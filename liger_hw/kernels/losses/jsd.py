@@ -16,12 +16,12 @@ Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arx
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op
 from ...runtime.operator import check, check_floats, check_ignore_index
 from .divergence_rows import (
     BATCHMEAN,
@@ -98,13 +98,6 @@ class LigerJSD(torch.nn.Module):
         return f"beta={self.beta}, ignore_index={self.ignore_index}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
-def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
-    return sample_divergence(sizes, dtype, device, generator, torch.log_softmax, labelled, options)
-
-
 OP = registry.register(
     Op(
         name="jsd",
@@ -112,7 +105,7 @@ OP = registry.register(
         reference=jsd_reference,
         tunables=(FWD,),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=partial(sample_divergence, take=torch.log_softmax),
         options=({}, {"beta": 0.0}, {"beta": 1.0}, {"beta": 0.1, "labelled": True}),
     )
 )

@@ -32,6 +32,7 @@ from .divergence_rows import (
     divergence_operators,
     divergence_reference,
     divergence_tunable,
+    sample_divergence,
 )
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -102,20 +103,8 @@ class LigerKLDIVLoss(torch.nn.KLDivLoss):
 
 
 def _sample(sizes, dtype, device, generator, *, log_target=False, **options: Any) -> Sample:
-    n_rows, n_cols = sizes
-
-    def log_probs() -> torch.Tensor:
-        values = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device)
-        return torch.log_softmax(values, -1)
-
-    target = log_probs()
-    return Sample(
-        args=(log_probs().to(dtype).requires_grad_(), (target if log_target else target.exp()).to(dtype)),
-        kwargs={"log_target": log_target, **options} if log_target else options,
-        reduction=n_rows * n_cols,
-        grad_reduction=n_cols,
-        moved=3 * n_rows * n_cols * dtype.itemsize,
-    )
+    take = {"take": torch.log_softmax, "take_target": torch.log_softmax if log_target else torch.softmax}
+    return sample_divergence(sizes, dtype, device, generator, **take, log_target=log_target, **options)
 
 
 OP = registry.register(

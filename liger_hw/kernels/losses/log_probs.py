@@ -16,13 +16,13 @@ backward, by the kernels of log_prob_rows.py.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op
 from ...runtime.operator import (
     Function,
     check,
@@ -34,7 +34,7 @@ from ...runtime.operator import (
     row_major,
 )
 from ...runtime.saved_tensors import graph_is_kept
-from .cross_entropy import WORKLOADS, check_arguments, sample_targets
+from .cross_entropy import WORKLOADS, check_arguments, sample_logits
 from .cross_entropy_reference import absent
 from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
@@ -272,22 +272,6 @@ def check_temperature(op: str, temperature: float) -> None:
         check(False, op, f"temperature must be positive and finite, got {temperature}")
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
-def sample_logits(sizes, dtype, device, generator, *, ignored=0.1, **options: Any) -> Sample:
-    """A `Sample` of logits and targets, of which a share `ignored` is -100."""
-    n_rows, n_cols = sizes
-    x = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Sample(
-        args=(x.requires_grad_(), sample_targets(n_rows, n_cols, device, generator, ignored)),
-        kwargs=options,
-        reduction=n_cols,
-        grad_reduction=n_cols,
-        moved=3 * n_rows * n_cols * dtype.itemsize,
-    )
-
-
 OP = registry.register(
     Op(
         name="log_probs",
@@ -295,7 +279,7 @@ OP = registry.register(
         reference=log_probs_reference,
         tunables=(FWD, BWD),
         workloads=WORKLOADS,
-        sample=sample_logits,
+        sample=partial(sample_logits, passes=3),
         options=(
             {},
             {"temperature": 0.7, "return_entropy": True, "return_top1": True},

@@ -14,9 +14,10 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", htt
 
 from __future__ import annotations
 
-from ...registry import Key, LaunchConfig, Target
+from ...registry import Key, LaunchConfig, Target, tile_space
 from ...runtime.triton_import import INTERPRET, libdevice, tl, triton
 from ..rows.edges import edge_columns
+from ..rows.tuning import column_tiles, tile_rule
 
 if INTERPRET:  # libdevice has no tanh there
 
@@ -331,20 +332,15 @@ def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
 
 
-def rows_safe(target: Target, key: Key) -> LaunchConfig:
-    block = min(key[0], 4096)
-    return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 8))
+rows_safe = tile_rule(4096, 32, 8)
 
 
 def rows_space(target: Target, key: Key) -> list[LaunchConfig]:
     """One tile that holds the row, or smaller ones and a second read of it."""
-    smallest, largest = min(key[0], 1024), min(key[0], 65536)
-    blocks = [1 << power for power in range(smallest.bit_length() - 1, largest.bit_length())]
+    tiles = column_tiles(key, 1024, 65536)
+    whole, parts = [t for t in tiles if t["BLOCK_SIZE"] == key[0]], [t for t in tiles if t["BLOCK_SIZE"] < key[0]]
+    how = {"warps": (1, 2, 4, 8, 16, 32), "per_thread": (4, 64)}
     return [
-        LaunchConfig({"BLOCK_SIZE": block}, warps, stages, hint=hint)
-        for block in blocks
-        for warps in (1, 2, 4, 8, 16, 32)
-        for stages in ((1,) if block == key[0] else (1, 2, 3))
-        for hint in (("none",) if block == key[0] else ("none", "keep"))
-        if 4 <= block // (warps * target.warp_size) <= 64
+        *tile_space(target, whole, **how),
+        *tile_space(target, parts, **how, stages=(1, 2, 3), hints=("none", "keep")),
     ]

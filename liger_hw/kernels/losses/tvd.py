@@ -15,12 +15,12 @@ https://arxiv.org/abs/2307.15190
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ... import registry
-from ...registry import Op, Sample
+from ...registry import Op
 from .divergence_rows import (
     TVD,
     WORKLOADS,
@@ -86,13 +86,6 @@ class LigerTVDLoss(torch.nn.Module):
         return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
-def _sample(sizes, dtype, device, generator, *, labelled=False, **options: Any) -> Sample:
-    return sample_divergence(sizes, dtype, device, generator, torch.softmax, labelled, options)
-
-
 OP = registry.register(
     Op(
         name="tvd",
@@ -100,7 +93,7 @@ OP = registry.register(
         reference=tvd_reference,
         tunables=(FWD,),
         workloads=WORKLOADS,
-        sample=_sample,
+        sample=partial(sample_divergence, take=torch.softmax),
         options=(
             {},
             {"reduction": "none", "labelled": True},

@@ -6,7 +6,7 @@ for, whatever the op. All are powers of two.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 from ...registry import Key, LaunchConfig, Target, Tunable, row_key
 from ...runtime.dependent_launch import is_small_launch
@@ -127,6 +127,25 @@ def safe(target: Target, key: Key) -> LaunchConfig:
     """One row a program in blocks of at most 4096 columns: legal everywhere."""
     block = min(key[0], 4096)
     return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 32), 1, 1)
+
+
+def tile_rule(widest: int, per_thread: int, most_warps: int, hint: str = "none") -> Callable[..., LaunchConfig]:
+    """A heuristic for kernels that go through a row tile by tile: tiles of the row's width, at most `widest` columns.
+
+    per_thread: columns of a tile that a thread has; most_warps: of 32 threads
+    """
+
+    def rule(target: Target, key: Key) -> LaunchConfig:
+        block = min(key[0], widest)
+        return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, per_thread, most_warps), hint=hint)
+
+    return rule
+
+
+def column_tiles(key: Key, narrowest: int, widest: int) -> list[dict[str, int]]:
+    """The tiles of such a kernel for `tile_space`: powers of two in this range, none wider than the row."""
+    sizes = {min(key[0], 1 << power) for power in range(narrowest.bit_length() - 1, widest.bit_length())}
+    return [{"BLOCK_SIZE": size} for size in sorted(sizes)]
 
 
 def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
