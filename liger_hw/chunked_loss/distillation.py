@@ -22,6 +22,7 @@ from ..kernels.heads.linear_distillation import (
     checked_teacher,
     linear_distillation_operator,
 )
+from ..kernels.losses.distill_rows import Distillation
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 from .checks import LossModule
 
@@ -63,18 +64,10 @@ class DistillationFunction:
         x, weight, bias = checked_head(name, student_input, student_weight, student_bias, STUDENT, "tokens")
         teacher = checked_teacher(name, teacher_input, teacher_weight, teacher_bias, x, weight, "tokens")
         check_indices(name, "true_labels", true_labels, x)
-        call = DistillationCall(
-            kind=kind,
-            beta=float(beta),
-            eps=0.0,
-            temperature=float(temperature),
-            ignore_index=ignore_index,
-            soft_weight=float(weight_soft_loss * soft_scale),
-            hard_weight=float(weight_hard_loss),
-            with_hard=bool(return_soft_hard_loss) or weight_hard_loss != 0.0,
-            per_row=1,
-            wide=False,
-        )
+        weights = float(weight_soft_loss * soft_scale), float(weight_hard_loss)
+        options = Distillation(kind, float(beta), 0.0, float(temperature), ignore_index, *weights)
+        with_hard = bool(return_soft_hard_loss) or weight_hard_loss != 0.0
+        call = DistillationCall(options, with_hard, per_row=1, wide=False)
         found = LinearDistillationFunction.apply(x, weight, bias, *teacher, true_labels, OPERATOR, call)
         if not call.with_hard:
             return found

@@ -26,13 +26,9 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import torch
 
 from ..kernels.heads.chunk_plan import plan_groups
-from ..kernels.heads.linear_head import HeadGradients, fake_gradients, scale_wanted, sweep
+from ..kernels.heads.linear_head import HeadGradients, Wanted, fake_gradients, scale_wanted, sweep
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
-from ..kernels.losses.log_prob_rows import (
-    log_prob_buffers,
-    row_log_prob_gradients,
-    row_log_probs,
-)
+from ..kernels.losses.log_prob_rows import log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
 from ..runtime.operator import Function, define, first_order, is_interpreted
 
@@ -67,7 +63,6 @@ class Spec(NamedTuple):
     group: TOKEN, SEQUENCE or PAIR
     n_grouped: how many of the extra tensors are grouped; the others are shared
     scale: factor of the slopes (`gradient_scale`)
-    dx, dweight, dbias: the gradients that are wanted
     """
 
     name: str
@@ -78,13 +73,7 @@ class Spec(NamedTuple):
     ignore_index: int = -100
     temperature: float = 1.0
     scale: float = 1.0
-    dx: bool = False
-    dweight: bool = False
-    dbias: bool = False
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.dx, self.dweight, self.dbias
+    wanted: Wanted = Wanted()
 
     @property
     def loss(self) -> Any:
@@ -200,8 +189,7 @@ class _Groups(NamedTuple):
 
 
 @torch.no_grad()
-def _run(x, weight, bias, target, second, extras, *arguments):
-    spec = Spec(*arguments)
+def _run(x, weight, bias, target, second, extras, spec: Spec):
     loss, wanted = spec.loss, spec.wanted
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
@@ -232,8 +220,8 @@ def _run(x, weight, bias, target, second, extras, *arguments):
     return [*loss.results(groups.seen(rows, 0, n_groups)), *grads.results(bias)]
 
 
-def _fake(x, weight, bias, target, second, extras, *arguments):
-    spec, (batch, length) = Spec(*arguments), target.shape
+def _fake(x, weight, bias, target, second, extras, spec: Spec):
+    batch, length = target.shape
     shape = (batch * length, 1) if spec.group == TOKEN else (batch // spec.group, length * spec.group)
     logp = x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
     seen = Seen(
@@ -249,12 +237,11 @@ def _fake(x, weight, bias, target, second, extras, *arguments):
 
 
 chunked_loss = define(
-    "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras, str name, "
-    "str kind, float[] numbers, int group, int n_grouped, int ignore_index, float temperature, float scale, bool dx, "
-    "bool dweight, bool dbias) -> Tensor[]",
+    "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras) -> Tensor[]",
     launcher=_run,
     reference=_run,
     fake=_fake,
+    numbers=Spec,
 )
 
 
@@ -263,9 +250,9 @@ class _ChunkedLossFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):
-        dx, dweight, dbias = ctx.wanted = ctx.needs_input_grad[:3]
-        spec = spec._replace(dx=dx, dweight=dweight, dbias=dbias)
-        *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), *spec)
+        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
+        spec = spec._replace(wanted=ctx.wanted)
+        *outputs, dx, dweight, dbias = chunked_loss(x, weight, bias, target, second, list(extras), spec)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.scale, ctx.shape = spec.scale, x.shape
         ctx.mark_non_differentiable(*outputs[1:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Callable, NoReturn, get_type_hints
+from typing import Any, Callable, Iterator, NoReturn, get_type_hints
 
 import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
@@ -59,6 +59,7 @@ def define(
     launcher: Callable[..., Any],
     reference: Callable[..., Any],
     fake: Callable[..., Any] | tuple[str, ...] | None = None,
+    numbers: type | None = None,
     recorded: bool = True,
 ) -> Any:
     """Register an operator `liger_hw::<name>` and return what op files call: the operator, or in eager its launcher.
@@ -69,12 +70,20 @@ def define(
     fake: empty results of the same shapes, for torch.compile. A tuple names, for each result, the argument whose shape
     and dtype it has (an argument that is None gives an empty tensor, which stands for no gradient); None derives it by
     calling the reference on fake tensors, which suits a reference that takes no gradient itself.
+    numbers: a NamedTuple whose fields are the schema's last arguments; it need not list them. The three functions, and
+    what is returned, take one such tuple in their place.
     recorded: False for a launcher that never only allocates and launches (`replay.repeated`)
 
     All three functions take the schema's arguments by position, with numbers as the schema says: an int for a float, a
     bool for an int, and 0, 1 or None for a bool are converted. None may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
+    call_numbers = None if numbers is None else _Numbers(numbers)
+    if call_numbers is not None:
+        given, _, results = schema.partition(") ->")
+        schema, n_others = f"{given}, {call_numbers.schema}) ->{results}", given.count(",") + 1
+        launcher, reference = (call_numbers.taken_by(run, n_others) for run in (launcher, reference))
+        fake = call_numbers.taken_by(fake, n_others) if callable(fake) else fake
     launchers[name] = with_fallback(launcher)
     if env.get("LIGER_HW_DISABLE"):
         launcher, recorded = reference, False
@@ -90,13 +99,15 @@ def define(
     elif isinstance(fake, tuple):
         fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
-    numbers = tuple(
+    places = tuple(
         (place, _NUMBERS[kind])
         for place, argument in enumerate(overload._schema.arguments)
         if (kind := str(argument.real_type)) in _NUMBERS
     )
 
     def call(*args: Any) -> Any:
+        if call_numbers is not None:
+            args = (*args[:-1], *call_numbers.apart(args[-1]))
         if not (
             torch.is_grad_enabled()
             or is_compiling()
@@ -107,11 +118,11 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, launcher, args, numbers) if recorded else MISSED
+                result = replay(name, launcher, args, places) if recorded else MISSED
                 if result is not MISSED:
                     return result
                 if are_plain(args):
-                    run, args = launcher, coerced(args, numbers)
+                    run, args = launcher, coerced(args, places)
                 else:
                     run = overload
                     _refuse_dtensors(name, args)
@@ -120,7 +131,7 @@ def define(
                 return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
-                return on_gpu(*coerced(args, numbers))
+                return on_gpu(*coerced(args, places))
         elif _is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
@@ -132,9 +143,43 @@ def define(
     return call
 
 
-def schema_of(call: type) -> str:
-    """The fields of a NamedTuple (int, float, bool or str) as arguments in `define`'s schema, in their order."""
-    return ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(call).items())
+class _Numbers:
+    """How a NamedTuple of numbers stands in an operator's schema: each of its fields is an argument.
+
+    A field is an int, float, bool or str, a tuple[float, ...], or another such NamedTuple, whose fields stand in its
+    place.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        fields = get_type_hints(kind)
+        self.inner = tuple(_Numbers(of) if hasattr(of, "_fields") else None for of in fields.values())
+        self.schema = ", ".join(
+            inner.schema if inner else f"{'float[]' if of == tuple[float, ...] else of.__name__} {name}"
+            for (name, of), inner in zip(fields.items(), self.inner)
+        )
+
+    def apart(self, call: Any) -> list[Any]:
+        """The numbers of a call, in the order of the schema."""
+        numbers: list[Any] = []
+        for value, inner in zip(call, self.inner):
+            if inner is None:
+                numbers.append(value)
+            else:
+                numbers += inner.apart(value)
+        return numbers
+
+    def together(self, numbers: Iterator[Any]) -> Any:
+        """The call that has these numbers."""
+        return self.kind(*(next(numbers) if inner is None else inner.together(numbers) for inner in self.inner))
+
+    def taken_by(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
+        """`run`, whose last argument after `n_others` is the call, as a function of its numbers."""
+
+        def with_call(*args: Any) -> Any:
+            return run(*args[:n_others], self.together(iter(args[n_others:])))
+
+        return with_call
 
 
 _NUMBERS = {"float": float, "int": int, "bool": bool}

@@ -25,35 +25,35 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, define, first_order, schema_of
+from ...runtime.operator import Function, check, define, dense, first_order
 from ..losses.cross_entropy import check_arguments, check_settings
 from ..losses.cross_entropy_reference import (
-    REDUCTIONS,
     CrossEntropyOutput,
     Options,
     absent,
     check_targets,
     fake_outputs,
+    options_of,
     pack,
     reference_gradient,
     reference_losses,
     reference_outputs,
 )
-from ..losses.cross_entropy_rows import (
-    RowResults,
-    launch_rows,
-    launch_stats,
-    launch_sum,
-    row_buffers,
-    rows_tunable,
-    scales_in_backward,
-)
+from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from ..losses.log_prob_rows import DIMS, vocab_key
 from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import HeadGradients, fake_gradients, reference_gradients, reference_logits, scale_wanted, sweep
+from .linear_head import (
+    HeadGradients,
+    Wanted,
+    fake_gradients,
+    reference_gradients,
+    reference_logits,
+    scale_wanted,
+    sweep,
+)
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -78,11 +78,10 @@ def fused_linear_cross_entropy_reference(
     compact: bool | CountedRows = False,
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch: a linear layer, then cross_entropy's reference, in fp32 (fp64 for fp64)."""
-    options = Options(
-        ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction], use_token_scaling
-    )
-    outputs = reference_losses(reference_logits(input, weight, bias), target, ce_weight, options)
-    return pack(*outputs, (return_z_loss, return_token_accuracy, return_predicted_tokens))
+    extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    numbers = ignore_index, label_smoothing, lse_square_scale, softcap, reduction
+    options = options_of(*numbers, extra, use_token_scaling)
+    return pack(*reference_losses(reference_logits(input, weight, bias), target, ce_weight, options), extra)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
@@ -94,48 +93,25 @@ _NAME = "liger_fused_linear_cross_entropy"
 class _Call(NamedTuple):
     """The operators' arguments after the tensors, in the order of their schema.
 
-    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    wide: the weight's gradient is accumulated in fp32
     """
 
-    ignore_index: int
-    label_smoothing: float
-    lse_square_scale: float
-    softcap: float
-    reduction: int
-    token_scaling: bool
+    options: Options
     wide: bool
     chunk_mem_const: int
-    z_loss: bool
-    token_accuracy: bool
-    predicted_tokens: bool
-    dinput: bool = False
-    dweight: bool = False
-    dbias: bool = False
-
-    @property
-    def options(self) -> Options:
-        return Options(**{name: getattr(self, name) for name in Options._fields})
-
-    @property
-    def extra(self) -> tuple[bool, bool, bool]:
-        return self.z_loss, self.token_accuracy, self.predicted_tokens
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.dinput, self.dweight, self.dbias
+    wanted: Wanted = Wanted()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator."""
-        return any(self.wanted) and scales_in_backward(dtype, self.options)
+        return any(self.wanted) and self.options.scales_in_backward(dtype)
 
 
 @torch.no_grad()
-def _fwd(x, weight, target, bias, ce_weight, order, *arguments, row_grads=None):
+def _fwd(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None):
     """row_grads: the rows' incoming gradients, for the backward of reduction="none"; then the gradients alone."""
-    call = _Call(*arguments)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
-    target, bias, ce_weight = (t if t is None else t.contiguous() for t in (target, bias, ce_weight))
+    target, bias, ce_weight = dense(target), dense(bias), dense(ce_weight)
     n_rows, (vocab, hidden), itemsize, options = target.shape[0], weight.shape, x.dtype.itemsize, call.options
     chunks = plan_chunks(
         *(n_rows, hidden, vocab, itemsize),
@@ -146,7 +122,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, *arguments, row_grads=None):
         device=x.device,
     )
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
-    rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device, call.extra)
+    rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device)
     grads = HeadGradients(x, weight, call.wanted, chunks, target)
     plan = FWD.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
@@ -159,7 +135,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, *arguments, row_grads=None):
         )
     if row_grads is not None:
         return grads.results(bias)
-    outputs = launch_sum(_put_back(rows, order, x.shape[0]), stats, options, torch.float32)
+    outputs = launch_sum(_put_back(rows, order, x.shape[0]), stats, options.reduction, torch.float32)
     return *outputs, *grads.results(bias), stats if call.scales_in_backward(x.dtype) else absent(stats)
 
 
@@ -192,45 +168,43 @@ def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=
 
 
 @torch.no_grad()
-def _fwd_reference(x, weight, target, bias, ce_weight, order, *arguments):
-    call = _Call(*arguments)
-    check_targets(_NAME, target, weight.shape[0], call.ignore_index)
+def _fwd_reference(x, weight, target, bias, ce_weight, order, call: _Call):
+    check_targets(_NAME, target, weight.shape[0], call.options.ignore_index)
     outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
-    outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.extra)
+    outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.options)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
     return *outputs, *grads, torch.ones(5 if call.scales_in_backward(x.dtype) else 0)
 
 
 @torch.no_grad()
-def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
-    return _reference_grads(x, weight, target, bias, ce_weight, _Call(*arguments), grad_output)
+def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, call: _Call):
+    return _reference_grads(x, weight, target, bias, ce_weight, call, grad_output)
 
 
-def _fwd_fake(x, weight, target, bias, ce_weight, order, *arguments):
-    call = _Call(*arguments)
-    outputs = fake_outputs(x, x.shape[0], call.reduction, torch.promote_types(x.dtype, torch.float32), call.extra)
+def _fwd_fake(x, weight, target, bias, ce_weight, order, call: _Call):
+    outputs = fake_outputs(x, x.shape[0], torch.promote_types(x.dtype, torch.float32), call.options)
     stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=torch.float32)
     return *outputs, *fake_gradients(x, weight, bias, call.wanted), stats
 
 
-def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, *arguments):
-    return fake_gradients(x, weight, bias, _Call(*arguments).wanted)
+def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, call: _Call):
+    return fake_gradients(x, weight, bias, call.wanted)
 
 
-_ARGUMENTS = (
-    f"Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order, {schema_of(_Call)}"
-)
+_TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order"
 fused_linear_cross_entropy_fwd = define(
-    f"fused_linear_cross_entropy_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"fused_linear_cross_entropy_fwd({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
+    numbers=_Call,
 )
 fused_linear_cross_entropy_bwd = define(
-    f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
     fake=_bwd_fake,
+    numbers=_Call,
 )
 
 
@@ -259,23 +233,15 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         order=None,
     ):
         tensors = _input, weight, target, bias, ce_weight, order
-        call = _Call(
-            ignore_index=ignore_index,
-            label_smoothing=float(label_smoothing),
-            lse_square_scale=float(lse_square_scale),
-            softcap=float(softcap or 0.0),
-            reduction=REDUCTIONS[reduction],
-            token_scaling=use_token_scaling,
-            wide=sums_in_fp32(_NAME, accum_dtype, weight),
-            chunk_mem_const=chunk_mem_const,
-            z_loss=return_z_loss,
-            token_accuracy=return_token_accuracy,
-            predicted_tokens=return_predicted_tokens,
-        )
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        numbers = ignore_index, label_smoothing, lse_square_scale, softcap, reduction
+        options = options_of(*numbers, extra, use_token_scaling)
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        with_gradients = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
-        ctx.wanted, ctx.later = with_gradients.wanted, with_gradients if reduction == "none" else None
-        outputs = fused_linear_cross_entropy_fwd(*tensors, *(call if ctx.later else with_gradients))
+        ctx.wanted = Wanted(dinput, dweight, dbias)
+        call = _Call(options, sums_in_fp32(_NAME, accum_dtype, weight), chunk_mem_const)
+        with_gradients = call._replace(wanted=ctx.wanted)
+        ctx.later = with_gradients if reduction == "none" else None
+        outputs = fused_linear_cross_entropy_fwd(*tensors, call if ctx.later else with_gradients)
         loss, z_loss, hits, top, *saved = outputs
         ctx.save_for_backward(*(tensors if ctx.later else saved))
         ctx.mark_non_differentiable(z_loss, hits, top)
@@ -288,7 +254,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
         if grad_output is None:
             return (None,) * 17
         if ctx.later:
-            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, *ctx.later)
+            grads = fused_linear_cross_entropy_bwd(grad_output, *ctx.saved_tensors, ctx.later)
             dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
             *grads, stats = ctx.saved_tensors

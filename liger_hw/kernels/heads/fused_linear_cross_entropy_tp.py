@@ -30,7 +30,16 @@ import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
 from ..losses.cross_entropy import check_arguments
-from ..losses.cross_entropy_reference import MEAN, NONE, REDUCTIONS, CrossEntropyOutput, absent, fake_outputs, pack
+from ..losses.cross_entropy_reference import (
+    MEAN,
+    NONE,
+    CrossEntropyOutput,
+    Options,
+    absent,
+    fake_outputs,
+    options_of,
+    pack,
+)
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..losses.vocab_parts import (
     IGNORED,
@@ -47,7 +56,7 @@ from ..losses.vocab_parts import (
 from .chunk_plan import Chunks, plan_shared
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, dx_of, fake_gradients, scale_wanted, sweep
+from .linear_head import HeadGradients, Wanted, dx_of, fake_gradients, scale_wanted, sweep
 
 _NAME = "liger_fused_linear_cross_entropy_tp"
 _TOP_ROWS = 256
@@ -58,35 +67,14 @@ class _Call(NamedTuple):
     """The operators' arguments after the tensors, in the order of their schema.
 
     group: the process group's name, or "" for a whole vocabulary
-    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    wide: the weight's gradient is accumulated in fp32
     """
 
     group: str
-    ignore_index: int
-    label_smoothing: float
-    lse_square_scale: float
-    softcap: float
-    reduction: int
+    options: Options
     wide: bool
-    z_loss: bool
-    token_accuracy: bool
-    predicted_tokens: bool
     sequence_parallel: bool
-    dinput: bool = False
-    dweight: bool = False
-    dbias: bool = False
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.dinput, self.dweight, self.dbias
-
-    @property
-    def seeks_top(self) -> bool:
-        return self.token_accuracy or self.predicted_tokens
-
-    def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward divides the gradients by the mean's denominator: in fp16 p / n_rows underflows."""
-        return dtype is torch.float16 and self.reduction == MEAN
+    wanted: Wanted = Wanted()
 
     def part(self, width: int, device: torch.device) -> VocabPart:
         """This rank's part of the vocabulary; collective."""
@@ -146,6 +134,11 @@ class SharedGradients(HeadGradients):
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
+def seeks_top(options: Options) -> bool:
+    """Whether the largest logit of each row is looked for."""
+    return options.token_accuracy or options.predicted_tokens
+
+
 class _Results(NamedTuple):
     """What rows give: their loss, its part that is z-loss, and the column of the largest logit or None."""
 
@@ -166,18 +159,18 @@ class _Rows:
         own: OwnTargets,
         part: VocabPart,
         bias: torch.Tensor | None,
-        call: _Call,
+        options: Options,
         like: torch.Tensor,
         plain: bool,
         incoming: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        self.own, self.part, self.call, self._sent = own, part, call, []
-        n_rows, smoothing = own.mine.shape[0], call.label_smoothing
+        self.own, self.part, self.options, self._sent = own, part, options, []
+        n_rows, smoothing = own.mine.shape[0], options.label_smoothing
         self._found = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing))
-        self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if call.seeks_top else []
+        self._top = [torch.empty_like(self._found.lse) for _ in range(2)] if seeks_top(options) else []
         self.lse = torch.empty_like(self._found.lse) if lse is None else lse
-        self._options = {"bias": bias, "softcap": call.softcap, "ignore_index": IGNORED, "plain": plain}
+        self._how = {"bias": bias, "softcap": options.softcap, "ignore_index": IGNORED, "plain": plain}
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
         self._target_coef = torch.where(own.here, (smoothing - 1.0) * incoming, 0.0)
         self._softmax_coef = torch.where(own.valid, -incoming, float("nan"))
@@ -186,9 +179,9 @@ class _Rows:
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows from `start` on, and send the other ranks their log-sum-exp."""
         rows = slice(start, start + logits.shape[0])
-        with_fallback(partial(row_log_probs, logits, self.own.mine, self._found, row_start=start, **self._options))()
+        with_fallback(partial(row_log_probs, logits, self.own.mine, self._found, row_start=start, **self._how))()
         if self._top:
-            for numbers, found in zip(self._top, _largest(logits, self._options["bias"])):
+            for numbers, found in zip(self._top, _largest(logits, self._how["bias"])):
                 numbers[rows] = found
         self._sent.append((rows, GatheredRows(self._found.lse[None, rows], self.part)))
 
@@ -205,17 +198,17 @@ class _Rows:
 
     def results(self) -> _Results:
         """Of all rows, when all were received: one more exchange, of what no gradient waits for."""
-        own, found, call = self.own, self._found, self.call
+        own, found, options = self.own, self._found, self.options
         numbers = [torch.where(own.here, found.lse + found.logp, 0.0)]
         numbers += [] if found.logit_sum is None else [found.logit_sum]
         scores, *more = gather_rows([*numbers, *self._top], self.part)
-        loss = self.lse - (1.0 - call.label_smoothing) * scores.sum(0)
+        loss = self.lse - (1.0 - options.label_smoothing) * scores.sum(0)
         if self._per_class is not None:
             loss = loss - self._per_class * more.pop(0).sum(0)
-        z = call.lse_square_scale * self.lse.square()
+        z = options.lse_square_scale * self.lse.square()
         loss = torch.where(own.valid, loss + z, float("nan")).masked_fill(~own.counted, 0.0)
         top = None
-        if call.seeks_top:
+        if seeks_top(options):
             values, columns = more
             winner = values.argmax(0, keepdim=True)
             top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~own.counted, -1)
@@ -224,11 +217,11 @@ class _Rows:
     def gradient(self, start: int, logits: torch.Tensor) -> None:
         """Turn the logits of the rows from `start` on into their gradient, in place."""
         softmax_coef = self._softmax_coef
-        if scale := self.call.lse_square_scale:
+        if scale := self.options.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
         given = logits, self.own.mine, LogProbs(self.lse, self.lse), self._target_coef
         coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
-        with_fallback(partial(row_log_prob_gradients, *given, row_start=start, **coefs, **self._options))()
+        with_fallback(partial(row_log_prob_gradients, *given, row_start=start, **coefs, **self._how))()
 
 
 def _largest(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,19 +265,19 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     part = call.part(weight.shape[0], x.device)
     scattered = call.sequence_parallel and part.world > 1
     whole, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
-    options = {"wide": call.wide, "device": x.device, "world": part.world if scattered else 1}
-    chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, **options)
+    options, world = call.options, part.world if scattered else 1
+    chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, wide=call.wide, device=x.device, world=world)
     if scattered:
         order = _order(chunks, part.world, x.device)
     if order is not None:
         target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
-    own = own_targets(_NAME, target, weight.shape[0], part, call.ignore_index)
+    own = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
     entries = torch.where(own.here, own.mine, -1)
     grads = SharedGradients(whole, weight, call.wanted, chunks, entries, part, plain, scattered)
     one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
-    row_weight = own.counted.sum().to(one.dtype).reciprocal() if call.reduction == MEAN else one
-    incoming = (one if call.scales_in_backward(x.dtype) else row_weight) if row_grads is None else row_grads
-    rows = _Rows(own, part, bias, call, x, plain, incoming, lse)
+    row_weight = own.counted.sum().to(one.dtype).reciprocal() if options.reduction == MEAN else one
+    incoming = (one if options.scales_in_backward(x.dtype) else row_weight) if row_grads is None else row_grads
+    rows = _Rows(own, part, bias, options, x, plain, incoming, lse)
     for start, logits, _ in sweep(
         chunks, whole, weight, grads if any(call.wanted) else None, order=order, scan=rows.send if lse is None else None
     ):
@@ -297,8 +290,8 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
     return rows, order, grads.results(bias), row_weight
 
 
-def _forward(x, weight, target, bias, order, *arguments, plain=False):
-    call, n_rows = _Call(*arguments), len(target)
+def _forward(x, weight, target, bias, order, call: _Call, plain=False):
+    n_rows, options = len(target), call.options
     rows, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
     counted, (loss, z_loss, top) = rows.own.counted, rows.results()
 
@@ -307,57 +300,54 @@ def _forward(x, weight, target, bias, order, *arguments, plain=False):
 
     hits = (
         (counted & (top == (target if order is None else target[order]))).float()
-        if call.token_accuracy
+        if options.token_accuracy
         else absent(loss)
     )
-    if call.reduction == NONE:
+    if options.reduction == NONE:
         loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
-        hits = in_order(hits, 0) if call.token_accuracy else hits
+        hits = in_order(hits, 0) if options.token_accuracy else hits
     else:
         loss, z_loss = loss.sum() * row_weight, z_loss.sum() * row_weight
-        hits = hits.sum() / counted.sum() if call.token_accuracy else hits
-    z_loss = z_loss if call.z_loss else absent(z_loss)
-    top = in_order(top, -1) if call.predicted_tokens else absent(target)
+        hits = hits.sum() / counted.sum() if options.token_accuracy else hits
+    z_loss = z_loss if options.z_loss else absent(z_loss)
+    top = in_order(top, -1) if options.predicted_tokens else absent(target)
     return loss, z_loss, hits, top, in_order(rows.lse, 0), *grads, row_weight
 
 
-def _backward(grad_output, lse, x, weight, target, bias, order, *arguments, plain=False):
-    return _run(x, weight, target, bias, order, _Call(*arguments), plain, lse, grad_output.to(lse.dtype))[2]
+def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, plain=False):
+    return _run(x, weight, target, bias, order, call, plain, lse, grad_output.to(lse.dtype))[2]
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _fwd_fake(x, weight, target, bias, order, *arguments):
-    call, wide = _Call(*arguments), torch.promote_types(x.dtype, torch.float32)
-    extra = call.z_loss, call.token_accuracy, call.predicted_tokens
-    outputs = fake_outputs(x, target.shape[0], call.reduction, wide, extra)
+def _fwd_fake(x, weight, target, bias, order, call: _Call):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    outputs = fake_outputs(x, target.shape[0], wide, call.options)
     lse, row_weight = x.new_empty(target.shape[0], dtype=wide), x.new_empty((), dtype=wide)
     return *outputs, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
 
 
-def _bwd_fake(grad_output, lse, x, weight, target, bias, order, *arguments):
-    return fake_gradients(x, weight, bias, _Call(*arguments).wanted)
+def _bwd_fake(grad_output, lse, x, weight, target, bias, order, call: _Call):
+    return fake_gradients(x, weight, bias, call.wanted)
 
 
-_ARGUMENTS = (
-    "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? order, str group, int ignore_index, "
-    "float label_smoothing, float lse_square_scale, float softcap, int reduction, bool wide, bool z_loss, "
-    "bool token_accuracy, bool predicted_tokens, bool sequence_parallel, bool dinput, bool dweight, bool dbias"
-)
+_TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? order"
 fused_linear_cross_entropy_tp_fwd = define(
-    f"fused_linear_cross_entropy_tp_fwd({_ARGUMENTS}) -> "
+    f"fused_linear_cross_entropy_tp_fwd({_TENSORS}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_forward,
     reference=partial(_forward, plain=True),
     fake=_fwd_fake,
+    numbers=_Call,
     recorded=False,
 )
 fused_linear_cross_entropy_tp_bwd = define(
-    f"fused_linear_cross_entropy_tp_bwd(Tensor grad_output, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"fused_linear_cross_entropy_tp_bwd(Tensor grad_output, Tensor lse, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
     launcher=_backward,
     reference=partial(_backward, plain=True),
     fake=_bwd_fake,
+    numbers=_Call,
     recorded=False,
 )
 
@@ -368,13 +358,13 @@ class LigerFusedLinearCrossEntropyTPFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, bias, order, call):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        tensors = x, weight, target, bias, order
-        with_gradients = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
-        ctx.wanted, ctx.backward_call = with_gradients.wanted, with_gradients if call.reduction == NONE else None
-        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, *(call if ctx.backward_call else with_gradients))
+        ctx.wanted, tensors = Wanted(dinput, dweight, dbias), (x, weight, target, bias, order)
+        with_gradients = call._replace(wanted=ctx.wanted)
+        ctx.later = with_gradients if call.options.reduction == NONE else None
+        outputs = fused_linear_cross_entropy_tp_fwd(*tensors, call if ctx.later else with_gradients)
         loss, z_loss, hits, top, lse, *saved = outputs
-        ctx.scale_in_backward = call.scales_in_backward(x.dtype)
-        ctx.save_for_backward(*((lse, *tensors) if ctx.backward_call else saved))
+        ctx.scale_in_backward = call.options.scales_in_backward(x.dtype)
+        ctx.save_for_backward(*((lse, *tensors) if ctx.later else saved))
         ctx.mark_non_differentiable(z_loss, hits, top)
         ctx.set_materialize_grads(False)
         return loss, z_loss, hits, top
@@ -384,8 +374,8 @@ class LigerFusedLinearCrossEntropyTPFunction(Function):
     def backward(ctx, grad_output, *_not_differentiable):
         if grad_output is None:
             return (None,) * 6
-        if ctx.backward_call:
-            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, *ctx.backward_call)
+        if ctx.later:
+            grads = fused_linear_cross_entropy_tp_bwd(grad_output, *ctx.saved_tensors, ctx.later)
             dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.wanted))
         else:
             *grads, row_weight = ctx.saved_tensors
@@ -438,17 +428,6 @@ def liger_fused_linear_cross_entropy_tp(
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     check_arguments(_NAME, input.new_empty((n_rows, 0)), target, weight.shape[0], None, *settings, *extra)
     order = None if scattered else remaining_rows(_NAME, target, ignore_index, compact)
-    call = _Call(
-        group="" if tp_group is None else tp_group.group_name,
-        ignore_index=ignore_index,
-        label_smoothing=float(label_smoothing),
-        lse_square_scale=float(lse_square_scale),
-        softcap=float(softcap or 0.0),
-        reduction=REDUCTIONS[reduction],
-        wide=wide,
-        z_loss=return_z_loss,
-        token_accuracy=return_token_accuracy,
-        predicted_tokens=return_predicted_tokens,
-        sequence_parallel=scattered,
-    )
+    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    call = _Call("" if tp_group is None else tp_group.group_name, options, wide, scattered)
     return pack(*LigerFusedLinearCrossEntropyTPFunction.apply(input, weight, target, bias, order, call), extra)

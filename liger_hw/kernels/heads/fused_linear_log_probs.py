@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_flags, check_tensors, define, first_order, schema_of
+from ...runtime.operator import Function, check, check_flags, check_tensors, define, dense, first_order
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy import check_arguments
 from ..losses.cross_entropy_reference import absent
@@ -61,7 +61,7 @@ from .chunk_plan import Chunks, plan_chunks
 from .counted_rows import CountedRows, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
-from .linear_head import TILE, HeadGradients, fake_gradients, sweep
+from .linear_head import TILE, HeadGradients, Wanted, fake_gradients, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ _NAME = "liger_fused_linear_log_probs"
 class LogProbsCall(NamedTuple):
     """The operators' numbers, in the order of their schema. softcap 0.0 is none.
 
-    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    wide: the weight's gradient is accumulated in fp32
     """
 
     temperature: float
@@ -128,17 +128,11 @@ class LogProbsCall(NamedTuple):
     top: bool = False
     batch_invariant: bool = False
     wide: bool = False
-    dinput: bool = False
-    dweight: bool = False
-    dbias: bool = False
+    wanted: Wanted = Wanted()
 
     def row_options(self, plain: bool) -> dict[str, Any]:
         numbers = {"temperature": self.temperature, "softcap": self.softcap, "ignore_index": self.ignore_index}
         return {**numbers, "plain": plain}
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.dinput, self.dweight, self.dbias
 
     def tile(self, plain: bool) -> int:
         """Rows of every product of the forward in batch-invariant mode, else 0."""
@@ -147,14 +141,13 @@ class LogProbsCall(NamedTuple):
 
 def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
     """(target, bias, room for the results), after the targets were checked."""
-    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
+    target, bias = target.contiguous(), dense(bias)
     assert_targets(_NAME, target, weight.shape[0], call.ignore_index, plain)
     return target, bias, log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
 
 
 @torch.no_grad()
-def _fwd(x, weight, target, bias, ids, *numbers, plain=False):
-    call = LogProbsCall(*numbers)
+def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
     target, bias, out = _prepared(x, weight, target, bias, call, plain)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
@@ -170,12 +163,11 @@ def _fwd(x, weight, target, bias, ids, *numbers, plain=False):
 
 
 @torch.no_grad()
-def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, *numbers, plain=False):
-    call = LogProbsCall(*numbers)
-    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
+def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call, plain=False):
+    target, bias = target.contiguous(), dense(bias)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     dlogp, softmax_coef = _row_coefficients(lse, dlogp, dselected, here)
-    dentropy = None if dentropy is None else dentropy.contiguous()
+    dentropy = dense(dentropy)
     one_entry_a_row = dentropy is None and dselected is None
     sizes = n_rows, hidden, vocab, x.dtype.itemsize
     chunks = plan_chunks(*sizes, wide=call.wide, with_targets=one_entry_a_row, device=x.device)
@@ -227,8 +219,7 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
 
 
 @torch.no_grad()
-def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers, plain=False):
-    call = LogProbsCall(*numbers)
+def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall, plain=False):
     target, bias, out = _prepared(x, weight, target, bias, call, plain)
     kept = KeptLogits(waiting, tail, rest, slab, width)
     keeping_forward(x, weight, target, out, kept, call.tile(plain), bias=bias, **call.row_options(plain))
@@ -237,16 +228,14 @@ def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers, p
 
 @torch.no_grad()
 def _keep_bwd(
-    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, *call, plain=False
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call, plain=False
 ):
-    call = LogProbsCall(*call)
     dlogp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
-    dentropy = None if dentropy is None else dentropy.contiguous()
+    dentropy = dense(dentropy)
     saved, kept = LogProbs(lse, lse, entropy), KeptLogits(waiting, tail, rest, slab, width)
-    target, bias = target.contiguous(), bias if bias is None else bias.contiguous()
-    wanted = {"dinput": call.dinput, "dbias": call.dbias}
-    given = x, weight, bias, target, saved, dlogp, dentropy, kept
-    dx, dweight, dbias = keeping_backward(*given, **wanted, softmax_coef=softmax_coef, **call.row_options(plain))
+    target, bias = target.contiguous(), dense(bias)
+    given = x, weight, bias, target, saved, dlogp, dentropy, kept, call.wanted
+    dx, dweight, dbias = keeping_backward(*given, softmax_coef=softmax_coef, **call.row_options(plain))
     return (
         absent(x) if dx is None else dx,
         absent(x) if dweight is waiting else dweight,
@@ -257,55 +246,57 @@ def _keep_bwd(
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _fwd_fake(x, weight, target, bias, ids, *numbers):
-    call = LogProbsCall(*numbers)
+def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
     logp, *others = fake_results(x, call.entropy, call.top)
     return logp, *others, absent(logp) if ids is None else logp.new_empty((x.shape[0], ids.shape[0]))
 
 
-def _bwd_fake(x, weight, target, bias, *rest):
-    return fake_gradients(x, weight, bias, [bool(wanted) for wanted in rest[-3:]])
+def _bwd_fake(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call):
+    return fake_gradients(x, weight, bias, call.wanted)
 
 
-def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, *numbers):
-    return _fwd_fake(x, weight, target, bias, None, *numbers)[:4]
+def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall):
+    return _fwd_fake(x, weight, target, bias, None, call)[:4]
 
 
-def _keep_bwd_fake(x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, *numbers):
-    dinput, _, dbias = numbers[-3:]
-    return fake_gradients(x, weight, bias, (dinput, not slab, dbias))
+def _keep_bwd_fake(
+    x, weight, target, bias, lse, entropy, dlogp, dentropy, here, waiting, tail, rest, slab, width, call
+):
+    return fake_gradients(x, weight, bias, call.wanted._replace(dweight=not slab))
 
 
 _INPUTS = "Tensor input, Tensor weight, Tensor target, Tensor? bias"
 _KEPT = "Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width"
-_NUMBERS = schema_of(LogProbsCall)
 linear_log_probs_fwd = define(
-    f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids, {_NUMBERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"fused_linear_log_probs_fwd({_INPUTS}, Tensor? selected_token_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
     fake=_fwd_fake,
+    numbers=LogProbsCall,
 )
 linear_log_probs_bwd = define(
     f"fused_linear_log_probs_bwd({_INPUTS}, Tensor? selected_token_ids, Tensor lse, Tensor saved_entropy, "
-    f"Tensor selected, Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor? here, {_NUMBERS})"
+    f"Tensor selected, Tensor? dlogp, Tensor? dentropy, Tensor? dselected, Tensor? here)"
     " -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=_bwd_fake,
+    numbers=LogProbsCall,
 )
 linear_log_probs_keep = define(
-    f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"fused_linear_log_probs_keep({_INPUTS}, {_KEPT}) -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_keep,
     reference=partial(_keep, plain=True),
     fake=_keep_fake,
+    numbers=LogProbsCall,
 )
 linear_log_probs_keep_bwd = define(
     f"fused_linear_log_probs_keep_bwd({_INPUTS}, Tensor lse, Tensor saved_entropy, Tensor? dlogp, "
-    f"Tensor? dentropy, Tensor? here, {_KEPT}, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? dentropy, Tensor? here, {_KEPT}) -> (Tensor, Tensor, Tensor)",
     launcher=_keep_bwd,
     reference=partial(_keep_bwd, plain=True),
     fake=_keep_bwd_fake,
+    numbers=LogProbsCall,
 )
 
 
@@ -338,12 +329,12 @@ class Ran(NamedTuple):
 def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
     """The forward of rows [n_rows, hidden], with logits kept where the weight's gradient is wanted and it pays."""
     plan = None
-    if call.dweight and ids is None and not call.wide and not _is_watched():
+    if call.wanted.dweight and ids is None and not call.wide and not _is_watched():
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
     if plan is None:
-        return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, *call), None, ())
+        return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, call), None, ())
     kept = plan.allocate(x, weight, call.tile(plain=False))
-    results = linear_log_probs_keep(x, weight, target, bias, *kept, *call)
+    results = linear_log_probs_keep(x, weight, target, bias, *kept, call)
     return Ran((*results, absent(results[3])), plan, kept[:3])
 
 
@@ -357,13 +348,13 @@ def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tu
     x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
     dlogp, dentropy, dselected, here = grads
     if plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
-        found = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, *call)
+        found = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, call)
     else:
         for written in memory:  # first, so that a second backward raises, should this one run out of memory
             torch.autograd.graph.increment_version(written)
         kept = KeptLogits(*memory, plan.slab, plan.width)
         given = lse, entropy, dlogp, dentropy, here, *kept
-        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, *call)
+        dx, dw, db = linear_log_probs_keep_bwd(x, weight, target, bias, *given, call)
         found = dx, kept.waiting.detach() if kept.slab else dw, db
     return tuple(g if w else None for g, w in zip(found, call.wanted))
 
@@ -377,7 +368,7 @@ class LigerFusedLinearLogProbsFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, bias, ids, call):
         dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
-        call = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
+        call = call._replace(wanted=Wanted(dinput, dweight, dbias))
         (logp, entropy, top, lse, selected), ctx.plan, memory = forward_rows(x, weight, target, bias, ids, call)
         ctx.save_for_backward(x, weight, target, bias, ids, lse, entropy, selected, *memory)
         ctx.call, ctx.has_selected = call, ids is not None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ...runtime.operator import Function, check_flags, first_order
 from ..losses.vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, checked_arguments, forward_rows
+from .linear_head import Wanted
 
 _NAME = "liger_fused_linear_scaled_cross_entropy_tp"
 
@@ -27,7 +28,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction(Function):
         part = vocab_part(weight.shape[0], tp_group, x.device)
         own = own_targets(_NAME, target, weight.shape[0], part, ignore_index)
         dinput, dweight = ctx.needs_input_grad[:2]
-        call = LogProbsCall(temperature, 0.0, IGNORED, return_entropy, dinput=dinput, dweight=dweight)
+        call = LogProbsCall(temperature, 0.0, IGNORED, return_entropy, wanted=Wanted(dinput, dweight))
         results, ctx.plan, memory = forward_rows(x, weight, own.mine, None, None, call)
         logp, entropy, _, own_lse, selected = results
         s_y = torch.where(own.here, own_lse + logp, 0.0)

@@ -34,7 +34,7 @@ from ... import env
 from ...runtime.operator import cdiv, with_fallback
 from ..losses.log_prob_rows import LogProbs, row_log_prob_gradients, row_log_probs
 from .chunk_plan import STEP, padded
-from .linear_head import TILE, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
+from .linear_head import TILE, Wanted, dweight_of, dx_of, logits_buffer, logits_of, tile_logits
 
 MAX_SLICES = 12
 """Of a slab of `hidden` rows; a shorter slab has fewer."""
@@ -230,9 +230,8 @@ def keeping_backward(
     dlogp: torch.Tensor,
     dentropy: torch.Tensor | None,
     kept: KeptLogits,
+    wanted: Wanted,
     *,
-    dinput: bool,
-    dbias: bool,
     ignore_index: int,
     softmax_coef: torch.Tensor | None = None,
     **options: Any,
@@ -244,9 +243,9 @@ def keeping_backward(
     """
     (n_rows, hidden), vocab, slab = x.shape, weight.shape[0], kept.slab
     x, weight = x.detach(), weight.detach()
-    dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if dinput else None
+    dx = torch.empty((n_rows, hidden), dtype=x.dtype, device=x.device) if wanted.dinput else None
     dweight = kept.waiting if slab else torch.empty((vocab, hidden), dtype=weight.dtype, device=x.device)
-    sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if dbias else None
+    sums = torch.zeros(vocab, dtype=saved.lse.dtype, device=x.device) if wanted.dbias else None
 
     def take_in(dlogits: torch.Tensor, rows: slice, columns: slice, first: bool) -> None:
         dweight_of(dlogits, x[rows], dweight[columns], first)

@@ -16,48 +16,38 @@ from typing import Any, NamedTuple
 import torch
 
 from ...registry import Tunable
-from ...runtime.operator import Function, check, check_floats, check_tensors, define, first_order, schema_of
-from ..losses.cross_entropy_reference import SUM, Options, absent, check_in_range
+from ...runtime.operator import Function, check, check_floats, check_tensors, define, dense, first_order
+from ..losses.cross_entropy_reference import SUM, absent, check_in_range
 from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
 from ..losses.log_prob_rows import vocab_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, fake_gradients, reference_gradients, reference_logits, scale_wanted, sweep
+from .linear_head import (
+    HeadGradients,
+    Wanted,
+    fake_gradients,
+    reference_gradients,
+    reference_logits,
+    scale_wanted,
+    sweep,
+)
 
 
 class DistillationCall(NamedTuple):
     """The operators' numbers, in the order of their schema.
 
-    soft_weight, hard_weight: the losses' factors in the gradient
     with_hard: whether the hard loss is asked for
     per_row: sums over rows are divided by the rows that count times this; 0 leaves them sums
-    wide: the weight's gradient is accumulated in fp32; dinput, dweight, dbias: the gradients that are wanted
+    wide: the weight's gradient is accumulated in fp32
     """
 
-    kind: int
-    beta: float
-    eps: float
-    temperature: float
-    ignore_index: int
-    soft_weight: float
-    hard_weight: float
+    options: Distillation
     with_hard: bool
     per_row: int
     wide: bool
-    dinput: bool = False
-    dweight: bool = False
-    dbias: bool = False
-
-    @property
-    def options(self) -> Distillation:
-        weights = self.soft_weight, self.hard_weight
-        return Distillation(self.kind, self.beta, self.eps, self.temperature, self.ignore_index, *weights)
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.dinput, self.dweight, self.dbias
+    wanted: Wanted = Wanted()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
         """Whether backward divides the gradients by the mean's denominator, which would underflow in fp16 before."""
@@ -78,8 +68,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
     """
 
     @torch.no_grad()
-    def fwd(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
-        call = DistillationCall(*numbers)
+    def fwd(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
         (n_rows, hidden), vocab, itemsize, options = x.shape, weight.shape[0], x.dtype.itemsize, call.options
         gradients, scale_in_backward, second = any(call.wanted), call.scales_in_backward(x.dtype), None
         chunks = plan_chunks(
@@ -93,17 +82,17 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         )
         if teacher_weight is not None:
             second = teacher, teacher_weight
-            if call.dweight and teacher.dtype == weight.dtype:
+            if call.wanted.dweight and teacher.dtype == weight.dtype:
                 chunks = borrow_gradient_memory(chunks, hidden, vocab, x.device)
         elif teacher.stride(-1) != 1:
             teacher = teacher.contiguous()
-        labels = labels if labels is None else labels.contiguous()
+        labels = dense(labels)
         if call.with_hard:
-            check_in_range(labels, vocab, call.ignore_index)
-        share = label_share(labels, n_rows, call.per_row, call.ignore_index, x.device)
+            check_in_range(labels, vocab, call.options.ignore_index)
+        share = label_share(labels, n_rows, call.per_row, call.options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
-        grads = HeadGradients(x, weight, call.wanted, chunks, labels if call.hard_weight else None)
+        grads = HeadGradients(x, weight, call.wanted, chunks, labels if call.options.hard_weight else None)
         plan = tunable.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
         for start, logits, other in sweep(chunks, x, weight, grads, second=second):
             given = teacher[start : start + logits.shape[0]] if other is None else other
@@ -115,42 +104,41 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
                 row_start=start,
                 scale_in_backward=scale_in_backward,
             )
-        sums = launch_sum(
-            RowResults(rows.soft, rows.hard), share, Options(call.ignore_index, reduction=SUM), soft.dtype
-        )
-        soft, hard, *_ = sums
+        soft, hard, *_ = launch_sum(RowResults(rows.soft, rows.hard), share, SUM, soft.dtype)
         return soft, hard, *grads.results(bias), share if scale_in_backward else absent(share)
 
     @torch.no_grad()
-    def reference(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
-        call = DistillationCall(*numbers)
+    def reference(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
         if call.with_hard:
-            check_in_range(labels, weight.shape[0], call.ignore_index)
+            check_in_range(labels, weight.shape[0], call.options.ignore_index)
         given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
         logits = reference_logits(x, weight, bias), given
         soft, hard = distill_reference(*logits, labels, call.options)
-        share = share_reference(x, labels, call.per_row, call.ignore_index, soft.dtype)
+        share = share_reference(x, labels, call.per_row, call.options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
         if any(call.wanted):
             by_soft, by_hard = distill_slopes(*logits, labels, call.options)
-            dlogits = (call.soft_weight * by_soft + call.hard_weight * by_hard) * (1.0 if scale_in_backward else share)
+            dlogits = (call.options.soft_weight * by_soft + call.options.hard_weight * by_hard) * (
+                1.0 if scale_in_backward else share
+            )
         hard = hard.sum() * share if call.with_hard else absent(soft)
         stats = share.repeat(5) if scale_in_backward else absent(share)
         return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.wanted), stats
 
-    def fake(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *numbers):
-        call, wide = DistillationCall(*numbers), torch.promote_types(x.dtype, torch.float32)
+    def fake(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
+        wide = torch.promote_types(x.dtype, torch.float32)
         hard = x.new_empty(() if call.with_hard else 0, dtype=wide)
         stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=wide)
         return x.new_empty((), dtype=wide), hard, *fake_gradients(x, weight, bias, call.wanted), stats
 
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
-        f"Tensor? teacher_bias, Tensor? labels, {schema_of(DistillationCall)}) -> "
+        f"Tensor? teacher_bias, Tensor? labels) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         launcher=fwd,
         reference=reference,
         fake=fake,
+        numbers=DistillationCall,
     )
 
 
@@ -159,15 +147,16 @@ class LinearDistillationFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, teacher, teacher_weight, teacher_bias, labels, operator, call: DistillationCall):
-        dinput, dweight, dbias = ctx.wanted = ctx.needs_input_grad[:3]
-        call = call._replace(dinput=dinput, dweight=dweight, dbias=dbias)
-        soft, hard, *saved = operator(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, *call)
+        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
+        call = call._replace(wanted=ctx.wanted)
+        soft, hard, *saved = operator(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call)
         ctx.save_for_backward(*saved)
+        soft_weight, hard_weight = call.options.soft_weight, call.options.hard_weight
         if not call.with_hard:
-            return soft if call.soft_weight == 1.0 else call.soft_weight * soft
+            return soft if soft_weight == 1.0 else soft_weight * soft
         ctx.mark_non_differentiable(soft, hard)
         ctx.set_materialize_grads(False)
-        return call.soft_weight * soft + call.hard_weight * hard, soft, hard
+        return soft_weight * soft + hard_weight * hard, soft, hard
 
     @staticmethod
     @first_order
@@ -197,7 +186,7 @@ def linear_distillation(
     check_floats(op, temperature=options.temperature)
     if not options.temperature > 0.0:
         check(False, op, f"temperature must be positive, got {options.temperature}")
-    call = DistillationCall(*options, with_hard=False, per_row=per_row, wide=sums_in_fp32(op, accum_dtype, weight))
+    call = DistillationCall(options, with_hard=False, per_row=per_row, wide=sums_in_fp32(op, accum_dtype, weight))
     tensors = x, weight, None, teacher, teacher_weight, None, labels
     return LinearDistillationFunction.apply(*tensors, operator, call)
 

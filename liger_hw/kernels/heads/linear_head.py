@@ -24,7 +24,7 @@ sweeps the rows in another order, or some of them only: row i of the sweep is ro
 
 from __future__ import annotations
 
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,14 @@ _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 
 # -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """Which gradients of a head are wanted: those of its input, weight and bias."""
+
+    dinput: bool = False
+    dweight: bool = False
+    dbias: bool = False
 
 
 class HeadGradients:

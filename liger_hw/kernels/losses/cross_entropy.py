@@ -39,6 +39,7 @@ from ...runtime.operator import (
     check_indices,
     check_tensors,
     define,
+    dense,
     first_order,
     row_major,
     to_flatten,
@@ -50,20 +51,13 @@ from .cross_entropy_reference import (
     absent,
     check_targets,
     fake_outputs,
+    options_of,
     pack,
     reference_gradient,
     reference_losses,
     reference_outputs,
 )
-from .cross_entropy_rows import (
-    STATS,
-    launch_rows,
-    launch_stats,
-    launch_sum,
-    row_buffers,
-    rows_tunable,
-    scales_in_backward,
-)
+from .cross_entropy_rows import STATS, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from .cross_entropy_scale import BWD, scale_gradient
 from .softmax_rows import rows_heuristic
 
@@ -87,9 +81,9 @@ def cross_entropy_reference(
 ) -> torch.Tensor | CrossEntropyOutput:
     """The specification in plain torch; computes in fp32, or in fp64 when `input` is fp64."""
     reduction = _reduction_name("cross_entropy_reference", size_average, reduce, reduction)
-    options = Options(ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, REDUCTIONS[reduction])
-    loss, z_loss, hits, top = reference_losses(input, target, weight, options)
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    loss, z_loss, hits, top = reference_losses(input, target, weight, options)
     return pack(loss.to(input.dtype), z_loss.to(input.dtype), hits, top, extra)
 
 
@@ -114,51 +108,44 @@ FWD = rows_tunable("cross_entropy", _key, heuristic=_heuristic)
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _fwd(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, z, accuracy, top, grad):
-    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
-    x, target = row_major(input), target.contiguous()
+def _fwd(input, target, weight, dtype, grad, options: Options):
+    x, target, weight = row_major(input), target.contiguous(), dense(weight)
     n_rows, n_cols = x.shape
-    weight = None if weight is None else weight.contiguous()
     stats = launch_stats("liger_cross_entropy", target, weight, n_cols, options, x.device)
-    rows = row_buffers(n_rows, options, dtype, x.device, (z, accuracy, top))
+    rows = row_buffers(n_rows, options, dtype, x.device)
     dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad else None
     if n_rows:
         plan = FWD.plan(x.device, _key(n_rows, n_cols, x.dtype.itemsize, not grad))
         launch_rows(plan, x, target, weight, stats, options, rows, dx)
-    scale_in_backward = grad and scales_in_backward(x.dtype, options)
-    outputs = launch_sum(rows, stats, options, dtype)
-    return *outputs, absent(x) if dx is None else dx, stats if scale_in_backward else absent(stats)
+    outputs = launch_sum(rows, stats, options.reduction, dtype)
+    later = grad and options.scales_in_backward(x.dtype)
+    return *outputs, absent(x) if dx is None else dx, stats if later else absent(stats)
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _fwd_reference(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
-    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
-    check_targets("liger_cross_entropy", target, input.shape[1], ignore_index)
-    *extra, grad = wanted
-    outputs = reference_losses(input, target, weight, options)
+def _fwd_reference(input, target, weight, dtype, grad, options: Options):
+    check_targets("liger_cross_entropy", target, input.shape[1], options.ignore_index)
+    outputs = reference_outputs(reference_losses(input, target, weight, options), dtype, options)
     dx = reference_gradient(input, target, weight, options).to(input.dtype) if grad else absent(input)
-    stats = torch.ones(5) if grad and scales_in_backward(input.dtype, options) else torch.empty(0)
-    return *reference_outputs(outputs, dtype, extra), dx, stats
+    return *outputs, dx, torch.ones(5 if grad and options.scales_in_backward(input.dtype) else 0)
 
 
-def _fwd_fake(input, target, weight, ignore_index, smoothing, lse_scale, softcap, reduction, dtype, *wanted):
-    options = Options(ignore_index, smoothing, lse_scale, softcap, reduction)
-    *extra, grad = wanted
+def _fwd_fake(input, target, weight, dtype, grad, options: Options):
     dx = input.new_empty(input.shape) if grad else absent(input)
-    stats = input.new_empty(5 if grad and scales_in_backward(input.dtype, options) else 0, dtype=torch.float32)
-    return *fake_outputs(input, input.shape[0], reduction, dtype, extra), dx, stats
+    stats = input.new_empty(5 if grad and options.scales_in_backward(input.dtype) else 0, dtype=torch.float32)
+    return *fake_outputs(input, input.shape[0], dtype, options), dx, stats
 
 
 cross_entropy_fwd = define(
-    "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
-    "float lse_square_scale, float softcap, int reduction, ScalarType dtype, bool z_loss, bool token_accuracy, "
-    "bool predicted_tokens, bool grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, ScalarType dtype, bool grad)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
     fake=_fwd_fake,
+    numbers=Options,
 )
 
 
@@ -184,10 +171,9 @@ class LigerCrossEntropyFunction(Function):
         return_predicted_tokens=False,
         loss_only=False,
     ):
-        loss, *extra, grad, stats = _run(
-            *(_input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap),
-            *(return_z_loss, return_token_accuracy, return_predicted_tokens, ctx.needs_input_grad[0]),
-        )
+        extra = return_z_loss, return_token_accuracy, return_predicted_tokens
+        options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+        loss, *extra, grad, stats = _run(_input, target, weight, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad, stats)
         if loss_only:
             return loss
@@ -204,16 +190,11 @@ class LigerCrossEntropyFunction(Function):
         return scale_gradient(grad, grad_output, stats), *(None,) * 11
 
 
-def _run(
-    input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, z, accuracy, top, grad
-):
+def _run(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: Options, grad: bool):
     dtype = input.dtype
     if dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None:
         dtype = torch.float32
-    return cross_entropy_fwd(
-        *(input, target, weight, ignore_index, float(label_smoothing), float(lse_square_scale)),
-        *(float(softcap or 0.0), REDUCTIONS[reduction], dtype, z, accuracy, top, grad),
-    )
+    return cross_entropy_fwd(input, target, weight, dtype, grad, options)
 
 
 # -- public ----------------------------------------------------------------------------------------------------------
@@ -254,12 +235,12 @@ def liger_cross_entropy(
     settings = ignore_index, label_smoothing, reduction, softcap, lse_square_scale
     extra = return_z_loss, return_token_accuracy, return_predicted_tokens
     check_arguments(op, input, target, input.shape[1], weight, *settings, *extra)
-    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
     if torch.is_grad_enabled() and input.requires_grad or type(input) is not torch.Tensor:  # of a DTensor: its reader
-        loss_only = not any(extra)
-        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *options, *extra, loss_only)
+        given, loss_only = (ignore_index, lse_square_scale, label_smoothing, reduction, softcap, *extra), not any(extra)
+        outputs = LigerCrossEntropyFunction.apply(input, target, weight, *given, loss_only)
         return outputs if loss_only else pack(*outputs, extra)
-    return pack(*_run(input, target, weight, *options, *extra, False)[:4], extra)
+    options = options_of(ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra)
+    return pack(*_run(input, target, weight, options, False)[:4], extra)
 
 
 def _reduction_name(op: str, size_average, reduce, reduction: str) -> str:

@@ -32,7 +32,10 @@ class CrossEntropyOutput:
 
 
 class Options(NamedTuple):
-    """The numbers of one call, as the kernels take them. softcap 0.0 is none."""
+    """The numbers of one call, as operators and kernels take them. softcap 0.0 is none.
+
+    z_loss, token_accuracy, predicted_tokens: whether they are returned beside the loss
+    """
 
     ignore_index: int
     label_smoothing: float = 0.0
@@ -40,6 +43,25 @@ class Options(NamedTuple):
     softcap: float = 0.0
     reduction: int = NONE
     token_scaling: bool = False
+    z_loss: bool = False
+    token_accuracy: bool = False
+    predicted_tokens: bool = False
+
+    @property
+    def extra(self) -> tuple[bool, bool, bool]:
+        return self.z_loss, self.token_accuracy, self.predicted_tokens
+
+    def scales_in_backward(self, dtype: torch.dtype) -> bool:
+        """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
+        return dtype is torch.float16 and self.reduction == MEAN
+
+
+def options_of(
+    ignore_index, label_smoothing, lse_square_scale, softcap, reduction, extra=(False,) * 3, token_scaling=False
+) -> Options:
+    """The Options of public arguments, with the reduction by its name and None for no softcap."""
+    smoothing, z_scale, cap = float(label_smoothing), float(lse_square_scale), float(softcap or 0.0)
+    return Options(ignore_index, smoothing, z_scale, cap, REDUCTIONS[reduction], token_scaling, *extra)
 
 
 def reference_losses(logits, target, weight, options: Options) -> tuple[torch.Tensor, ...]:
@@ -149,20 +171,19 @@ def absent(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0)
 
 
-def reference_outputs(outputs, dtype: torch.dtype, extra) -> tuple[torch.Tensor, ...]:
+def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
     """What `reference_losses` gave, in the dtypes and with the absences an operator returns."""
     loss, z_loss, hits, top = outputs
-    extras = (t if asked else torch.empty(0) for t, asked in zip((z_loss.to(dtype), hits, top), extra))
+    extras = (t if asked else torch.empty(0) for t, asked in zip((z_loss.to(dtype), hits, top), options.extra))
     return loss.to(dtype), *extras
 
 
-def fake_outputs(like, n_rows, reduction: int, dtype: torch.dtype, extra) -> tuple[torch.Tensor, ...]:
+def fake_outputs(like, n_rows, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
     """Empty (loss, z_loss, token_accuracy, predicted_tokens) of the shapes and dtypes an operator returns."""
-    shape = (n_rows,) if reduction == NONE else ()
-    shapes = (shape, shape, (n_rows,))
-    dtypes = (dtype, torch.float32, torch.int64)
+    shape = (n_rows,) if options.reduction == NONE else ()
+    found = (shape, dtype), (shape, torch.float32), (n_rows, torch.int64)
     extras = (
-        like.new_empty(s, dtype=d) if asked else like.new_empty(0, dtype=torch.float32)
-        for s, d, asked in zip(shapes, dtypes, extra)
+        like.new_empty(size, dtype=kind) if asked else like.new_empty(0, dtype=torch.float32)
+        for (size, kind), asked in zip(found, options.extra)
     )
     return like.new_empty(shape, dtype=dtype), *extras

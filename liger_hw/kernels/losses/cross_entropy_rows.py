@@ -213,7 +213,7 @@ def launch_rows(
     )
     flags = (
         options.reduction == MEAN,
-        scales_in_backward(x.dtype, options),
+        options.scales_in_backward(x.dtype),
         options.label_smoothing != 0.0,
         options.lse_square_scale != 0.0,
         options.softcap != 0.0,
@@ -225,19 +225,14 @@ def launch_rows(
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 
 
-def scales_in_backward(dtype: torch.dtype, options: Options) -> bool:
-    """Whether the gradient leaves the forward before the mean's division: p / n_rows underflows in fp16."""
-    return dtype is torch.float16 and options.reduction == MEAN
-
-
-def row_buffers(n_rows: int, options: Options, dtype, device, extra: tuple[bool, bool, bool]) -> RowResults:
+def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch.device) -> RowResults:
     """Buffers for n_rows rows: of the result's dtype when the rows are the result, of fp32 when they will be summed."""
     rows = dtype if options.reduction == NONE else torch.float32
     return RowResults(
         torch.empty(n_rows, dtype=rows, device=device),
-        torch.empty(n_rows, dtype=rows, device=device) if extra[0] else None,
-        torch.empty(n_rows, dtype=torch.float32, device=device) if extra[1] else None,
-        torch.empty(n_rows, dtype=torch.int64, device=device) if extra[2] else None,
+        torch.empty(n_rows, dtype=rows, device=device) if options.z_loss else None,
+        torch.empty(n_rows, dtype=torch.float32, device=device) if options.token_accuracy else None,
+        torch.empty(n_rows, dtype=torch.int64, device=device) if options.predicted_tokens else None,
     )
 
 
@@ -354,11 +349,11 @@ def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int
         launch_stats(op, target, None, n_cols, Options(ignore_index), target.device)
 
 
-def launch_sum(rows: RowResults, stats: torch.Tensor, options: Options, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def launch_sum(rows: RowResults, stats: torch.Tensor, reduction: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; an absent one is an empty tensor."""
     loss, z_loss, hits, top = rows
     assert loss is not None
-    if options.reduction != NONE:
+    if reduction != NONE:
         n_rows, device = loss.shape[0], loss.device
         loss = torch.empty((), dtype=dtype, device=device)
         z_loss = None if z_loss is None else torch.empty((), dtype=dtype, device=device)

@@ -34,13 +34,12 @@ from ...runtime.operator import (
     first_order,
     launch,
     row_major,
-    schema_of,
     to_flatten,
 )
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
 from ..rows.tuning import column_tiles, tile_rule
-from .cross_entropy_reference import MEAN, NONE, SUM, Options, absent
+from .cross_entropy_reference import MEAN, NONE, SUM, absent
 from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradient
 
@@ -367,11 +366,10 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
     """(forward, backward) operators of an op; backward is for reduction="none".
 
-    forward(input, target, labels?, dtype, grad, *Divergence) -> (loss, gradient or empty, what a later division needs)
+    forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, what a later division needs)
     """
 
-    def fwd(x, y, labels, dtype, grad, *numbers):
-        options = Divergence(*numbers)
+    def fwd(x, y, labels, dtype, grad, options: Divergence):
         x, y, labels = row_major(x), row_major(y), labels if labels is None else labels.contiguous()
         n_rows, n_cols = x.shape
         share = label_share(labels, n_rows, _per_row(options, n_cols), options.ignore_index, x.device)
@@ -384,20 +382,20 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         if terms is not None:
             return terms, absent(share), absent(share)
         rows = share.new_zeros(1) if rows is None else rows
-        loss = launch_sum(RowResults(rows), share, Options(options.ignore_index, reduction=SUM), dtype)[0]
+        loss = launch_sum(RowResults(rows), share, SUM, dtype)[0]
         return (
             loss,
             absent(x) if dx is None else dx,
             share if grad and _scales_in_backward(x.dtype, options) else absent(share),
         )
 
-    def bwd(go, x, y, labels, *numbers):
+    def bwd(go, x, y, labels, options: Divergence):
         x, y, go = row_major(x), row_major(y), row_major(go)
         labels = labels if labels is None else labels.contiguous()
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.shape[0]:
             share = label_share(None, 0, 0, 0, x.device)
-            _run(tunable, x, y, labels, share, Divergence(*numbers), False, None, dx, go)
+            _run(tunable, x, y, labels, share, options, False, None, dx, go)
         return dx
 
     def slope(x, y, labels, options):
@@ -406,28 +404,29 @@ def divergence_operators(op: str, tunable: Tunable) -> tuple[Any, Any]:
         g = g if labels is None else torch.where((labels != options.ignore_index)[:, None], g, 0.0)
         return g * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
 
-    def fwd_reference(x, y, labels, dtype, grad, *numbers):
-        options = Divergence(*numbers)
+    def fwd_reference(x, y, labels, dtype, grad, options: Divergence):
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
         grad = grad and options.reduction != NONE
         stats = x.new_ones(5 if grad and _scales_in_backward(x.dtype, options) else 0, dtype=torch.float32)
         return loss, slope(x, y, labels, options).to(x.dtype).contiguous() if grad else absent(x), stats
 
-    def bwd_reference(go, x, y, labels, *numbers):
-        g = slope(x, y, labels, Divergence(*numbers))
+    def bwd_reference(go, x, y, labels, options: Divergence):
+        g = slope(x, y, labels, options)
         return (g * go.to(g.dtype)).to(x.dtype).contiguous()
 
-    tensors, numbers = "Tensor input, Tensor target, Tensor? labels", schema_of(Divergence)
+    tensors = "Tensor input, Tensor target, Tensor? labels"
     forward = define(
-        f"{op}_fwd({tensors}, ScalarType dtype, bool grad, {numbers}) -> (Tensor, Tensor, Tensor)",
+        f"{op}_fwd({tensors}, ScalarType dtype, bool grad) -> (Tensor, Tensor, Tensor)",
         launcher=torch.no_grad()(fwd),
         reference=torch.no_grad()(fwd_reference),
+        numbers=Divergence,
     )
     backward = define(
-        f"{op}_bwd(Tensor grad_output, {tensors}, {numbers}) -> Tensor",
+        f"{op}_bwd(Tensor grad_output, {tensors}) -> Tensor",
         launcher=bwd,
         reference=bwd_reference,
         fake=("input",),
+        numbers=Divergence,
     )
     return forward, backward
 
@@ -438,7 +437,7 @@ class DivergenceFunction(Function):
     @staticmethod
     def forward(ctx, input, target, labels, operators, options: Divergence, dtype: torch.dtype):
         ctx.backward_operator, ctx.options = operators[1], options
-        loss, grad, stats = operators[0](input, target, labels, dtype, True, *options)
+        loss, grad, stats = operators[0](input, target, labels, dtype, True, options)
         ctx.save_for_backward(*((input, target, labels) if options.reduction == NONE else (grad, stats)))
         return loss
 
@@ -446,7 +445,7 @@ class DivergenceFunction(Function):
     @first_order
     def backward(ctx, grad_output):
         if ctx.options.reduction == NONE:
-            return ctx.backward_operator(grad_output, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+            return ctx.backward_operator(grad_output, *ctx.saved_tensors, ctx.options), *(None,) * 5
         grad, stats = ctx.saved_tensors
         return scale_gradient(grad, grad_output, stats), *(None,) * 5
 
@@ -474,7 +473,7 @@ def divergence(op: str, operators, input, target, labels, options: Divergence, p
         target = target.detach()
     if torch.is_grad_enabled() and input.requires_grad:
         return DivergenceFunction.apply(input, target, labels, operators, options, dtype)
-    return operators[0](input, target, labels, dtype, False, *options)[0]
+    return operators[0](input, target, labels, dtype, False, options)[0]
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
