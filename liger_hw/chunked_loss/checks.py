@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..kernels.heads.head_inputs import checked_head
+from ..kernels.losses.options_module import OptionsModule
 from ..runtime.operator import check, warn_ignored
 
 HEAD = ("_input", "lin_weight", "bias")
@@ -40,9 +41,8 @@ def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.de
     return torch.full((), number, dtype=dtype, device=device)
 
 
-class LossModule(torch.nn.Module):
-    """A chunked loss as a module. A subclass is a dataclass, whose fields are the options that forward hands to
-    `function`.
+class LossModule(OptionsModule):
+    """A chunked loss as a module, which hands its options to `function`.
 
     compiled and chunk_size are Liger's and change nothing: kernels are always compiled, and the chunks follow from the
     memory budget.
@@ -50,23 +50,10 @@ class LossModule(torch.nn.Module):
 
     function: Any
     """The class whose `apply` computes the loss."""
+    without_effect = ("compiled", "chunk_size")
 
     def __post_init__(self) -> None:
-        super().__init__()
-        names = (field.name for field in fields(self))
-        self._option_names = tuple(name for name in names if name not in ("compiled", "chunk_size"))
-        self.check()
+        super().__post_init__()
         why = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
-        given = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name not in self._option_names}
+        given = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name in self.without_effect}
         warn_ignored(type(self).__name__, why, **given)
-
-    def check(self) -> None:
-        """Raise for options that make no sense."""
-        raise NotImplementedError
-
-    def options(self) -> dict[str, Any]:
-        """The options that mean something, as they are now."""
-        return {name: getattr(self, name) for name in self._option_names}
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())

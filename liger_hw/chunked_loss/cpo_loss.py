@@ -24,12 +24,14 @@ from .preference import (
 )
 
 
-def _pair_loss(chosen, rejected, numbers):
-    loss, slope = smoothed_logistic(numbers.beta * (chosen - rejected), numbers.label_smoothing)
+def smoothed_margin(chosen, rejected, numbers):
+    """-log sigmoid of the margin, less SimPO's gamma."""
+    margin = numbers.beta * (chosen - rejected) - numbers.extra
+    loss, slope = smoothed_logistic(margin, numbers.label_smoothing)
     return by_margin(loss, numbers.beta * slope)
 
 
-PAIR_LOSSES["cpo"] = _pair_loss
+PAIR_LOSSES["cpo"] = smoothed_margin
 _NAME = "liger_fused_linear_cpo"
 
 

@@ -194,8 +194,8 @@ def _run(x, weight, bias, target, second, extras, spec: Spec):
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
     n_groups = n_rows if spec.group == TOKEN else batch // spec.group
-    check_in_range(target, vocab, spec.ignore_index)
-    check_in_range(second, vocab, spec.ignore_index)
+    check_in_range("chunked_loss", target, vocab, spec.ignore_index)
+    check_in_range("chunked_loss", second, vocab, spec.ignore_index)
     order = pair_order(batch, length, x.device) if spec.group == PAIR and batch > 2 else None
     flat, target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     second = None if second is None else second.reshape(-1).contiguous()
@@ -300,7 +300,9 @@ def run_loss(
 def _logps(x, weight, bias, target, ignore_index, temperature):
     spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
     (vocab, hidden), n_rows = weight.shape, target.numel()
-    check_in_range(target, vocab, ignore_index)  # before the policy's: the reference head is swept first
+    check_in_range(
+        "chunked_loss", target, vocab, ignore_index
+    )  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
     rows = _Rows(x, flat_target, None, bias, spec, False)
     rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))

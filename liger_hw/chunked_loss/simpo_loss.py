@@ -13,24 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .preference import (
-    PAIR_LOSSES,
-    Output,
-    ReferenceFreeLoss,
-    by_margin,
-    preference_loss,
-    smoothed_logistic,
-    smoothed_pairs,
-)
+from .cpo_loss import smoothed_margin
+from .preference import PAIR_LOSSES, Output, ReferenceFreeLoss, preference_loss, smoothed_pairs
 
-
-def _pair_loss(chosen, rejected, numbers):
-    margin = numbers.beta * (chosen - rejected) - numbers.extra
-    loss, slope = smoothed_logistic(margin, numbers.label_smoothing)
-    return by_margin(loss, numbers.beta * slope)
-
-
-PAIR_LOSSES["simpo"] = _pair_loss
+PAIR_LOSSES["simpo"] = smoothed_margin
 _NAME = "liger_fused_linear_simpo"
 
 

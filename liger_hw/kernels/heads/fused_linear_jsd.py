@@ -17,6 +17,7 @@ Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arx
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ...registry import Op, Sample, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
+from ..losses.options_module import OptionsModule
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
@@ -87,20 +89,17 @@ def _options(op: str, beta: float, ignore_index: int, temperature: float) -> Dis
     return Distillation(kind, float(beta), 0.0, temperature, ignore_index)
 
 
-class LigerFusedLinearJSD(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearJSD(OptionsModule):
     """`liger_fused_linear_jsd` as a module, with the same arguments."""
 
-    def __init__(
-        self,
-        jsd_beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _options("LigerFusedLinearJSD", jsd_beta, ignore_index, temperature)
-        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
-        self.temperature, self.accum_dtype = temperature, accum_dtype
+    jsd_beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    accum_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        _options("LigerFusedLinearJSD", self.jsd_beta, self.ignore_index, self.temperature)
 
     def forward(
         self,
@@ -112,11 +111,7 @@ class LigerFusedLinearJSD(torch.nn.Module):
     ) -> torch.Tensor:
         """Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher. Returns the loss [] in fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
-        options = self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype
-        return liger_fused_linear_jsd(*heads, shift_labels, *options)
-
-    def extra_repr(self) -> str:
-        return f"jsd_beta={self.jsd_beta}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+        return liger_fused_linear_jsd(*heads, shift_labels, **self.options())
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ Source: Kullback and Leibler, "On information and sufficiency", 1951
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from ...registry import Op
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
+from ..losses.options_module import OptionsModule
 from .fused_linear_jsd import WORKLOADS, sample_distillation
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
 
@@ -96,21 +98,18 @@ def _per_row(op: str, reduction: str, weight: torch.Tensor) -> int:
     return {"batchmean": 1, "sum": 0}.get(reduction, weight.shape[0] if weight.dim() else 1)
 
 
-class LigerFusedLinearKLDivLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearKLDivLoss(OptionsModule):
     """`liger_fused_linear_kl_div` as a module, with the same arguments."""
 
-    def __init__(
-        self,
-        reduction: str = "batchmean",
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_reduction("LigerFusedLinearKLDivLoss", reduction, _REDUCTIONS)
-        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
-        self.eps, self.accum_dtype = eps, accum_dtype
+    reduction: str = "batchmean"
+    ignore_index: int = -100
+    temperature: float = 1.0
+    eps: float = 1e-10
+    accum_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        check_reduction("LigerFusedLinearKLDivLoss", self.reduction, _REDUCTIONS)
 
     def forward(
         self,
@@ -120,11 +119,7 @@ class LigerFusedLinearKLDivLoss(torch.nn.Module):
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab]."""
-        options = self.reduction, self.ignore_index, self.temperature, self.eps, self.accum_dtype
-        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, *options)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options())
 
 
 OP = registry.register(

@@ -88,7 +88,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
             teacher = teacher.contiguous()
         labels = dense(labels)
         if call.with_hard:
-            check_in_range(labels, vocab, call.options.ignore_index)
+            check_in_range("chunked_loss", labels, vocab, call.options.ignore_index)
         share = label_share(labels, n_rows, call.per_row, call.options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
@@ -110,7 +110,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
     @torch.no_grad()
     def reference(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
         if call.with_hard:
-            check_in_range(labels, weight.shape[0], call.options.ignore_index)
+            check_in_range("chunked_loss", labels, weight.shape[0], call.options.ignore_index)
         given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
         logits = reference_logits(x, weight, bias), given
         soft, hard = distill_reference(*logits, labels, call.options)

@@ -494,23 +494,9 @@ def _distill_kernel(
             s = _logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_right, n_right, outside, True, 1)
             t = _logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_right, n_right, t_outside, True, 1)
             ds = _slope_tile(
-                s,
-                t,
-                m_s,
-                l_s,
-                m_t,
-                l_t,
-                l_hard,
-                dot,
-                scale,
-                soft_slope,
-                hard_slope,
-                q_coef,
-                beta,
-                KIND,
-                HARD,
-                FAST_LOG2,
-            )
+                s, t, m_s, l_s, m_t, l_t, l_hard, dot, scale, soft_slope, hard_slope, q_coef, beta,
+                KIND, HARD, FAST_LOG2,
+            )  # fmt: skip
             if HARD:
                 ds = tl.where(cols == label_col, ds - hard_slope, ds)
             tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)

@@ -14,13 +14,23 @@ https://arxiv.org/abs/2307.15190
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ... import registry
 from ...registry import Op
-from ...runtime.operator import Function, check, check_tensors, define, first_order, row_major, to_flatten
+from ...runtime.operator import (
+    Function,
+    check,
+    check_ignore_index,
+    check_tensors,
+    define,
+    first_order,
+    row_major,
+    to_flatten,
+)
 from .cross_entropy import check_arguments, sample_logits
 from .cross_entropy_rows import assert_targets
 from .distill_rows import (
@@ -34,6 +44,7 @@ from .distill_rows import (
 )
 from .divergence_rows import TVD, WORKLOADS, label_share
 from .log_prob_rows import columns_key
+from .options_module import OptionsModule
 
 _NAME = "liger_fused_ce_tvd"
 
@@ -163,21 +174,20 @@ def liger_fused_ce_tvd(
     return fused_ce_tvd_fwd(student_logits, teacher_logits, target, ignore_index)[:2]
 
 
-class LigerFusedCETVDLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerFusedCETVDLoss(OptionsModule):
     """`liger_fused_ce_tvd` as a module: forward(student_logits, teacher_logits [n_rows, n_cols], target [n_rows])."""
 
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
+    ignore_index: int = -100
+
+    def check(self) -> None:
+        check_ignore_index("LigerFusedCETVDLoss", self.ignore_index)
 
     def forward(
         self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """student_logits, teacher_logits: [n_rows, n_cols]; target: [n_rows]. Returns (cross entropy, distance)."""
         return liger_fused_ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}"
 
 
 OP = registry.register(

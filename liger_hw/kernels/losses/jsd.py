@@ -16,6 +16,7 @@ Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arx
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,6 +37,7 @@ from .divergence_rows import (
     divergence_tunable,
     sample_divergence,
 )
+from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -80,22 +82,21 @@ def jsd_options(op: str, beta: float, ignore_index: int) -> Divergence:
     return Divergence(kind, BATCHMEAN, float(beta), 0.0, ignore_index)
 
 
-class LigerJSD(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerJSD(OptionsModule):
     """`liger_jsd` as a module."""
 
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__()
-        jsd_options("LigerJSD", beta, ignore_index)
-        self.beta, self.ignore_index = beta, ignore_index
+    beta: float = 0.5
+    ignore_index: int = -100
+
+    def check(self) -> None:
+        jsd_options("LigerJSD", **self.options())
 
     def forward(
         self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """log_q, log_p: [n_rows, n_cols] log-probabilities of student and teacher; shift_labels: [n_rows] or None."""
-        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+        return liger_jsd(log_q, log_p, shift_labels, **self.options())
 
 
 OP = registry.register(

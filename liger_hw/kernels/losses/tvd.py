@@ -15,6 +15,7 @@ https://arxiv.org/abs/2307.15190
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ from .divergence_rows import (
     divergence_tunable,
     sample_divergence,
 )
+from .options_module import OptionsModule
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -70,20 +72,19 @@ def _options(op: str, reduction: str, ignore_index: int) -> Divergence:
     return Divergence(TVD, check_reduction(op, reduction), ignore_index=ignore_index)
 
 
-class LigerTVDLoss(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerTVDLoss(OptionsModule):
     """`liger_tvd` as a module: forward(p [n_rows, n_cols], q [n_rows, n_cols], shift_labels [n_rows] or None)."""
 
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
-        super().__init__()
-        _options("LigerTVDLoss", reduction, ignore_index)
-        self.reduction, self.ignore_index = reduction, ignore_index
+    reduction: str = "batchmean"
+    ignore_index: int = -100
+
+    def check(self) -> None:
+        _options("LigerTVDLoss", **self.options())
 
     def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
         """p, q: [n_rows, n_cols] probabilities; shift_labels: [n_rows] or None. Returns the loss, see `liger_tvd`."""
-        return liger_tvd(p, q, shift_labels, self.reduction, self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+        return liger_tvd(p, q, shift_labels, **self.options())
 
 
 OP = registry.register(

@@ -18,6 +18,7 @@ Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from .log_prob_rows import (
     row_log_prob_gradients,
     row_log_probs,
 )
+from .options_module import OptionsModule
 from .vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
 
 _NAME = "liger_vocab_parallel_cross_entropy"
@@ -225,34 +227,29 @@ def check_smoothing(op: str, ignore_index: int, smoothing: float, formula: str, 
     check(mode in MODES, op, f"label_smoothing_mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
-class LigerVocabParallelCrossEntropy(torch.nn.Module):
+@dataclass(eq=False, repr=False)
+class LigerVocabParallelCrossEntropy(OptionsModule):
     """`liger_vocab_parallel_cross_entropy` as a module: forward(vocab_parallel_logits, target, tp_group=None).
 
     reduction must be "none": the loss is per token, and how tokens are averaged over ranks is the caller's matter.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        reduction: str = "none",
-        label_smoothing_formula: str = "pytorch",
-        label_smoothing_mode: str = "global",
-    ) -> None:
-        super().__init__()
-        op = "LigerVocabParallelCrossEntropy"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "none"
+    label_smoothing_formula: str = "pytorch"
+    label_smoothing_mode: str = "global"
+
+    def check(self) -> None:
+        op, reduction = "LigerVocabParallelCrossEntropy", self.reduction
         check(reduction == "none", op, f"the loss is per token, reduction must be 'none', got {reduction!r}")
-        check_smoothing(op, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+        formula, mode = self.label_smoothing_formula, self.label_smoothing_mode
+        check_smoothing(op, self.ignore_index, self.label_smoothing, formula, mode)
 
     def forward(self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
         """vocab_parallel_logits: [..., n_cols], this rank's; target: [...]. Returns the loss of every token, fp32."""
         options = self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode
         return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""Losses as modules whose options are the fields of a dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+
+class OptionsModule(torch.nn.Module):
+    """A loss as a module. A subclass is a dataclass (eq=False, repr=False), whose fields are the loss's options.
+
+    They are attributes, which may be changed, and are read at every call.
+    """
+
+    without_effect: tuple[str, ...] = ()
+    """Fields that are accepted and passed to nobody."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        names = (field.name for field in fields(self))
+        self._option_names = tuple(name for name in names if name not in self.without_effect)
+        self.check()
+
+    def check(self) -> None:
+        """Raise for options that make no sense."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as they are now."""
+        return {name: getattr(self, name) for name in self._option_names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
