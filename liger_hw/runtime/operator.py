@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Callable, Iterator, NoReturn, get_type_hints
+from typing import Any, Callable, Iterable, Iterator, NoReturn, get_type_hints
 
 import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
@@ -154,13 +154,16 @@ class _Numbers:
         self.kind = kind
         fields = get_type_hints(kind)
         self.inner = tuple(_Numbers(of) if hasattr(of, "_fields") else None for of in fields.values())
+        self.is_flat = not any(self.inner)
         self.schema = ", ".join(
             inner.schema if inner else f"{'float[]' if of == tuple[float, ...] else of.__name__} {name}"
             for (name, of), inner in zip(fields.items(), self.inner)
         )
 
-    def apart(self, call: Any) -> list[Any]:
+    def apart(self, call: Any) -> Iterable[Any]:
         """The numbers of a call, in the order of the schema."""
+        if self.is_flat:
+            return call
         numbers: list[Any] = []
         for value, inner in zip(call, self.inner):
             if inner is None:

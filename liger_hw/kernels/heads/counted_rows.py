@@ -46,6 +46,13 @@ class CountedRows:
         return None if count is None else int(count)
 
 
+def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:
+    """Results [k, ...] of the rows `order` (None: all) among those of n_rows rows; the others have `left_out`."""
+    if rows is None or order is None:
+        return rows
+    return rows.new_full((n_rows, *rows.shape[1:]), left_out).index_copy_(0, order, rows)
+
+
 def remaining_rows(
     op: str, target: torch.Tensor, ignore_index: int, compact: bool | CountedRows
 ) -> torch.Tensor | None:

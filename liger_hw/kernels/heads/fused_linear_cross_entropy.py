@@ -31,8 +31,7 @@ from ..losses.cross_entropy_reference import (
     CrossEntropyOutput,
     Options,
     absent,
-    check_targets,
-    fake_outputs,
+    check_in_range,
     options_of,
     pack,
     reference_gradient,
@@ -42,18 +41,10 @@ from ..losses.cross_entropy_reference import (
 from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from ..losses.log_prob_rows import DIMS, vocab_key
 from .chunk_plan import plan_chunks
-from .counted_rows import CountedRows, remaining_rows
+from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .head_targets import TAKE
-from .linear_head import (
-    HeadGradients,
-    Wanted,
-    fake_gradients,
-    reference_gradients,
-    reference_logits,
-    scale_wanted,
-    sweep,
-)
+from .linear_head import HeadGradients, Wanted, reference_gradients, reference_logits, scale_wanted, sweep
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -135,25 +126,14 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None)
         )
     if row_grads is not None:
         return grads.results(bias)
-    outputs = launch_sum(_put_back(rows, order, x.shape[0]), stats, options.reduction, torch.float32)
+    left_out = 0, 0, 0, -1  # what an ignored row gets
+    rows = RowResults(*(among_all(t, order, x.shape[0], empty) for t, empty in zip(rows, left_out)))
+    outputs = launch_sum(rows, stats, options.reduction, torch.float32)
     return *outputs, *grads.results(bias), stats if call.scales_in_backward(x.dtype) else absent(stats)
 
 
 def _bwd(grad_output, *arguments):
     return _fwd(*arguments, row_grads=grad_output)
-
-
-def _put_back(rows: RowResults, order: torch.Tensor | None, n_rows: int) -> RowResults:
-    """Results of the rows `order` among n_rows; rows that were left out get what an ignored row gets."""
-    if order is None:
-        return rows
-
-    def among_all(t: torch.Tensor | None, empty: int) -> torch.Tensor | None:
-        return None if t is None else t.new_full((n_rows,), empty).index_copy_(0, order, t)
-
-    return RowResults(
-        among_all(rows.loss, 0), among_all(rows.z_loss, 0), among_all(rows.hits, 0), among_all(rows.top, -1)
-    )
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -169,11 +149,11 @@ def _reference_grads(x, weight, target, bias, ce_weight, call: _Call, row_grads=
 
 @torch.no_grad()
 def _fwd_reference(x, weight, target, bias, ce_weight, order, call: _Call):
-    check_targets(_NAME, target, weight.shape[0], call.options.ignore_index)
+    check_in_range(_NAME, target, weight.shape[0], call.options.ignore_index)
     outputs = reference_losses(reference_logits(x, weight, bias), target, ce_weight, call.options)
     outputs = reference_outputs(outputs, torch.promote_types(x.dtype, torch.float32), call.options)
     grads = _reference_grads(x, weight, target, bias, ce_weight, call)
-    return *outputs, *grads, torch.ones(5 if call.scales_in_backward(x.dtype) else 0)
+    return *outputs, *grads, outputs[0].new_ones(5 if call.scales_in_backward(x.dtype) else 0)
 
 
 @torch.no_grad()
@@ -181,29 +161,17 @@ def _bwd_reference(grad_output, x, weight, target, bias, ce_weight, order, call:
     return _reference_grads(x, weight, target, bias, ce_weight, call, grad_output)
 
 
-def _fwd_fake(x, weight, target, bias, ce_weight, order, call: _Call):
-    outputs = fake_outputs(x, x.shape[0], torch.promote_types(x.dtype, torch.float32), call.options)
-    stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=torch.float32)
-    return *outputs, *fake_gradients(x, weight, bias, call.wanted), stats
-
-
-def _bwd_fake(grad_output, x, weight, target, bias, ce_weight, order, call: _Call):
-    return fake_gradients(x, weight, bias, call.wanted)
-
-
 _TENSORS = "Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? order"
 fused_linear_cross_entropy_fwd = define(
     f"fused_linear_cross_entropy_fwd({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
     numbers=_Call,
 )
 fused_linear_cross_entropy_bwd = define(
     f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
-    fake=_bwd_fake,
     numbers=_Call,
 )
 

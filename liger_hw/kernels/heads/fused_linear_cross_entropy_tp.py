@@ -30,16 +30,7 @@ import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, define, first_order, with_fallback
 from ..losses.cross_entropy import check_arguments
-from ..losses.cross_entropy_reference import (
-    MEAN,
-    NONE,
-    CrossEntropyOutput,
-    Options,
-    absent,
-    fake_outputs,
-    options_of,
-    pack,
-)
+from ..losses.cross_entropy_reference import MEAN, NONE, CrossEntropyOutput, Options, absent, options_of, pack
 from ..losses.log_prob_rows import LogProbs, log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..losses.vocab_parts import (
     IGNORED,
@@ -54,7 +45,7 @@ from ..losses.vocab_parts import (
     vocab_part,
 )
 from .chunk_plan import Chunks, plan_shared
-from .counted_rows import CountedRows, remaining_rows
+from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sums_in_fp32
 from .linear_head import HeadGradients, Wanted, dx_of, fake_gradients, scale_wanted, sweep
 
@@ -295,23 +286,18 @@ def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     rows, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
     counted, (loss, z_loss, top) = rows.own.counted, rows.results()
 
-    def in_order(t: torch.Tensor, left_out: int) -> torch.Tensor:
-        return t if order is None else t.new_full((n_rows,), left_out).index_copy_(0, order, t)
+    def in_order(t: torch.Tensor, left_out: int = 0) -> torch.Tensor:
+        return among_all(t, order, n_rows, left_out)
 
-    hits = (
-        (counted & (top == (target if order is None else target[order]))).float()
-        if options.token_accuracy
-        else absent(loss)
-    )
-    if options.reduction == NONE:
-        loss, z_loss = in_order(loss, 0), in_order(z_loss, 0)
-        hits = in_order(hits, 0) if options.token_accuracy else hits
-    else:
-        loss, z_loss = loss.sum() * row_weight, z_loss.sum() * row_weight
-        hits = hits.sum() / counted.sum() if options.token_accuracy else hits
+    by_row, hits = options.reduction == NONE, absent(loss)
+    if options.token_accuracy:
+        hits = (counted & (top == (target if order is None else target[order]))).float()
+        hits = in_order(hits) if by_row else hits.sum() / counted.sum()
+    loss = in_order(loss) if by_row else loss.sum() * row_weight
+    z_loss = in_order(z_loss) if by_row else z_loss.sum() * row_weight
     z_loss = z_loss if options.z_loss else absent(z_loss)
     top = in_order(top, -1) if options.predicted_tokens else absent(target)
-    return loss, z_loss, hits, top, in_order(rows.lse, 0), *grads, row_weight
+    return loss, z_loss, hits, top, in_order(rows.lse), *grads, row_weight
 
 
 def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, plain=False):
@@ -322,10 +308,12 @@ def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, pla
 
 
 def _fwd_fake(x, weight, target, bias, order, call: _Call):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    outputs = fake_outputs(x, target.shape[0], wide, call.options)
-    lse, row_weight = x.new_empty(target.shape[0], dtype=wide), x.new_empty((), dtype=wide)
-    return *outputs, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
+    wide, (n_rows,), options = torch.promote_types(x.dtype, torch.float32), target.shape, call.options
+    size = (n_rows,) if options.reduction == NONE else ()
+    sizes = (size, size if options.z_loss else 0, size if options.token_accuracy else 0)
+    loss, z_loss, hits, lse, row_weight = (x.new_empty(size, dtype=wide) for size in (*sizes, n_rows, ()))
+    top = target.new_empty(n_rows if options.predicted_tokens else 0, dtype=torch.int64)
+    return loss, z_loss, hits.float(), top, lse, *fake_gradients(x, weight, bias, call.wanted), row_weight
 
 
 def _bwd_fake(grad_output, lse, x, weight, target, bias, order, call: _Call):

@@ -58,7 +58,7 @@ from ..losses.log_probs import (
     rows_and_targets,
 )
 from .chunk_plan import Chunks, plan_chunks
-from .counted_rows import CountedRows, remaining_rows
+from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
 from .linear_head import TILE, HeadGradients, Wanted, fake_gradients, sweep
@@ -455,9 +455,7 @@ def liger_fused_linear_log_probs(
     def shaped(rows: torch.Tensor | None, there: bool = True) -> torch.Tensor | None:
         if rows is None or not there:
             return None
-        if order is not None:
-            rows = rows.new_zeros((n_rows, *rows.shape[1:])).index_copy(0, order, rows)
-        return rows.reshape(*shape, *rows.shape[1:])
+        return among_all(rows, order, n_rows).reshape(*shape, *rows.shape[1:])
 
     results = shaped(logp), shaped(entropy, return_entropy), shaped(is_top1)
     return pack_log_probs(*results, shaped(selected, ids is not None))

@@ -24,15 +24,7 @@ from ..losses.divergence_rows import check_labels, label_share, share_reference
 from ..losses.log_prob_rows import vocab_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import (
-    HeadGradients,
-    Wanted,
-    fake_gradients,
-    reference_gradients,
-    reference_logits,
-    scale_wanted,
-    sweep,
-)
+from .linear_head import HeadGradients, Wanted, reference_gradients, reference_logits, scale_wanted, sweep
 
 
 class DistillationCall(NamedTuple):
@@ -125,19 +117,12 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         stats = share.repeat(5) if scale_in_backward else absent(share)
         return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.wanted), stats
 
-    def fake(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        hard = x.new_empty(() if call.with_hard else 0, dtype=wide)
-        stats = x.new_empty(5 if call.scales_in_backward(x.dtype) else 0, dtype=wide)
-        return x.new_empty((), dtype=wide), hard, *fake_gradients(x, weight, bias, call.wanted), stats
-
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
         f"Tensor? teacher_bias, Tensor? labels) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         launcher=fwd,
         reference=reference,
-        fake=fake,
         numbers=DistillationCall,
     )
 

@@ -177,16 +177,6 @@ def absent(like: torch.Tensor) -> torch.Tensor:
 def reference_outputs(outputs, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
     """What `reference_losses` gave, in the dtypes and with the absences an operator returns."""
     loss, z_loss, hits, top = outputs
-    extras = (t if asked else torch.empty(0) for t, asked in zip((z_loss.to(dtype), hits, top), options.extra))
+    nothing = absent(hits)
+    extras = (t if asked else nothing.clone() for t, asked in zip((z_loss.to(dtype), hits, top), options.extra))
     return loss.to(dtype), *extras
-
-
-def fake_outputs(like, n_rows, dtype: torch.dtype, options: Options) -> tuple[torch.Tensor, ...]:
-    """Empty (loss, z_loss, token_accuracy, predicted_tokens) of the shapes and dtypes an operator returns."""
-    shape = (n_rows,) if options.reduction == NONE else ()
-    found = (shape, dtype), (shape, torch.float32), (n_rows, torch.int64)
-    extras = (
-        like.new_empty(size, dtype=kind) if asked else like.new_empty(0, dtype=torch.float32)
-        for (size, kind), asked in zip(found, options.extra)
-    )
-    return like.new_empty(shape, dtype=dtype), *extras

@@ -16,7 +16,7 @@ from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_vector, row_head
-from .cross_entropy_reference import MEAN, NONE, Options, absent, assert_on_device, check_targets
+from .cross_entropy_reference import MEAN, NONE, Options, absent, assert_on_device, check_in_range, check_targets
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
 
 
@@ -344,7 +344,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
 def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int, plain: bool = False) -> None:
     """The check of `launch_stats` for a loss that needs none of its numbers. plain: on the host."""
     if plain:
-        check_targets(op, target, n_cols, ignore_index)
+        check_in_range(op, target, n_cols, ignore_index)
     else:
         launch_stats(op, target, None, n_cols, Options(ignore_index), target.device)
 

@@ -106,17 +106,11 @@ def _bwd_reference(student, teacher, target, saved, dce, dtvd, ignore_index):
     return (hard * dce[:, None] + soft * dtvd[:, None]).to(student.dtype).contiguous()
 
 
-def _fwd_fake(student, teacher, target, ignore_index):
-    wide, n_rows = torch.promote_types(student.dtype, torch.float32), student.shape[0]
-    return tuple(student.new_empty(shape, dtype=wide) for shape in ((n_rows,), (n_rows,), (n_rows, SAVED)))
-
-
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
 fused_ce_tvd_fwd = define(
     f"fused_ce_tvd_fwd({_INPUTS}, int ignore_index) -> (Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=_fwd_reference,
-    fake=_fwd_fake,
 )
 fused_ce_tvd_bwd = define(
     f"fused_ce_tvd_bwd({_INPUTS}, Tensor saved, Tensor dce, Tensor dtvd, int ignore_index) -> Tensor",
