@@ -51,7 +51,6 @@ from ..losses.log_prob_rows import (
 from ..losses.log_probs import (
     LogProbsOutput,
     check_temperature,
-    fake_results,
     next_tokens,
     pack_log_probs,
     results_of,
@@ -247,8 +246,8 @@ def _keep_bwd(
 
 
 def _fwd_fake(x, weight, target, bias, ids, call: LogProbsCall):
-    logp, *others = fake_results(x, call.entropy, call.top)
-    return logp, *others, absent(logp) if ids is None else logp.new_empty((x.shape[0], ids.shape[0]))
+    out = log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
+    return *results_of(out), absent(out.lse) if ids is None else out.lse.new_empty((x.shape[0], ids.shape[0]))
 
 
 def _bwd_fake(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, dselected, here, call):

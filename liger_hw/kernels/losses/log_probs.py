@@ -140,17 +140,6 @@ def _bwd_in_place(dlogp, dentropy, logits, *saved, plain=False):
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def fake_results(x: torch.Tensor, entropy: bool, top: bool) -> tuple[torch.Tensor, ...]:
-    """Empty `results_of` the rows of x, for an operator's fake."""
-    n_rows, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
-    sizes = (n_rows, wide), (n_rows if entropy else 0, wide), (n_rows if top else 0, torch.int64), (n_rows, wide)
-    return tuple(x.new_empty(size, dtype=dtype) for size, dtype in sizes)
-
-
-def _fwd_fake(logits, target, temperature, softcap, ignore_index, entropy, top):
-    return fake_results(logits, entropy, top)
-
-
 _SAVED = "Tensor target, Tensor lse, Tensor saved_entropy"
 _NUMBERS = "float temperature, float softcap, int ignore_index"
 log_probs_fwd = define(
@@ -158,7 +147,6 @@ log_probs_fwd = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
-    fake=_fwd_fake,
 )
 log_probs_bwd = define(
     f"log_probs_bwd(Tensor dlogp, Tensor? dentropy, Tensor logits, {_SAVED}, {_NUMBERS}) -> Tensor",
