@@ -40,6 +40,7 @@ from ..losses.cross_entropy_reference import (
 )
 from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from ..losses.log_prob_rows import DIMS, vocab_key
+from ..losses.options_module import OptionsModule
 from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows
 from .head_inputs import checked_head, sample_head, sums_in_fp32
@@ -277,21 +278,13 @@ def liger_fused_linear_cross_entropy(
     return pack(*LigerFusedLinearCrossEntropyFunction.apply(*tensors, *options, *more, order), extra)
 
 
-class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """`liger_fused_linear_cross_entropy` as a module, with the same arguments."""
 
     option_names = (
-        *(
-            "ignore_index",
-            "lse_square_scale",
-            "label_smoothing",
-            "reduction",
-            "softcap",
-            "return_z_loss",
-            "accum_dtype",
-        ),
-        *("use_token_scaling", "return_token_accuracy", "return_predicted_tokens", "chunk_mem_const"),
-    )
+        "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype use_token_scaling "
+        "return_token_accuracy return_predicted_tokens chunk_mem_const"
+    ).split()
 
     def __init__(
         self,
@@ -322,11 +315,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | CrossEntropyOutput:
         """lin_weight: [vocab, hidden]; _input: [n_rows, hidden]; target: [n_rows]; bias: [vocab] or None."""
-        options = {name: getattr(self, name) for name in self.option_names}
-        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, self.ce_weight, **options)
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, self.ce_weight, **self.options())
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -130,14 +130,6 @@ def seeks_top(options: Options) -> bool:
     return options.token_accuracy or options.predicted_tokens
 
 
-class _Results(NamedTuple):
-    """What rows give: their loss, its part that is z-loss, and the column of the largest logit or None."""
-
-    loss: torch.Tensor
-    z_loss: torch.Tensor
-    top: torch.Tensor | None
-
-
 class _Rows:
     """The row steps of one call on one rank. All tensors of rows are [n_rows], in the order of the sweep.
 
@@ -187,8 +179,11 @@ class _Rows:
         """Whether something that was sent is still to be received."""
         return bool(self._sent)
 
-    def results(self) -> _Results:
-        """Of all rows, when all were received: one more exchange, of what no gradient waits for."""
+    def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(loss, its part that is z-loss, the column of the largest logit or None) of every row.
+
+        When all were received: one more exchange, of what no gradient waits for.
+        """
         own, found, options = self.own, self._found, self.options
         numbers = [torch.where(own.here, found.lse + found.logp, 0.0)]
         numbers += [] if found.logit_sum is None else [found.logit_sum]
@@ -203,7 +198,7 @@ class _Rows:
             values, columns = more
             winner = values.argmax(0, keepdim=True)
             top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~own.counted, -1)
-        return _Results(loss, z.masked_fill(~own.counted, 0.0), top)
+        return loss, z.masked_fill(~own.counted, 0.0), top
 
     def gradient(self, start: int, logits: torch.Tensor) -> None:
         """Turn the logits of the rows from `start` on into their gradient, in place."""

@@ -58,6 +58,7 @@ from .cross_entropy_reference import (
 )
 from .cross_entropy_rows import STATS, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
 from .cross_entropy_scale import BWD, scale_gradient
+from .options_module import OptionsModule
 from .softmax_rows import rows_heuristic
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -291,8 +292,13 @@ def check_settings(
         check(False, op, f"softcap must be positive and finite, or None, got {softcap}")
 
 
-class LigerCrossEntropyLoss(torch.nn.Module):
+class LigerCrossEntropyLoss(OptionsModule):
     """`liger_cross_entropy` as a module, with the same arguments. forward(_input [n_rows, n_cols], target [n_rows])."""
+
+    option_names = (
+        "ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss return_token_accuracy "
+        "return_predicted_tokens"
+    ).split()
 
     def __init__(
         self,
@@ -318,22 +324,7 @@ class LigerCrossEntropyLoss(torch.nn.Module):
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         """_input: [n_rows, n_cols] logits; target: [n_rows] class indices. Returns what `liger_cross_entropy` does."""
-        return liger_cross_entropy(
-            _input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-        )
-
-    def extra_repr(self) -> str:
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        return liger_cross_entropy(_input, target, self.weight, **self.options())
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

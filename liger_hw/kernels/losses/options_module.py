@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 
@@ -11,16 +11,18 @@ import torch
 class OptionsModule(torch.nn.Module):
     """A loss as a module. A subclass is a dataclass (eq=False, repr=False), whose fields are the loss's options.
 
-    They are attributes, which may be changed, and are read at every call.
+    They are attributes, which may be changed, and are read at every call. A loss with buffers is no dataclass, but
+    names its options itself.
     """
 
+    option_names: Sequence[str]
     without_effect: tuple[str, ...] = ()
     """Fields that are accepted and passed to nobody."""
 
     def __post_init__(self) -> None:
         super().__init__()
         names = (field.name for field in fields(self))
-        self._option_names = tuple(name for name in names if name not in self.without_effect)
+        self.option_names = tuple(name for name in names if name not in self.without_effect)
         self.check()
 
     def check(self) -> None:
@@ -29,7 +31,7 @@ class OptionsModule(torch.nn.Module):
 
     def options(self) -> dict[str, Any]:
         """The options by name, as they are now."""
-        return {name: getattr(self, name) for name in self._option_names}
+        return {name: getattr(self, name) for name in self.option_names}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
