@@ -39,7 +39,7 @@ from ..losses.cross_entropy_reference import (
     reference_outputs,
 )
 from ..losses.cross_entropy_rows import RowResults, launch_rows, launch_stats, launch_sum, row_buffers, rows_tunable
-from ..losses.log_prob_rows import DIMS, vocab_key
+from ..losses.log_prob_rows import HEAD_DIMS, columns_key
 from ..losses.options_module import OptionsModule
 from .chunk_plan import plan_chunks
 from .counted_rows import CountedRows, among_all, remaining_rows
@@ -78,7 +78,7 @@ def fused_linear_cross_entropy_reference(
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
-FWD = rows_tunable("fused_linear_cross_entropy", vocab_key, DIMS)
+FWD = rows_tunable("fused_linear_cross_entropy", columns_key, HEAD_DIMS)
 _NAME = "liger_fused_linear_cross_entropy"
 
 
@@ -116,7 +116,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: _Call, row_grads=None)
     stats = launch_stats(_NAME, target, ce_weight, vocab, options, x.device)
     rows = RowResults() if row_grads is not None else row_buffers(n_rows, options, torch.float32, x.device)
     grads = HeadGradients(x, weight, call.wanted, chunks, target)
-    plan = FWD.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
+    plan = FWD.plan(x.device, columns_key(vocab, itemsize))
     for start, logits, _ in sweep(chunks, x, weight, grads, order=order):
         launch_rows(
             *(plan, logits, target, ce_weight, stats, options, rows, logits if any(call.wanted) else None),

@@ -27,6 +27,7 @@ from ...registry import Op, Sample, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
+from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
@@ -51,7 +52,7 @@ def fused_linear_jsd_reference(
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
 
-FWD = distill_tunable("fused_linear_jsd")
+FWD = distill_tunable("fused_linear_jsd", HEAD_DIMS)
 OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ...registry import Op
 from ...runtime.operator import check, check_floats, check_tensors
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import KL, check_reduction
+from ..losses.log_prob_rows import HEAD_DIMS
 from ..losses.options_module import OptionsModule
 from .fused_linear_jsd import WORKLOADS, sample_distillation
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
@@ -51,7 +52,7 @@ def fused_linear_kl_div_reference(
     return linear_distillation_reference(student_input, student_weight, target, None, shift_labels, options, per_row)
 
 
-FWD = distill_tunable("fused_linear_kl_div")
+FWD = distill_tunable("fused_linear_kl_div", HEAD_DIMS)
 OPERATOR = linear_distillation_operator("fused_linear_kl_div", FWD, prefer_large=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..losses.cross_entropy_reference import SUM, absent, check_in_range
 from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
-from ..losses.log_prob_rows import vocab_key
+from ..losses.log_prob_rows import columns_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
 from .linear_head import HeadGradients, Wanted, reference_gradients, reference_logits, scale_wanted, sweep
@@ -85,7 +85,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
         grads = HeadGradients(x, weight, call.wanted, chunks, labels if call.options.hard_weight else None)
-        plan = tunable.plan(x.device, vocab_key(n_rows, hidden, vocab, itemsize))
+        plan = tunable.plan(x.device, columns_key(vocab, itemsize))
         for start, logits, other in sweep(chunks, x, weight, grads, second=second):
             given = teacher[start : start + logits.shape[0]] if other is None else other
             distill_rows(

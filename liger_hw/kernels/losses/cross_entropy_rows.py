@@ -16,6 +16,7 @@ from ...registry import LaunchConfig, Target, Tunable
 from ...runtime.operator import is_interpreted, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_vector, row_head
+from ..rows.tuning import DIMS
 from .cross_entropy_reference import MEAN, NONE, Options, absent, assert_on_device, check_in_range, check_targets
 from .softmax_rows import rows_heuristic, rows_safe, rows_space, scan_row, tanh, write_gradient, write_zeros
 
@@ -162,9 +163,6 @@ def _cross_entropy_fwd_kernel(
             n_stored, softcap, 1.0, y_col, lse, softmax_coef, target_coef, smoothing_term, 0.0, 0.0,
             SOFTCAP, SMOOTHING, False, ONE_BLOCK, BLOCK_SIZE, STAGES, AGAIN_EVICT, VECTOR,
         )  # fmt: skip
-
-
-DIMS = ("n_rows", "n_cols")
 
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=rows_heuristic) -> Tunable:

@@ -14,8 +14,7 @@ from ...runtime.operator import cdiv, define, launch
 from ...runtime.saved_tensors import graph_is_kept
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
-from ..rows.tuning import persistent_misfit
-from .cross_entropy_rows import DIMS
+from ..rows.tuning import DIMS, persistent_misfit
 
 
 @triton.jit

@@ -32,9 +32,9 @@ from ...registry import LaunchConfig, Target, Tunable, tile_space
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head, tail_columns
-from ..rows.tuning import column_tiles, tile_rule
+from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .divergence_rows import KL, TVD, divergence_slope, divergence_terms, jsd_of, log2_of
-from .log_prob_rows import DIMS, vocab_key
+from .log_prob_rows import columns_key
 
 _NO_HARD, _HARD_SHARED, _HARD_OWN = range(3)
 SAVED = 6
@@ -510,13 +510,13 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
-def distill_tunable(op: str, dims: tuple[str, ...] = DIMS, key=vocab_key) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_distill_kernel`. Its key is (columns, bytes an element).
+def distill_tunable(op: str, dims: tuple[str, ...] = DIMS) -> Tunable:
+    """The `<op>.fwd` tunable of an op made of `_distill_kernel`.
 
     Its heuristic: 8 elements of each row a thread, so that a lane is a thread, and its part of a tile one wide load.
     """
     rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
-    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, **rules)
+    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=columns_key, dims=dims, **rules)
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------

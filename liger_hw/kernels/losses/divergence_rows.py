@@ -38,7 +38,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import libdevice, tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
-from ..rows.tuning import column_tiles, tile_rule
+from ..rows.tuning import DIMS, column_tiles, tile_rule
 from .cross_entropy_reference import MEAN, NONE, SUM, absent
 from .cross_entropy_rows import STATS, RowResults, launch_sum, stats_key
 from .cross_entropy_scale import scale_gradient
@@ -312,8 +312,6 @@ def _label_share_kernel(LABEL_ptr, SHARE_ptr, n_rows, ignore_index, per_row, BLO
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-
-DIMS = ("n_rows", "n_cols")
 
 
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:

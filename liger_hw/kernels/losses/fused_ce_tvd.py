@@ -61,7 +61,7 @@ def _options(ignore_index: int) -> Distillation:
     return Distillation(TVD, ignore_index=ignore_index, hard_weight=1.0)
 
 
-FWD = distill_tunable("fused_ce_tvd", ("n_rows", "n_cols"), columns_key)
+FWD = distill_tunable("fused_ce_tvd")
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ Everything is computed in fp32. The first launch reads a row once, the second re
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from ...registry import LaunchConfig, Target, Tunable, next_power_of_2
 from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.edges import body_start, body_width, edge_columns, edge_vector, row_head
+from ..rows.tuning import DIMS
 from .softmax_rows import (
     load_edges,
     load_logits,
@@ -338,17 +339,16 @@ def _log_prob_gradient_kernel(
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-DIMS = ("n_rows", "hidden", "vocab")
+HEAD_DIMS = ("n_rows", "hidden", "vocab")
 
 
-def columns_key(n_rows: int, n_cols: int, itemsize: int) -> registry.Key:
-    """Columns rounded up to a power of two, bytes an element: there are always enough rows to fill the device."""
+def columns_key(*sizes: int) -> registry.Key:
+    """Of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
+
+    There are always enough rows to fill the device.
+    """
+    *_, n_cols, itemsize = sizes
     return next_power_of_2(n_cols), itemsize
-
-
-def vocab_key(n_rows: int, hidden: int, vocab: int, itemsize: int) -> registry.Key:
-    """`columns_key` of a head's logits."""
-    return next_power_of_2(vocab), itemsize
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
@@ -369,22 +369,16 @@ def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
     return LaunchConfig(config.blocks, target.warps(block, 16, 16) if key[0] > block else config.num_warps)
 
 
-def log_prob_tunables(op: str, dims: tuple[str, ...], key: Callable[..., registry.Key]) -> tuple[Tunable, Tunable]:
-    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels.
-
-    Their key is (columns, bytes an element).
-    """
-
-    def tunable(variant: str, kernel: Any, heuristic: Callable[..., LaunchConfig]) -> Tunable:
-        return Tunable(
-            op, variant, kernels=(kernel,), key=key, dims=dims, heuristic=heuristic, safe=rows_safe, space=rows_space
-        )
-
-    fwd = tunable("fwd", _log_prob_rows_kernel, _rows_heuristic)
-    return fwd, tunable("bwd", _log_prob_gradient_kernel, _gradient_heuristic)
+def log_prob_tunables(op: str, dims: tuple[str, ...] = DIMS) -> tuple[Tunable, Tunable]:
+    """The `<op>.fwd` and `<op>.bwd` tunables of an op made of the two kernels."""
+    rules = {"key": columns_key, "dims": dims, "safe": rows_safe, "space": rows_space}
+    return (
+        Tunable(op, "fwd", kernels=(_log_prob_rows_kernel,), heuristic=_rows_heuristic, **rules),
+        Tunable(op, "bwd", kernels=(_log_prob_gradient_kernel,), heuristic=_gradient_heuristic, **rules),
+    )
 
 
-LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", DIMS, vocab_key)
+LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", HEAD_DIMS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
@@ -441,7 +435,7 @@ def row_log_probs(
     if plain:
         _fill_plain(logits, target, out, bias, row_start, ignore_index, temperature, softcap)
         return
-    plan = (tunable or LOGP).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    plan = (tunable or LOGP).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
     numbers = float(softcap), 1.0 / temperature, stride, row_start, vocab, stride if owned else vocab, ignore_index
     flags = softcap != 0.0, vocab <= plan.config.blocks["BLOCK_SIZE"], 1 if owned else edge_vector(logits)
@@ -484,7 +478,7 @@ def row_log_prob_gradients(
         given = (t if t is None else t[rows] for t in given)
         dlogits.copy_(_plain_gradient(logits, target[rows], bias, *given, temperature, softcap, ignore_index))
         return
-    plan = (tunable or LOGP_GRAD).plan(logits.device, vocab_key(0, 0, vocab, logits.dtype.itemsize))
+    plan = (tunable or LOGP_GRAD).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
     numbers = (
         *strides,

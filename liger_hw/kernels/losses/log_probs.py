@@ -39,7 +39,6 @@ from .cross_entropy_reference import absent
 from .cross_entropy_rows import assert_targets
 from .log_prob_rows import (
     LogProbs,
-    columns_key,
     log_prob_buffers,
     log_prob_rows_reference,
     log_prob_tunables,
@@ -100,7 +99,7 @@ def log_probs_reference(
 _NAME = "liger_log_probs"
 
 
-FWD, BWD = log_prob_tunables("log_probs", ("n_rows", "n_cols"), columns_key)
+FWD, BWD = log_prob_tunables("log_probs")
 
 
 def _fwd(logits, target, temperature, softcap, ignore_index, entropy, top, plain=False):

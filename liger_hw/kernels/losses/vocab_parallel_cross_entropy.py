@@ -39,14 +39,7 @@ from ...runtime.operator import (
 )
 from .cross_entropy import sample_logits
 from .cross_entropy_reference import absent
-from .log_prob_rows import (
-    LogProbs,
-    columns_key,
-    log_prob_buffers,
-    log_prob_tunables,
-    row_log_prob_gradients,
-    row_log_probs,
-)
+from .log_prob_rows import LogProbs, log_prob_buffers, log_prob_tunables, row_log_prob_gradients, row_log_probs
 from .options_module import OptionsModule
 from .vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
 
@@ -84,7 +77,7 @@ def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy", ("n_rows", "n_cols"), columns_key)
+FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy")
 
 
 @torch.no_grad()
