@@ -21,6 +21,7 @@ Nothing waits for the device. The row kernels are in `kernels/losses/log_prob_ro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Iterable, NamedTuple, Sequence
 
 import torch
@@ -30,7 +31,7 @@ from ..kernels.heads.linear_head import HeadGradients, Wanted, fake_gradients, s
 from ..kernels.losses.cross_entropy_reference import absent, check_in_range
 from ..kernels.losses.log_prob_rows import log_prob_buffers, row_log_prob_gradients, row_log_probs
 from ..registry import next_power_of_2
-from ..runtime.operator import Function, define, first_order, is_interpreted
+from ..runtime.operator import Function, define, first_order
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
 """What a group is: a token, a sequence, or sequence i of the batch's first half with sequence i of its second half."""
@@ -98,7 +99,7 @@ def pair_order(batch: int, length: int, device: torch.device) -> torch.Tensor:
 class _Rows:
     """The two row steps on the head's input x, and their results [n_rows] in the order of the sweep."""
 
-    def __init__(self, x, target, second, bias, spec: Spec, sums: bool) -> None:
+    def __init__(self, x, target, second, bias, spec: Spec, sums: bool, plain: bool) -> None:
         self.bias, self.spec = bias, spec
         self.target, self.second, self.other = target, None, None
         n_rows, ignored = target.shape[0], spec.ignore_index
@@ -111,8 +112,7 @@ class _Rows:
         self.out = log_prob_buffers(n_rows, x, logit_sum=sums)
         self.second_logp = None if second is None else torch.empty_like(self.out.logp)
         self.coef = torch.empty_like(self.out.logp)
-        self.plain = x.device.type == "cpu" and not is_interpreted()
-        self._options = {"ignore_index": ignored, "temperature": spec.temperature, "bias": bias, "plain": self.plain}
+        self._options = {"ignore_index": ignored, "temperature": spec.temperature, "bias": bias, "plain": plain}
 
     def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
         """`read` of every chunk. No reference to the logits is left: another sweep's buffer may take their memory."""
@@ -189,7 +189,7 @@ class _Groups(NamedTuple):
 
 
 @torch.no_grad()
-def _run(x, weight, bias, target, second, extras, spec: Spec):
+def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
     loss, wanted = spec.loss, spec.wanted
     (batch, length), (vocab, hidden) = target.shape, weight.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
@@ -201,10 +201,10 @@ def _run(x, weight, bias, target, second, extras, spec: Spec):
     second = None if second is None else second.reshape(-1).contiguous()
     if order is not None:
         target, second = target[order], None if second is None else second[order]
-    rows = _Rows(x, target, second, bias, spec, loss.sums_logits)
+    rows = _Rows(x, target, second, bias, spec, loss.sums_logits, plain)
     groups = _Groups(n_groups, width, vocab, extras, spec.n_grouped)
     chunks = plan_groups(n_rows, width, hidden, vocab, x.dtype.itemsize, any(wanted), x.device)
-    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, rows.plain)
+    grads = HeadGradients(flat, weight, wanted, chunks, rows.target, plain)
     if not any(wanted):
         rows.read_all(sweep(chunks, flat, weight, order=order))
     elif any(start % width for start, _ in chunks.bounds):  # a group does not fit a chunk: two sweeps
@@ -239,7 +239,7 @@ def _fake(x, weight, bias, target, second, extras, spec: Spec):
 chunked_loss = define(
     "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? second, Tensor?[] extras) -> Tensor[]",
     launcher=_run,
-    reference=_run,
+    reference=partial(_run, plain=True),
     fake=_fake,
     numbers=Spec,
 )
@@ -297,14 +297,14 @@ def run_loss(
 
 
 @torch.no_grad()
-def _logps(x, weight, bias, target, ignore_index, temperature):
+def _logps(x, weight, bias, target, ignore_index, temperature, plain=False):
     spec = Spec("", "", (), TOKEN, 0, ignore_index, temperature)
     (vocab, hidden), n_rows = weight.shape, target.numel()
     check_in_range(
         "chunked_loss", target, vocab, ignore_index
     )  # before the policy's: the reference head is swept first
     flat, flat_target = x.reshape(n_rows, hidden), target.reshape(-1).contiguous()
-    rows = _Rows(x, flat_target, None, bias, spec, False)
+    rows = _Rows(x, flat_target, None, bias, spec, False, plain)
     rows.read_all(sweep(plan_groups(n_rows, 1, hidden, vocab, x.dtype.itemsize, False, x.device), flat, weight))
     return rows.out.logp.view(target.shape)
 
@@ -317,7 +317,7 @@ token_logps = define(
     "chunked_token_logps(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float temperature) -> "
     "Tensor",
     launcher=_logps,
-    reference=_logps,
+    reference=partial(_logps, plain=True),
     fake=_logps_fake,
 )
 """Log-probabilities [batch, length] of the targets under a head, without gradients: one GEMM, a chunk of logits."""
