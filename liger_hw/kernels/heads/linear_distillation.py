@@ -80,11 +80,11 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
             teacher = teacher.contiguous()
         labels = dense(labels)
         if call.with_hard:
-            check_in_range("chunked_loss", labels, vocab, call.options.ignore_index)
-        share = label_share(labels, n_rows, call.per_row, call.options.ignore_index, x.device)
+            check_in_range("chunked_loss", labels, vocab, options.ignore_index)
+        share = label_share(labels, n_rows, call.per_row, options.ignore_index, x.device)
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
-        grads = HeadGradients(x, weight, call.wanted, chunks, labels if call.options.hard_weight else None)
+        grads = HeadGradients(x, weight, call.wanted, chunks, labels if options.hard_weight else None)
         plan = tunable.plan(x.device, columns_key(vocab, itemsize))
         for start, logits, other in sweep(chunks, x, weight, grads, second=second):
             given = teacher[start : start + logits.shape[0]] if other is None else other
@@ -101,26 +101,25 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
 
     @torch.no_grad()
     def reference(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
+        options = call.options
         if call.with_hard:
-            check_in_range("chunked_loss", labels, weight.shape[0], call.options.ignore_index)
+            check_in_range("chunked_loss", labels, weight.shape[0], options.ignore_index)
         given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
         logits = reference_logits(x, weight, bias), given
-        soft, hard = distill_reference(*logits, labels, call.options)
-        share = share_reference(x, labels, call.per_row, call.options.ignore_index, soft.dtype)
+        soft, hard = distill_reference(*logits, labels, options)
+        share = share_reference(x, labels, call.per_row, options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
         if any(call.wanted):
-            by_soft, by_hard = distill_slopes(*logits, labels, call.options)
-            dlogits = (call.options.soft_weight * by_soft + call.options.hard_weight * by_hard) * (
-                1.0 if scale_in_backward else share
-            )
+            by_soft, by_hard = distill_slopes(*logits, labels, options)
+            dlogits = options.soft_weight * by_soft + options.hard_weight * by_hard
+            dlogits = dlogits if scale_in_backward else dlogits * share
         hard = hard.sum() * share if call.with_hard else absent(soft)
         stats = share.repeat(5) if scale_in_backward else absent(share)
         return soft.sum() * share, hard, *reference_gradients(dlogits, x, weight, bias, call.wanted), stats
 
     return define(
         f"{op}_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
-        f"Tensor? teacher_bias, Tensor? labels) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "Tensor? teacher_bias, Tensor? labels) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         launcher=fwd,
         reference=reference,
         numbers=DistillationCall,
