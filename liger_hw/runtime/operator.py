@@ -169,7 +169,7 @@ class _Numbers:
             if inner is None:
                 numbers.append(value)
             else:
-                numbers += inner.apart(value)
+                numbers.extend(inner.apart(value))
         return numbers
 
     def together(self, numbers: Iterator[Any]) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 _INTEGER_POISON = 0x5A
+# What `with torch.device(...)` redirects is listed once, at first use. Listed while torch.empty is replaced, it would
+# lack the real one, and a later test's model for the meta device would be made in memory.
+_device_constructors()
 
 
 def _poisoned(make):
