@@ -48,6 +48,8 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     try:
         there = os.stat(path)
     except FileNotFoundError:
+        if not os.path.basename(path):
+            raise IsADirectoryError(errno.EISDIR, "this names a folder, not a file", path) from None
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, data)

@@ -180,6 +180,8 @@ class Tunable:
         """The blocks are what the kernels name them, as in the heuristic or the safe configuration: each is a constexpr
         parameter of a kernel, so one too few would be a KeyError at the launch, and one too many would change nothing.
         """
+        if min(key, default=0) < 0:
+            return f"{key} is no key of {self.name}"
         try:
             named = [set(own(target, key).blocks) for own in (self.heuristic, self.safe)]
         except (IndexError, TypeError, ValueError, ZeroDivisionError):

@@ -128,8 +128,11 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Candidate:
         for candidate in _candidates(tunable, target, key):
             if not candidate.rejected:
                 return candidate
-            if candidate.layer == "explicit":
-                log.warning("liger_hw: %s: explicit configuration ignored: %s", tunable.name, candidate.rejected)
+            # an illegal entry of a lock file is one that the file itself allows to be left out
+            pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
+            if candidate.layer == "explicit" or pinned:
+                why = tunable.name, candidate.layer, candidate.rejected
+                log.warning("liger_hw: %s: %s configuration ignored: %s", *why)
     raise RuntimeError(
         f"{tunable.name}: no legal configuration for {key} on {target.arch}; this is a bug, please report it"
     )
@@ -167,8 +170,9 @@ def _offers(tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig)
         if entry is None:
             continue
         stale = ""
-        if entry.kernel_hash is not None and entry.kernel_hash != tunable.kernel_hash():
-            stale = f"made for kernel source {entry.kernel_hash}, this is {tunable.kernel_hash()}"
+        made_for = entry.kernel_hash if layer != "lock" else None  # a changed kernel source unpins nothing
+        if made_for is not None and made_for != tunable.kernel_hash():
+            stale = f"made for kernel source {made_for}, this is {tunable.kernel_hash()}"
         yield layer, entry.config, entry.provenance, entry.source, stale
     yield "heuristic", heuristic, {"kind": "heuristic"}, "", ""
     yield "safe", tunable.safe(target, key), {"kind": "safe"}, "", ""

@@ -33,6 +33,12 @@ def test_a_dangling_link_is_written_through(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "new").read_text() == "x"
 
 
+def test_a_folder_that_does_not_exist_becomes_no_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match="names a folder"):
+        files.write_text(f"{tmp_path}/results/", "x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path):
     before = os.umask(0o027)
     try:

@@ -27,7 +27,7 @@ def pinned(chosen: Candidate | Plan) -> Entry:
     return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **came})
 
 
-def write(path: Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
+def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
     """Write a lock file; returns its digest. Raises `OSError`."""
     mark = lock_file.digest(table)
     text = tables.render({"kind": "lock", "digest": mark, **about}, table)
@@ -45,7 +45,7 @@ def save(path: str | Path = "liger-hw.lock", allow_other_device: bool = False) -
         log.warning("liger_hw: nothing was launched so far, so %s pins nothing; save it after the first step", path)
     devices = sorted({plan.target.name for plan in plans})
     table = {(plan.tunable.op, plan.tunable.variant, plan.key): pinned(plan) for plan in plans}
-    return write(Path(path), table, about(", ".join(devices), allow_other_device))
+    return write(path, table, about(", ".join(devices), allow_other_device))
 
 
 def about(device: str, allow_other_device: bool, **more: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -59,7 +60,7 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
     try:
         header, table = read(path)
     except ValueError as error:
-        why = str(error) if path.exists() else f"no such file (looked in {Path.cwd()})"
+        why = str(error) if os.path.exists(path) else f"no such file (looked in {Path.cwd()})"
         raise SettingError(
             f"LIGER_HW_LOCK_FILE={path}: {why}. Nothing would be pinned: write it with "
             f"`liger-hw lock -o {path} --model ...`, correct the path, or unset the variable"

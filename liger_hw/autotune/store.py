@@ -271,9 +271,14 @@ def device_folders() -> list[Path]:
 
 def sub_folders(folder: Path) -> list[Path]:
     """The folders of one device's folder, by name; never a symbolic link, and none where the folder itself is one."""
-    if folder.is_symlink() or folder.parent.is_symlink() or not folder.is_dir():
+    if _is_behind_link(folder) or not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _is_behind_link(folder: Path) -> bool:
+    """Whether one device's folder, or the folder of all devices, is a symbolic link."""
+    return folder.is_symlink() or folder.parent.is_symlink()
 
 
 def written_files(folder: Path, kinds: Collection[str]) -> tuple[list[Path], list[Path]]:
@@ -289,7 +294,7 @@ def written_files(folder: Path, kinds: Collection[str]) -> tuple[list[Path], lis
             for path in sorted(sub.iterdir()):
                 (mine if _is_written(path, _FIELD_OF[kind]) else foreign).append(path)
     journal = folder / "_journal.jsonl"
-    if "journal" in kinds and os.path.lexists(journal) and not folder.is_symlink():
+    if "journal" in kinds and os.path.lexists(journal) and not _is_behind_link(folder):
         (mine if _is_journal(journal) else foreign).append(journal)
     return mine, foreign
 
@@ -319,8 +324,11 @@ def _is_journal(path: Path) -> bool:
             return False
         with open(path, "rb") as file:
             first = file.readline(ENTRY_BYTES)
-        return not first or "stage" in json.loads(first)
-    except (OSError, ValueError, TypeError, RecursionError):
+        if not first:
+            return True
+        line = json.loads(first)
+        return isinstance(line, dict) and "stage" in line
+    except (OSError, ValueError, RecursionError):
         return False
 
 

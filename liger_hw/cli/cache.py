@@ -241,7 +241,8 @@ def _export(arguments: argparse.Namespace) -> int:
         with told(f"cache export: {arguments.output}"):
             before, entries, _ = tables.load(Path(arguments.output))
         if (before.get("vendor"), before.get("arch")) != (header.get("vendor"), header.get("arch")):
-            raise UsageError(f"cache export: {arguments.output} is for {before.get('vendor')} {before.get('arch')}")
+            made_for = printable(f"{before.get('vendor')} {before.get('arch')}")
+            raise UsageError(f"cache export: {arguments.output} is for {made_for}")
         found = {**{n: e for n, e in entries.items() if _answers(n, e)}, **found}
     text = tables.render({**header, "digest": ""}, found)
     if not arguments.output:
@@ -267,8 +268,9 @@ def _import(arguments: argparse.Namespace) -> int:
         raise UsageError(f"cache import: {arguments.file}: {error}; `liger-hw cache export` writes a table") from None
     made_for = header.get("vendor"), header.get("arch"), header.get("warp_size")
     if made_for != (target.vendor, target.arch, target.warp_size):
+        vendor, arch, warp_size = (printable(str(part)) for part in made_for)
         raise UsageError(
-            f"cache import: {arguments.file} is for {made_for[0]} {made_for[1]} with warps of {made_for[2]}; "
+            f"cache import: {arguments.file} is for {vendor} {arch} with warps of {warp_size}; "
             f"{target.name} is {target.vendor} {target.arch} with warps of {target.warp_size}. Name the device with "
             "--device"
         )

@@ -42,12 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     with told("lock", (ValueError, RuntimeError)):
         target = registry.target_named(arguments.device)
-    if arguments.check:
+    if arguments.check is not None:
         given = [f"--{name}" for name in _PINS if getattr(arguments, name.replace("-", "_"))]
         if given:
             raise UsageError(f"lock: --check looks at a whole lock file, and takes no {', '.join(given)}")
         return _check(arguments, target)
-    arguments.output = arguments.output or "liger-hw.lock"
+    if arguments.output is None:
+        arguments.output = "liger-hw.lock"
+    if not arguments.output:
+        raise UsageError("lock: --output is empty; leave it out to write liger-hw.lock")
     if not arguments.model:
         raise UsageError("lock: say what to pin: --model with one or more models")
     if target.vendor == "cpu" and not registry.interpreting():
@@ -62,14 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"lock: nothing to pin for {target.name}")
     table = {(t.op, t.variant, key): lock.pinned(registry.choose(t, target, key)) for t, key in keys}
     about = lock.about(target.name, arguments.allow_other_device, arch=target.arch)
-    mark = lock.write(Path(arguments.output), table, about)
+    mark = lock.write(arguments.output, table, about)
     kinds = Counter(str(entry.provenance["layer"]) for entry in table.values())
     if arguments.json:
         print(json_text({"file": arguments.output, "digest": mark, "entries": len(table), "layers": kinds}))
         return 0
     came = ", ".join(f"{count} {layer}" for layer, count in sorted(kinds.items()))
-    print(f"{arguments.output}: {len(table)} configurations pinned for {target.name} ({came}), digest {mark}")
-    print(f"use it: LIGER_HW_LOCK_FILE={arguments.output}")
+    file = printable(arguments.output)
+    print(f"{file}: {len(table)} configurations pinned for {target.name} ({came}), digest {mark}")
+    print(f"use it: LIGER_HW_LOCK_FILE={file}")
     return 0
 
 
@@ -100,7 +104,9 @@ def _made_for(header: dict[str, Any]) -> Any:
 
     devices = [known_target(name) for vendor in VENDORS for name in backend(vendor).known_devices()]
     try:
-        return next((one for one in devices if one.name == header.get("device")), None) or known_target(header["arch"])
+        return next((one for one in devices if one.name == header.get("device")), None) or known_target(
+            str(header["arch"])
+        )
     except (KeyError, ValueError):
         return None
 
@@ -138,7 +144,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         )
     else:
         print(
-            f"{arguments.check}: {len(table)} configurations, digest {header['digest']}, made on "
+            f"{printable(arguments.check)}: {len(table)} configurations, digest {header['digest']}, made on "
             f"{printable(str(header.get('device', '?')))}"
         )
         print(f"{other} differ from what {target.name} would choose by itself")

@@ -366,6 +366,26 @@ class TestLock:
             with pytest.raises(env.SettingError, match=r"1 of its 1 entries.*rms_norm.fwd \(4096, 13, 2\): .*maxnreg"):
                 registry.choose(fwd, known_target("gfx942"), KEY)
 
+    def test_what_it_pins_is_not_left_out_silently(self, h200, monkeypatch, tmp_path, caplog):
+        """A hash of the kernels' source unpins nothing; what failed at launch in an earlier process is named."""
+        fwd, path = tunable(), tmp_path / "l"
+        config = other_config(fwd, H200, KEY)
+        lock.write(path, {NAME: replace(entry(config, fwd), kernel_hash="other")}, {})
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", str(path))
+        registry.reload()
+        chosen = registry.choose(fwd, H200, KEY)
+        assert (chosen.layer, chosen.config) == ("lock", config)
+        notes.save_quarantined(H200, fwd.name, KEY, config, "failed at launch: shared memory", fwd.kernel_hash())
+        registry.reload()
+        assert registry.choose(fwd, H200, KEY).layer != "lock"
+        assert "rms_norm.fwd: lock configuration ignored: failed at launch: shared memory" in caplog.text
+
+    def test_a_name_that_no_file_system_takes_is_refused(self, h200, monkeypatch):
+        monkeypatch.setenv("LIGER_HW_LOCK_FILE", "x" * 5000)
+        registry.reload()
+        with pytest.raises(env.SettingError, match="LIGER_HW_LOCK_FILE=x+: no such file"):
+            registry.choose(tunable(), H200, KEY)
+
     @pytest.mark.parametrize("damage", ["missing", "torn", "edited", "a table"])
     def test_a_bad_one_stops_the_first_launch(self, h200, damage, monkeypatch, tmp_path, capsys):
         """Who asks for a pinned run must not get another one."""

@@ -258,6 +258,24 @@ def test_a_journal_that_is_a_link_is_not_written(clean_registry, tmp_path):
     assert victim.read_text() == "precious\n"
 
 
+def test_a_journal_behind_a_link_is_not_among_the_stores_files(clean_registry, tmp_path):
+    folder = store.home(H200)
+    folder.mkdir(parents=True)
+    (folder / "_journal.jsonl").write_text('{"stage": "done"}\n')
+    assert store.written_files(folder, ["journal"]) == ([folder / "_journal.jsonl"], [])
+    folder.parent.rename(tmp_path / "outside")
+    folder.parent.symlink_to(tmp_path / "outside")
+    assert store.written_files(folder, ["journal"]) == ([], [])
+
+
+@pytest.mark.parametrize("line", ['"my stage"', '["stage"]', "stage", "1"])
+def test_a_journal_of_somebody_elses_is_not_among_the_stores_files(clean_registry, line):
+    path = store.home(H200) / "_journal.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\nprecious\n")
+    assert store.written_files(path.parent, ["journal"]) == ([], [path])
+
+
 def test_a_cache_that_is_a_link_itself_is_used(clean_registry, monkeypatch, tmp_path):
     (tmp_path / "large-disk").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "large-disk")

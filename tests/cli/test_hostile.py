@@ -141,6 +141,40 @@ def test_a_lock_files_device_is_escaped(clean_registry, capsys, tmp_path):
     assert code == 0 and "\\x1b[31mH200" in out and "\x1b" not in out
 
 
+@pytest.mark.parametrize("arch", [["sm90"], {"a": 1}, "\udc80", 10**30])
+def test_a_lock_file_that_names_no_architecture_is_checked(clean_registry, capsys, tmp_path, arch):
+    fwd = tunable()
+    table = {NAME: entry(fwd.safe(H200, KEY), fwd)}
+    header = {"kind": "lock", "digest": lock_file.digest(table), "device": [1], "arch": arch}
+    (tmp_path / "a.lock").write_text(tables.render(header, table))
+    code, out, err = said(capsys, "lock", "--check", str(tmp_path / "a.lock"), "--json")
+    assert code == 0 and json.loads(out)["entries"] == 1, err
+
+
+def test_a_tables_header_adds_no_line_to_the_refusal(clean_registry, capsys, tmp_path):
+    header = {**store.header(H200), "arch": "sm90\nliger-hw: imported"}
+    (tmp_path / "a.json").write_text(tables.render(header, {}))
+    code, _, err = said(capsys, "cache", "import", str(tmp_path / "a.json"), "--device", "h200", "--yes")
+    assert code == 2 and "sm90\\nliger-hw" in err and "\nliger-hw: imported" not in err
+
+
+def test_an_entry_for_a_key_that_cannot_be_is_left_out(clean_registry, capsys, tmp_path):
+    fwd = tunable()
+    name = ("rms_norm", "fwd", (-1, 2, 3))
+    table = {name: entry(fwd.safe(H200, KEY), fwd)}
+    (tmp_path / "a.json").write_text(tables.render(store.header(H200), table))
+    code, out, err = said(capsys, "cache", "import", str(tmp_path / "a.json"), "--device", "h200", "--yes")
+    assert code == 1 and "left out" in out and "is no key of rms_norm.fwd" in out, err
+
+
+@pytest.mark.parametrize("words", [("-o", ""), ("--check", ""), ("-o", "results/")], ids=" ".join)
+def test_an_empty_name_is_not_taken_for_the_default(clean_registry, capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    given = () if "--check" in words else ("--model", "mistral-7b", "--seq", "512", "--ops", "rms_norm")
+    code, _, _ = said(capsys, "lock", "--device", "h200", *given, *words)
+    assert code in (1, 2) and not list(tmp_path.iterdir())
+
+
 def test_an_exported_table_has_no_header_of_an_entrys_own(clean_registry, capsys, tmp_path):
     """NaN is no JSON, and what an entry says of its target is read like the rest of it."""
     fwd = tunable()
