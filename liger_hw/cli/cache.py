@@ -308,9 +308,12 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
     wanted, refused = {}, []
     for name, entry in sorted(entries.items()):
         tunable, state = tunables.get(f"{name[0]}.{name[1]}"), _state(name, entry)
-        reason = (
-            state if tunable is None or state.startswith("stale") else tunable.illegal(target, name[2], entry.config)
-        )
+        if tunable is None or state.startswith("stale"):
+            reason = state
+        else:
+            reason = tunable.illegal(target, name[2], entry.config)
+            if not reason and not tunable.serves(target, name[2]):
+                reason = "no tensor has these sizes"
         if reason:
             refused.append(f"{name[0]}.{name[1]} {name[2]}: {reason}")
         else:

@@ -129,6 +129,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
     illegal, tunables = lock_file.unusable(target, table), registry.tunables()
     usable = [(tunables.get(f"{op}.{variant}"), key, entry.config) for (op, variant, key), entry in table.items()]
     usable = [item for item in usable if item[0] is not None and not item[0].illegal(target, *item[1:])]
+    usable = [item for item in usable if item[0].serves(target, item[1])]
     other = sum(registry.choose(tunable, target, key).config != config for tunable, key, config in usable)
     if arguments.json:
         print(
