@@ -234,6 +234,7 @@ def regret_table() -> str:
 def first_step_table() -> str:
     arms = {"hf": "Hugging Face", "liger": "+ Liger 0.8.5", "liger_hw": "+ liger_hw"}
     lines = ["| first step, s | " + " | ".join(arms.values()) + " |", "|---" * (1 + len(arms)) + "|"]
+    names = {"mixtral": "Mixtral", "mistral": "Mistral", "olmo2": "OLMo-2", "qwen2": "Qwen2"}
     runs = published.read("first-step")["runs"]
     for model in dict.fromkeys(one["model"] for one in runs):
         cells = []
@@ -241,7 +242,7 @@ def first_step_table() -> str:
             mine = [one for one in runs if (one["model"], one["arm"]) == (model, arm)]
             reached = [f"{one['steps'][0]:.2f}" for one in mine if one["steps"]]
             cells.append(" / ".join(reached) or ("not reached" if mine else "-"))
-        lines.append(f"| {TRAINED[model].split('-')[0]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {names[model]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
