@@ -57,11 +57,16 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
         if dtype not in _DTYPES and not (dtype is torch.float64 and device.type == "cpu"):
             raise ValueError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
         if tensor.is_nested:
-            raise ValueError(f"{op}: {name} is a nested tensor, which no kernel takes; give it padded or concatenated")
+            check(False, op, nested(name))
         if first is None:
             first, shared = name, device
         elif device != shared:
             raise ValueError(f"{op}: {name} is on {device} but {first} is on {shared}; move them to one device")
+
+
+def nested(name: str) -> str:
+    """What is wrong with an argument of this name that is a nested tensor."""
+    return f"{name} is a nested tensor, which no kernel takes; give it padded or concatenated"
 
 
 def check_numbers(op: str, **values: float) -> None:
@@ -100,6 +105,8 @@ def check_indices(op: str, name: str, indices: Any, rows: torch.Tensor, hint: Ca
         raise TypeError(f"{op}: {name} must be a tensor, got {type(indices).__name__}")
     if indices.dtype not in (torch.int64, torch.int32):
         check(False, op, f"{name} must hold indices (int64 or int32), got {indices.dtype}")
+    if indices.is_nested:
+        check(False, op, nested(name))
     if indices.shape != rows.shape[:-1]:
         expected, got = tuple(rows.shape[:-1]), tuple(indices.shape)
         check(False, op, f"{name} must have shape {expected} to match the rows, got {got}{hint()}")

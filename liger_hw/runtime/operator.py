@@ -34,6 +34,7 @@ from .checks import (  # noqa: F401  op files take these from here
     check_tensors,
     dense,
     empty_like,
+    nested,
     no_view,
     no_weight,
     remembered,

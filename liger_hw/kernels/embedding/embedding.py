@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ... import registry
 from ...registry import Key, LaunchConfig, Op, Sample, Target, row_key
-from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
+from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch, nested
 from ...runtime.triton_import import tl, triton
 from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
@@ -164,6 +164,8 @@ def _misfit(weight, indices, padding_idx) -> str:
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
         have = getattr(indices, "dtype", type(indices).__name__)
         return f"indices must be an int32 or int64 tensor, got {have}"
+    if indices.is_nested:
+        return nested("indices")
     if indices.device != weight.device:
         return f"indices is on {indices.device} but weight is on {weight.device}; move them to one device"
     rows = weight.shape[0]

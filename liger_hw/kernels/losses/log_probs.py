@@ -31,6 +31,7 @@ from ...runtime.operator import (
     check_tensors,
     define,
     first_order,
+    nested,
     row_major,
 )
 from ...runtime.saved_tensors import graph_is_kept
@@ -243,6 +244,8 @@ def rows_and_targets(
     """
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.is_nested:
+        check(False, op, nested("target"))
     if x.dim() < 2 or x.shape[:-1] != target.shape:
         expected = f"target must have the shape of the rows, {tuple(x.shape[:-1])}"
         check(False, op, f"{expected}, got {tuple(target.shape)}; a single row is [1, width]")

@@ -31,6 +31,7 @@ from ...runtime.operator import (
     check,
     check_floats,
     check_ignore_index,
+    check_indices,
     check_tensors,
     define,
     first_order,
@@ -191,13 +192,7 @@ def liger_vocab_parallel_cross_entropy(
     logits = vocab_parallel_logits
     if logits.dim() < 2 or not logits.shape[-1]:
         check(False, _NAME, f"vocab_parallel_logits must be [..., n_cols], got {tuple(logits.shape)}")
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{_NAME}: target must be a tensor, got {type(target).__name__}")
-    if target.dtype not in (torch.int64, torch.int32) or target.shape != logits.shape[:-1]:
-        expected = f"an int64 or int32 tensor of shape {tuple(logits.shape[:-1])}"
-        check(False, _NAME, f"target must be {expected}, got {target.dtype} {tuple(target.shape)}")
-    if target.device != logits.device:
-        check(False, _NAME, f"target is on {target.device} but the logits are on {logits.device}")
+    check_indices(_NAME, "target", target, logits)
     check_smoothing(_NAME, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode)
     check_group(_NAME, tp_group)
     options = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode

@@ -39,6 +39,7 @@ from ...runtime.operator import (
     define,
     dense,
     first_order,
+    nested,
     row_major,
 )
 from . import gates, products, routing, sums
@@ -449,6 +450,8 @@ def _misfit(
 def _misfit_of_routing(x, top_k_index, top_k_weights) -> str:
     if not isinstance(top_k_index, torch.Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
         return f"top_k_index must be an int32 or int64 tensor, got {getattr(top_k_index, 'dtype', type(top_k_index))}"
+    if top_k_index.is_nested:
+        return nested("top_k_index")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != x.shape[0] or top_k_index.shape != top_k_weights.shape:
         have = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
         return f"top_k_index and top_k_weights must be [{x.shape[0]}, K], got {have}"

@@ -16,7 +16,7 @@ import torch
 
 from ... import registry
 from ...registry import Op, Sample
-from ...runtime.operator import Function, check, check_tensors, first_order, remembered
+from ...runtime.operator import Function, check, check_tensors, first_order, nested, remembered
 from .rotary import COMPLEX, SMALL, Form, Rotary, check_no_gradient, heads_misfit, rotary_sample, turned
 
 _HEAD_AXIS = 2
@@ -73,6 +73,8 @@ def _angles_misfit(xq, freqs_cis) -> str:
     if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
         have = getattr(freqs_cis, "dtype", type(freqs_cis).__name__)
         return f"freqs_cis must be a complex tensor (cos + j sin), got {have}"
+    if freqs_cis.is_nested:
+        return nested("freqs_cis")
     if freqs_cis.device != xq.device:
         return f"freqs_cis is on {freqs_cis.device} but xq is on {xq.device}; move them to one device"
     return ""
