@@ -132,7 +132,8 @@ def _answer(argv: list[str]) -> int:
 
 def _failed(argv: list[str], message: str, code: int) -> int:
     message = printable(message) if code != 2 else "\n".join(map(printable, message.splitlines()))
-    print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error cannot be written either: the status says it
+        print(fold(f"liger-hw: {message}", " " * 2), file=sys.stderr)
     try:
         if _prints_json(argv):
             print(json_text({"error": message}))

@@ -150,6 +150,12 @@ def test_every_key_that_sizes_give_may_be_asked(clean_registry):
                 assert one._may_be_asked(one.key(*sizes, 2)), (one.name, sizes)
 
 
+def test_an_error_that_cannot_be_written_keeps_its_status():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "liger_hw", "nonsense"]
+        assert subprocess.run(words, stderr=full, timeout=60).returncode == 2
+
+
 @pytest.mark.parametrize("arch", [["sm90"], {"a": 1}, "\udc80", 10**30])
 def test_a_lock_file_that_names_no_architecture_is_checked(clean_registry, capsys, tmp_path, arch):
     fwd = tunable()
