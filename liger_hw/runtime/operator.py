@@ -107,8 +107,6 @@ def define(
     )
 
     def call(*args: Any) -> Any:
-        if call_numbers is not None:
-            args = (*args[:-1], *call_numbers.apart(args[-1]))
         if not (
             torch.is_grad_enabled()
             or is_compiling()
@@ -141,7 +139,7 @@ def define(
 
     call.__name__ = name
     call.overload = overload
-    return call
+    return call if call_numbers is None else call_numbers.given_to(call)
 
 
 class _Numbers:
@@ -176,6 +174,15 @@ class _Numbers:
     def together(self, numbers: Iterator[Any]) -> Any:
         """The call that has these numbers."""
         return self.kind(*(next(numbers) if inner is None else inner.together(numbers) for inner in self.inner))
+
+    def given_to(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """The operator, as a function whose last argument is the call."""
+
+        def with_call(*args: Any) -> Any:
+            return operator(*args[:-1], *self.apart(args[-1]))
+
+        with_call.__name__, with_call.overload = operator.__name__, operator.overload
+        return with_call
 
     def taken_by(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
         """`run`, whose last argument after `n_others` is the call, as a function of its numbers."""
