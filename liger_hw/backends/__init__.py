@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ..locks import import_module
 from .base import Backend, LaunchConfig, Target
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def backend(vendor: str) -> Backend:
     """The Backend of a vendor name. Raises `ValueError` for a name that is no vendor."""
     if vendor not in VENDORS:
         raise ValueError(f"unknown vendor {vendor!r}; known: {', '.join(VENDORS)}")
-    return importlib.import_module(f"{__name__}.{vendor}").BACKEND
+    return import_module(f"{__name__}.{vendor}").BACKEND
 
 
 @lru_cache(maxsize=None)

@@ -17,6 +17,7 @@ from liger_hw.transformers.functional import (
     liger_fused_linear_cross_entropy,
     liger_kl_div,
     liger_layer_norm,
+    liger_modulated_rms_norm,
     liger_multi_token_attention,
     liger_rms_norm,
 )
@@ -88,3 +89,8 @@ def test_a_kernel_larger_than_the_scores_is_refused_by_name(how):
     with pytest.raises(ValueError, match=r"liger_multi_token_attention: a kernel of \(3, 3\) spans"):
         liger_multi_token_attention(torch.randn(1, 2, 2, 2), torch.randn(2, 2, 3, 3), **how)
     assert liger_multi_token_attention(torch.randn(1, 2, 2, 2), torch.randn(2, 2, 3, 3), padding=1).shape[2:] == (2, 2)
+
+
+def test_modulated_rms_norm_refuses_a_scalar():
+    with pytest.raises(ValueError, match="^liger_modulated_rms_norm: X must have at least one dimension"):
+        liger_modulated_rms_norm(torch.tensor(1.0), None, torch.ones(4), None)

@@ -282,6 +282,7 @@ def liger_modulated_rms_norm(
     check_numbers(name, eps=eps, offset=offset)
     if not isinstance(casting_mode, str) or casting_mode not in CASTING_MODES:
         check(False, name, f"casting_mode must be one of {', '.join(CASTING_MODES)}, got {casting_mode!r}")
+    check(X.dim() > 0, name, "X must have at least one dimension")
     n_cols = X.shape[-1:]
     if W is not None and W.shape != n_cols:
         check(False, name, f"W must have shape {tuple(n_cols)} to match X, got {tuple(W.shape)}")
