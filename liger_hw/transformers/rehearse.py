@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import types
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,19 @@ from .probing.probe import current_forward, is_customised
 log = logging.getLogger("liger_hw")
 _started: dict[int, Any] = {}
 """Configs that were looked at, by id; held, so that no other takes the id."""
+
+
+class _Step(NamedTuple):
+    """A training step of [batch, seq] tokens: the model's sizes, and the dtype and device of its activations."""
+
+    facts: models.Model
+    batch: int
+    seq: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -67,33 +80,30 @@ def foresee(
     Raises `ValueError` for a config without the usual fields.
     """
     data = model.config.to_dict()
-    facts = models.from_config(data, type(model.config).__name__)
+    step = _Step(models.from_config(data, type(model.config).__name__), batch, seq, dtype, device)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     modules = list(decoder.modules())
     jobs: dict[Any, compile_ahead.Job] = {}
     for part in sorted(_parts(decoder), key=lambda part: bool(part._modules)):  # norms first, as in the step
-        for shape in _input_shapes(part, facts, batch, seq):
+        for shape in _input_shapes(part, step):
             key = _structure(part), shape
             if key not in jobs:
-                jobs[key] = functools.partial(_run_part, _copied(part), shape, dtype, device)
+                jobs[key] = functools.partial(_run_part, _copied(part), shape, step)
     embedding = next((m for m in modules if rotary.is_embedding(m)), None)
     forwards = dict.fromkeys(map(current_forward, modules))
     functions = dict.fromkeys(f for forward in forwards for f in rotary.functions_called(forward).values())
     norms = _norms_of_heads(modules)
     for function in functions:
         if hasattr(function, PATCH_MARK) and embedding is not None:
-            jobs[function] = functools.partial(
-                _run_rotary, function, _copied(embedding), facts, batch, seq, dtype, device
-            )
+            jobs[function] = functools.partial(_run_rotary, function, _copied(embedding), step)
             if norms and may_recompute(model):
-                jobs[function, norms] = functools.partial(
-                    _run_rotary_again, function, _copied(embedding), norms, facts, batch, seq, dtype, device
-                )
+                again = functools.partial(_run_rotary_again, function, _copied(embedding), norms, step)
+                jobs[function, norms] = again
     softcap = data.get("final_logit_softcapping")
     head = registry.get_op("fused_linear_cross_entropy")
-    for sizes in models.sizes_of(head.name, facts, batch, seq):
+    for sizes in models.sizes_of(head.name, step.facts, batch, seq):
         options = {"softcap": softcap} if softcap else {}
-        jobs[head.name] = functools.partial(_run_op, head, sizes, dtype, device, options)
+        jobs[head.name] = functools.partial(_run_op, head, sizes, step, options)
     return list(jobs.values())
 
 
@@ -152,8 +162,9 @@ def _structure(module: nn.Module) -> tuple:
     return classes, shapes
 
 
-def _input_shapes(part: nn.Module, facts: models.Model, batch: int, seq: int) -> list[tuple[int, ...]]:
+def _input_shapes(part: nn.Module, step: _Step) -> list[tuple[int, ...]]:
     """The shapes of what a part is given: a norm's width is that of its weight, which may be a head's."""
+    facts, batch, seq = step.facts, step.batch, step.seq
     shapes = [owners.whole_shape(p) for p in part._parameters.values() if p is not None]
     width = next((shape[0] for shape in shapes if len(shape) == 1), facts.hidden)
     if part._modules or width == facts.hidden:
@@ -181,68 +192,51 @@ def _copied(module: nn.Module) -> nn.Module:
 # -- running them, on fake tensors -----------------------------------------------------------------------------------
 
 
-def _run_part(part: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    _with_fake_parameters(part, device)
-    x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+def _run_part(part: nn.Module, shape: tuple[int, ...], step: _Step) -> None:
+    _with_fake_parameters(part, step.device)
+    x = step.empty(*shape).requires_grad_()
     _backward(part(x), [x, *part.parameters()])
 
 
-def _run_rotary(
-    function: Callable,
-    embedding: nn.Module,
-    facts: models.Model,
-    batch: int,
-    seq: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _run_rotary(function: Callable, embedding: nn.Module, step: _Step) -> None:
     """A rotary function of (q, k, cos, sin); one of other arguments raises, and is compiled when it is launched."""
-    for cos, sin in _angles(embedding, facts, batch, seq, dtype, device):
+    facts = step.facts
+    for cos, sin in _angles(embedding, step):
         q, k = (
-            torch.empty(batch, seq, heads, facts.head_dim, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+            step.empty(step.batch, step.seq, heads, facts.head_dim).transpose(1, 2).requires_grad_()
             for heads in (facts.heads, facts.kv_heads)
         )
         _backward(function(q, k, cos, sin), [q, k])
 
 
 def _run_rotary_again(
-    function: Callable,
-    embedding: nn.Module,
-    norms: tuple[nn.Module, nn.Module],
-    facts: models.Model,
-    batch: int,
-    seq: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    function: Callable, embedding: nn.Module, norms: tuple[nn.Module, nn.Module], step: _Step
 ) -> None:
     """Normed heads are rotated again in backward, where a level says so: q alone, and k alone."""
-    inputs = []
+    facts, inputs = step.facts, []
     for norm, heads in zip(map(_copied, norms), (facts.heads, facts.kv_heads)):
-        _with_fake_parameters(norm, device)
-        shapes = _input_shapes(norm, facts, batch, seq)
-        x = torch.empty(shapes[0 if heads == facts.heads else -1], dtype=dtype, device=device, requires_grad=True)
-        inputs.append((norm, x))
-    for cos, sin in _angles(embedding, facts, batch, seq, dtype, device):
+        _with_fake_parameters(norm, step.device)
+        shapes = _input_shapes(norm, step)
+        inputs.append((norm, step.empty(*shapes[0 if heads == facts.heads else -1]).requires_grad_()))
+    for cos, sin in _angles(embedding, step):
         with recipes.Scope(recipes.CHEAP):
-            q, k = (norm(x).view(batch, seq, -1, facts.head_dim).transpose(1, 2) for norm, x in inputs)
+            q, k = (norm(x).view(step.batch, step.seq, -1, facts.head_dim).transpose(1, 2) for norm, x in inputs)
             rotated = [t.square() for t in function(q, k, cos, sin)]
         _backward(rotated, [x for _, x in inputs])
 
 
-def _angles(
-    embedding: nn.Module, facts: models.Model, batch: int, seq: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _angles(embedding: nn.Module, step: _Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """cos and sin, for each kind of layer, of a rotary embedding that takes fake parameters here."""
-    _with_fake_parameters(embedding, device)
-    x = torch.empty(batch, seq, facts.hidden, dtype=dtype, device=device)
-    positions = torch.empty(1, seq, dtype=torch.int64, device=device)
+    _with_fake_parameters(embedding, step.device)
+    x = step.empty(step.batch, step.seq, step.facts.hidden)
+    positions = torch.empty(1, step.seq, dtype=torch.int64, device=step.device)
     layer_types = dict.fromkeys(getattr(embedding, "layer_types", None) or ())
     for kind in [(t,) for t in layer_types] or [()]:
         yield embedding(x, positions, *kind)
 
 
-def _run_op(op: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: Mapping) -> None:
-    forward_and_backward(op, op.sample(sizes, dtype, device, None, **options))
+def _run_op(op: Any, sizes: tuple[int, ...], step: _Step, options: Mapping) -> None:
+    forward_and_backward(op, op.sample(sizes, step.dtype, step.device, None, **options))
 
 
 def _with_fake_parameters(module: nn.Module, device: torch.device) -> None:
