@@ -329,6 +329,16 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.fixture
+def on_sm90(clean_registry):
+    """The registry answers as on an sm90 device."""
+    from liger_hw import registry
+    from liger_hw.backends import known_target
+
+    with registry.pretend(known_target("sm90")):
+        yield
+
+
+@pytest.fixture
 def no_failed_configuration():
     """In production a configuration that fails is quarantined and the next layer answers; a test must see it."""
     from liger_hw import registry

@@ -12,6 +12,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw.registry import Op, Sample
+from liger_hw.runtime.launch import likeness
 
 Sizes = tuple[int, ...]
 
@@ -311,6 +312,15 @@ def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[tor
         spec, exact = reference(op, sample, given, torch.clone).bits(), oracle(op, sample, given).bits()
         found[factor] = list(zip(spec, exact))
     return found
+
+
+def noted(launches: set) -> Callable[..., None]:
+    """What `compile_ahead.note_launches` calls for a launch: adds what is compiled for it to `launches`."""
+
+    def note(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
+        launches.add((plan.tunable.name, plan.key, likeness(kernel, args, flags)))
+
+    return note
 
 
 def verify(op: Op, sample: Sample, seed: int) -> Result:

@@ -13,28 +13,15 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from harness import noted
 
 from liger_hw import registry
 from liger_hw.autotune import compile_ahead
-from liger_hw.backends import known_target
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 
 pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture
-def target(clean_registry):
-    with registry.pretend(known_target("sm90")):
-        yield
-
-
-def _noted(launches: set):
-    def note(plan, kernel, grid, args, flags):
-        launches.add((plan.tunable.name, plan.key, _launch.likeness(kernel, args, flags)))
-
-    return note
 
 
 def _job(rows: int):
@@ -45,17 +32,17 @@ def _job(rows: int):
     return job
 
 
-def test_a_job_that_fails_is_left_out(target):
+def test_a_job_that_fails_is_left_out(on_sm90):
     def fails():
         raise RuntimeError("no kernel of ours")
 
     alone, beside = set(), set()
-    compile_ahead.note_launches([_job(64)], _noted(alone))
-    compile_ahead.note_launches([fails, _job(64)], _noted(beside))
+    compile_ahead.note_launches([_job(64)], noted(alone))
+    compile_ahead.note_launches([fails, _job(64)], noted(beside))
     assert {name for name, *_ in alone} == {"rms_norm.fwd", "rms_norm.bwd"} and beside == alone
 
 
-def test_the_first_kernel_compiles_alone(monkeypatch, target):
+def test_the_first_kernel_compiles_alone(monkeypatch, on_sm90):
     """Nobody begins before it is done, and then everybody does; each kernel compiles once."""
     begun, first_is_done, lock = [], threading.Event(), threading.Lock()
     together = threading.Barrier(2, timeout=30)
@@ -90,7 +77,7 @@ def test_the_first_kernel_compiles_alone(monkeypatch, target):
     assert not failed and all(future.result() is None for found in others for future in found.values())
 
 
-def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
+def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
     """The second thread's launch comes while the kernel compiles: it waits, then takes the ordinary way, once."""
     x, y = torch.ones(2, 16), torch.empty(2, 16)
     key = registry.row_key(2, 16, 4)
@@ -117,7 +104,7 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, target):
     assert ran == ["ordinary", "fast"]
 
 
-def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, target):
+def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, on_sm90):
     x = torch.ones(2, 16)
     plan = rms_norm.FWD.plan(x.device, registry.row_key(2, 16, 4))
     plan.compiled = {}

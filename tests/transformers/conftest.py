@@ -145,3 +145,16 @@ def same_step():
         return outputs
 
     return check
+
+
+@pytest.fixture
+def moe_calls(monkeypatch):
+    """The arguments of every call of `liger_fused_moe` by patches made in the test."""
+    made, original = [], functional.liger_fused_moe
+
+    def fused_moe(*args, **options):
+        made.append((args, options))
+        return original(*args, **options)
+
+    monkeypatch.setattr(functional, "liger_fused_moe", fused_moe)
+    return made

@@ -19,26 +19,13 @@ interface = pytest.importorskip("transformers.integrations.moe", reason="transfo
 import liger_hw  # noqa: E402
 import liger_hw.transformers  # noqa: E402
 from liger_hw.kernels.moe import fused_moe  # noqa: E402
-from liger_hw.transformers import experts, functional, probing  # noqa: E402
+from liger_hw.transformers import experts, probing  # noqa: E402
 from liger_hw.transformers.tiny import tiny_config, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 13, 16, 24, 4, 2
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER}
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments of every call of the op by patches made in the test."""
-    made, original = [], functional.liger_fused_moe
-
-    def fused_moe(*args, **options):
-        made.append((args, options))
-        return original(*args, **options)
-
-    monkeypatch.setattr(functional, "liger_fused_moe", fused_moe)
-    return made
 
 
 def patched(module):
@@ -108,7 +95,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_every_kind_of_experts_is_known_by_what_it_computes(family, calls):
+def test_every_kind_of_experts_is_known_by_what_it_computes(family, moe_calls):
     name, words = KINDS[family]
     module = of(family, name)
     arguments = inputs(module)
@@ -116,11 +103,11 @@ def test_every_kind_of_experts_is_known_by_what_it_computes(family, calls):
     report = patched(module)
     assert [(row.kernel, row.variant) for row in report.patched] == [("fused_moe", words)], str(report)
     assert_same(step(module, *arguments), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     report.revert()
     assert "forward" not in vars(module)
     step(module, *arguments)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 LEFT = {
@@ -132,13 +119,13 @@ LEFT = {
 
 
 @pytest.mark.parametrize("family", LEFT)
-def test_what_the_op_cannot_express_is_left_alone_and_said(family, calls):
+def test_what_the_op_cannot_express_is_left_alone_and_said(family, moe_calls):
     name, reason = LEFT[family]
     module = of(family, name)
     report = patched(module)
     (row,) = [row for row in report.rows if row.where.startswith(name)]
     assert reason in row.state + row.variant, str(report)
-    assert "forward" not in vars(module) and not calls
+    assert "forward" not in vars(module) and not moe_calls
 
 
 def test_a_clamp_after_the_activation_is_another_formula():
@@ -171,7 +158,7 @@ def test_flags_are_not_believed():
 
 
 @pytest.mark.parametrize("scope", ["model", "class", "name"])
-def test_a_model_s_step(scope, calls):
+def test_a_model_s_step(scope, moe_calls):
     model = tiny_model(transformers.Qwen3MoeForCausalLM)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     expected = model(ids, labels=ids, output_router_logits=True)
@@ -191,16 +178,16 @@ def test_a_model_s_step(scope, calls):
     finally:
         if scope != "name":
             report.revert()
-    assert len(calls) == model.config.num_hidden_layers
+    assert len(moe_calls) == model.config.num_hidden_layers
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.aux_loss, expected.aux_loss)
     for name, parameter in model.named_parameters():
         scale = float(gradients[name].abs().max())
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4 * scale)
-    made = len(calls)
+    made = len(moe_calls)
     model.set_experts_implementation("grouped_mm")
     model(ids)
-    assert len(calls) == made
+    assert len(moe_calls) == made
 
 
 def test_the_keyword_is_the_mlps_own_unless_it_is_given():
@@ -218,24 +205,24 @@ def test_the_keyword_is_the_mlps_own_unless_it_is_given():
         assert [row.part for row in report.patched] == ["experts"]
 
 
-def test_a_class_patch_holds_for_models_of_any_dtype(calls):
+def test_a_class_patch_holds_for_models_of_any_dtype(moe_calls):
     """transformers notes the dtype in the configuration, and experts name `dtype`, of their tensors."""
     with liger_hw.transformers.apply_liger_kernel_to_qwen3_moe(rope=False, rms_norm=False):
         model = tiny_model(transformers.Qwen3MoeForCausalLM, num_hidden_layers=1)
         model.config.dtype = torch.float32
         model(torch.tensor([[5, 6, 7]]))
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
-def test_an_implementation_chosen_after_the_patch_runs(calls):
+def test_an_implementation_chosen_after_the_patch_runs(moe_calls):
     module = of("mixtral", "MixtralExperts")
     patched(module)
     module.config._experts_implementation_internal = "batched_mm"  # as generate() does for a moment
     module(*inputs(module))
-    assert not calls
+    assert not moe_calls
     module.config._experts_implementation_internal = "grouped_mm"
     module(*inputs(module))
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 def test_an_implementation_of_somebody_s_own_stays():
@@ -243,21 +230,21 @@ def test_an_implementation_of_somebody_s_own_stays():
     assert isinstance(found, probing.Refused) and "experts_implementation='sonicmoe' was asked for" in found.reason
 
 
-def test_copies_and_pickles(calls):
+def test_copies_and_pickles(moe_calls):
     model = tiny_model(transformers.MixtralForCausalLM).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids).loss
     report = liger_hw.patch(model)
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for each, kernels in ((model, 4), (copied, 4), (loaded, 0)):
-        calls.clear()
+        moe_calls.clear()
         torch.testing.assert_close(each(ids, labels=ids).loss, expected)
-        assert len(calls) == kernels
+        assert len(moe_calls) == kernels
     assert {row.part for row in liger_hw.patch(loaded).patched} == {row.part for row in report.patched}
     liger_hw.transformers.revert(copied)
-    calls.clear()
+    moe_calls.clear()
     copied(ids)
-    assert not calls
+    assert not moe_calls
 
 
 def test_experts_patched_in_their_gate_survive_pickle():
@@ -273,7 +260,7 @@ def test_experts_patched_in_their_gate_survive_pickle():
     torch.testing.assert_close(loaded(*arguments), expected)
 
 
-def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(calls, caplog):
+def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(moe_calls, caplog):
     experts._say_once.cache_clear()
     liger_hw.transformers.register_experts()
     module = of("inkling2", "Inkling2Experts")
@@ -283,7 +270,7 @@ def test_by_name_what_the_op_cannot_express_runs_as_transformers_has_it(calls, c
     with caplog.at_level(logging.WARNING, "liger_hw"):
         assert_same(step(module, *arguments), expected, 0, 0)
         module(*arguments)
-    assert not calls and caplog.text.count("Inkling2Experts runs by grouped_mm: its activation is none") == 1
+    assert not moe_calls and caplog.text.count("Inkling2Experts runs by grouped_mm: its activation is none") == 1
 
 
 # -- what training code does with experts ----------------------------------------------------------------------------
@@ -307,17 +294,17 @@ def test_autocast_computes_in_its_dtype(family, monkeypatch):
     assert_same(found, expected, 0.06, 0.03)
 
 
-def test_other_inputs_than_the_weights_are_cast_as_transformers_casts(calls):
+def test_other_inputs_than_the_weights_are_cast_as_transformers_casts(moe_calls):
     module = of("mixtral", "MixtralExperts")
     x, index, weights = inputs(module, dtype=torch.bfloat16)
     expected = module(x, index, weights)
     patched(module)
     found = module(x, index, weights)
-    assert len(calls) == 1 and found.dtype == expected.dtype == torch.bfloat16
+    assert len(moe_calls) == 1 and found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
-def test_frozen_experts_get_no_gradient(calls):
+def test_frozen_experts_get_no_gradient(moe_calls):
     module = of("gpt_oss", "GptOssExperts")
     x, index, weights = inputs(module)
     module.requires_grad_(False)
@@ -325,10 +312,10 @@ def test_frozen_experts_get_no_gradient(calls):
     patched(module)
     assert_same(step(module, x, index, weights), expected)
     module(x, index, weights).sum().backward()
-    assert len(calls) == 2 and all(p.grad is None for p in module.parameters())
+    assert len(moe_calls) == 2 and all(p.grad is None for p in module.parameters())
 
 
-def test_lora_on_expert_parameters(calls):
+def test_lora_on_expert_parameters(moe_calls):
     """PEFT gives the module a class of its own while it runs, whose parameters are computed."""
     peft = pytest.importorskip("peft")
 
@@ -356,18 +343,18 @@ def test_lora_on_expert_parameters(calls):
     liger_hw.patch(after)
     named.get_base_model().set_experts_implementation("liger_hw")
     loss, gradients = stepped(reference)
-    assert not calls and len(gradients) == 16
+    assert not moe_calls and len(gradients) == 16
     for model in (before, after, named):
-        calls.clear()
+        moe_calls.clear()
         for _ in range(2):  # each forward has a class of its own
             found, mine = stepped(model)
-        assert len(calls) == 8
+        assert len(moe_calls) == 8
         torch.testing.assert_close(found, loss)
         for name, gradient in gradients.items():
             torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
 
 
-def test_sentinels_and_the_one_row_of_an_empty_rank(calls):
+def test_sentinels_and_the_one_row_of_an_empty_rank(moe_calls):
     """Expert parallelism gives a rank its share of the experts, and marks the others' tokens."""
     module = of("qwen3_moe", "Qwen3MoeExperts")
     x, index, weights = inputs(module, experts=EXPERTS)
@@ -385,11 +372,11 @@ def test_sentinels_and_the_one_row_of_an_empty_rank(calls):
     empty = module(x[:0].sum(dim=0, keepdim=True), index.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
     assert empty.shape == expected[1].shape and empty.grad_fn is not None
     (gradient,) = torch.autograd.grad(empty.sum(), module.gate_up_proj)
-    assert not gradient.any() and len(calls) == 3
+    assert not gradient.any() and len(moe_calls) == 3
 
 
 @pytest.mark.parametrize("scope", ["model", pytest.param("name", marks=pytest.mark.full)])
-def test_compiled_in_one_graph(scope, calls):
+def test_compiled_in_one_graph(scope, moe_calls):
     torch._dynamo.reset()
     module = of("mixtral", "MixtralExperts")
     arguments = inputs(module)
@@ -400,16 +387,16 @@ def test_compiled_in_one_graph(scope, calls):
         liger_hw.transformers.register_experts()
         module.config._experts_implementation_internal = "liger_hw"
         module(*arguments)  # recognises the experts
-    calls.clear()
+    moe_calls.clear()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     assert_same(step_of(compiled, module, *arguments), expected)
-    assert counter.frame_count == 1 and len(calls) == 1  # while it was traced
+    assert counter.frame_count == 1 and len(moe_calls) == 1  # while it was traced
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_compiled_model(family, calls):
+def test_a_compiled_model(family, moe_calls):
     torch._dynamo.reset()
     cls = {"mixtral": transformers.MixtralForCausalLM, "gpt_oss": transformers.GptOssForCausalLM}[family]
     model = tiny_model(cls, num_hidden_layers=1)
@@ -418,11 +405,11 @@ def test_a_compiled_model(family, calls):
     liger_hw.patch(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, labels=ids).loss, expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 @pytest.mark.parametrize("level", ["cheap", "mlp", "full", "checkpointing"])
-def test_recomputed_layers_have_the_same_gradients(level, calls):
+def test_recomputed_layers_have_the_same_gradients(level, moe_calls):
     model = tiny_model(transformers.MixtralForCausalLM)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     liger_hw.patch(model)
@@ -433,7 +420,7 @@ def test_recomputed_layers_have_the_same_gradients(level, calls):
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()
-    assert len(calls) == 4
+    assert len(moe_calls) == 4
     if level == "checkpointing":
         model.gradient_checkpointing_enable()
         found = gradients()
@@ -442,12 +429,12 @@ def test_recomputed_layers_have_the_same_gradients(level, calls):
             found = gradients()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     again = {"full": 3, "checkpointing": 4}.get(level, 0)  # the dial keeps the last layer
-    assert len(calls) == 8 + again
+    assert len(moe_calls) == 8 + again
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", KINDS)
-def test_in_bfloat16_on_the_device(family, gpu, calls):
+def test_in_bfloat16_on_the_device(family, gpu, moe_calls):
     """As far from fp64 as transformers' own products in bf16, which round more often, or nearer."""
     module = of(family, KINDS[family][0], hidden_size=64, intermediate_size=96, moe_intermediate_size=96)
     if len(inspect.signature(module.forward).parameters) != 3:
@@ -473,7 +460,7 @@ def test_in_bfloat16_on_the_device(family, gpu, calls):
     ours = copy.deepcopy(module).to(gpu, torch.bfloat16)
     patched(ours)
     mine = run(ours, torch.bfloat16)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     for number, (found, other, wanted) in enumerate(zip(mine, theirs, expected, strict=True)):
         error, allowed = (found - wanted).norm(), (other - wanted).norm()
         assert error <= 1.2 * allowed + 1e-3 * wanted.norm(), f"tensor {number}: {error} against {allowed}"
@@ -497,7 +484,7 @@ def test_a_view_shares_everything_but_the_choice():
     assert view._experts_implementation == config._experts_implementation == "batched_mm"
 
 
-def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choice(calls):
+def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choice(moe_calls):
     module = of("mixtral", "MixtralExperts")
     x, index, weights = inputs(module)
     expected = step(module, x, index, weights)
@@ -507,12 +494,12 @@ def test_experts_whose_forward_is_expert_parallelism_s_are_patched_by_their_choi
     report = patched(holder)
     assert [row.kernel for row in report.patched] == ["fused_moe"], str(report)
     assert_same(step(module, x, index, weights), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     assert [row.state for row in patched(holder).rows] == ["already patched"]
     assert liger_hw.transformers.revert(copy.deepcopy(holder)) == 1
     report.revert()
     module(x, index, weights)
-    assert len(calls) == 1 and type(module.config) is transformers.MixtralConfig
+    assert len(moe_calls) == 1 and type(module.config) is transformers.MixtralConfig
 
 
 def test_another_s_forward_is_left_alone():

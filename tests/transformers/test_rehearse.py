@@ -6,11 +6,9 @@ import copy
 
 import pytest
 import torch
+from harness import noted
 
-from liger_hw import registry
 from liger_hw.autotune import compile_ahead
-from liger_hw.backends import known_target
-from liger_hw.runtime import launch as _launch
 from liger_hw.runtime.observe import observing
 from liger_hw.runtime.operator import LauncherMode
 from liger_hw.transformers import rehearse
@@ -29,23 +27,10 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4"
 EXPERTS = ("mixtral", "gpt_oss")
 
 
-@pytest.fixture
-def target(clean_registry):
-    with registry.pretend(known_target("sm90")):
-        yield
-
-
-def _noted(launches: set):
-    def note(plan, kernel, grid, args, flags):
-        launches.add((plan.tunable.name, plan.key, _launch.likeness(kernel, args, flags)))
-
-    return note
-
-
 def _foreseen(model) -> set:
     found: set = set()
     jobs = rehearse.foresee(model, BATCH, SEQ, torch.bfloat16, torch.device("cpu"))
-    compile_ahead.note_launches(jobs, _noted(found))
+    compile_ahead.note_launches(jobs, noted(found))
     return found
 
 
@@ -68,7 +53,7 @@ def _launched(cls, prepare=lambda model: model) -> set:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(_noted(found))):
+        with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(noted(found))):
             model = prepare(cls(tiny_config(cls.config_class)).train())
             ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -83,7 +68,7 @@ def _differ(launched: set, foreseen: set) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_launches_what_was_foreseen(kind, target):
+def test_a_model_launches_what_was_foreseen(kind, on_sm90):
     """No more, which would compile in vain, and no less."""
     if kind in EXPERTS and transformers.__version__.startswith("4."):
         pytest.skip("the model of transformers 4 asks for numbers of tokens, which fake tensors do not have")
@@ -95,7 +80,7 @@ def test_a_model_launches_what_was_foreseen(kind, target):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "glm4"])
-def test_what_backward_computes_again_is_foreseen(kind, target):
+def test_what_backward_computes_again_is_foreseen(kind, on_sm90):
     """After a QK norm also q and k rotated alone; k in vain where attention repeats its heads and keeps the copy."""
     cls = _class_of(kind)
     with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="cheap"):
@@ -106,7 +91,7 @@ def test_what_backward_computes_again_is_foreseen(kind, target):
     assert {name for name, *_ in foreseen - kept} == ({"rope.fwd"} if kind in ("qwen3", "olmo2") else set())
 
 
-def test_a_live_model_is_foreseen_like_its_class(target):
+def test_a_live_model_is_foreseen_like_its_class(on_sm90):
     cls = _class_of("olmo2")
     model = _made(cls)
     with patches.apply_liger_kernel_to_olmo2(model=model):
@@ -115,7 +100,7 @@ def test_a_live_model_is_foreseen_like_its_class(target):
         assert found and _foreseen(_made(cls)) == found
 
 
-def test_norms_that_are_not_trained_have_no_gradient(target):
+def test_norms_that_are_not_trained_have_no_gradient(on_sm90):
     """As beside an adapter: another kernel, without the gradient of the weight."""
 
     def freeze(model):
@@ -130,7 +115,7 @@ def test_norms_that_are_not_trained_have_no_gradient(target):
         assert foreseen != _foreseen(_made(cls))
 
 
-def test_nothing_of_the_model_changes(target):
+def test_nothing_of_the_model_changes(on_sm90):
     with patches.apply_liger_kernel_to_mixtral():
         model = _made(_class_of("mixtral"))
         before = {name: (id(t), copy.deepcopy(t.detach())) for name, t in model.named_parameters()}
@@ -146,7 +131,7 @@ def test_nothing_of_the_model_changes(target):
             assert all(value is attributes[name][key] for key, value in vars(module).items()), name
 
 
-def test_a_part_that_does_more_than_its_class_is_left_out(target):
+def test_a_part_that_does_more_than_its_class_is_left_out(on_sm90):
     """A hook may do anything, here raise; who runs a copy without it would foresee another module."""
     with patches.apply_liger_kernel_to_llama():
         model = _made(_class_of("llama"))
@@ -156,7 +141,7 @@ def test_a_part_that_does_more_than_its_class_is_left_out(target):
     assert "rms_norm.fwd" in found and not any(name.startswith("swiglu") for name in found)
 
 
-def test_parameters_that_zero_3_took_away_are_foreseen_as_they_are_when_gathered(target):
+def test_parameters_that_zero_3_took_away_are_foreseen_as_they_are_when_gathered(on_sm90):
     with patches.apply_liger_kernel_to_olmo2():
         model = _made(_class_of("olmo2"))
         whole = _foreseen(model)

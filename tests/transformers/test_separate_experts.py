@@ -13,7 +13,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 import liger_hw  # noqa: E402
-from liger_hw.transformers import functional, probing, verify  # noqa: E402
+from liger_hw.transformers import probing, verify  # noqa: E402
 from liger_hw.transformers.tiny import tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.cpu
@@ -99,19 +99,6 @@ class Branching(Block):
         return total.view_as(states)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments of every call of the op by patches made in the test."""
-    made, original = [], functional.liger_fused_moe
-
-    def fused_moe(*args, **options):
-        made.append((args, options))
-        return original(*args, **options)
-
-    monkeypatch.setattr(functional, "liger_fused_moe", fused_moe)
-    return made
-
-
 def block(cls=Block, **options):
     torch.manual_seed(0)
     return cls(**options)
@@ -152,7 +139,7 @@ def assert_same(found, expected, rtol=1e-4, atol=1e-5):
 
 
 @pytest.mark.parametrize("cls", [Block, Method])
-def test_the_loop_alone_is_replaced(cls, calls):
+def test_the_loop_alone_is_replaced(cls, moe_calls):
     module = block(cls)
     x = states()[0] if cls is Method else states()
     expected, before = step(module, x), verify.forwards(module)
@@ -160,20 +147,20 @@ def test_the_loop_alone_is_replaced(cls, calls):
     (row,) = rows_of(report)
     assert (row.state, row.variant) == ("patched", "silu, separate experts"), str(report)
     assert_same(step(module, x), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     report.revert()
     assert verify.forwards(module) == before
     assert_same(step(module, x), expected, 0, 0)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
-def test_in_eval_mode_and_for_another_batch(calls):
+def test_in_eval_mode_and_for_another_batch(moe_calls):
     module = block().eval()
     x = states(3, 4)
     expected = step(module, x)
     patched(module)
     assert_same(step(module, x), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 def test_a_call_leaves_the_parameters_where_they_are():
@@ -188,7 +175,7 @@ def test_a_call_leaves_the_parameters_where_they_are():
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_an_expert_without_a_token_has_the_gradient_that_its_loop_leaves(skips, calls):
+def test_an_expert_without_a_token_has_the_gradient_that_its_loop_leaves(skips, moe_calls):
     """None where the loop skips it, which an optimizer skips too, and zeros where the loop runs it on no row."""
     module = block(skips=skips)
     with torch.no_grad():
@@ -200,11 +187,11 @@ def test_an_expert_without_a_token_has_the_gradient_that_its_loop_leaves(skips, 
     assert any(g is not None and g.any() for name, g in expected[1].items() if name.endswith("out.weight"))
     patched(module)
     assert_same(step(module, x), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 @pytest.mark.parametrize("trained", ["none", "one expert", "down alone"])
-def test_frozen_experts_get_no_gradient(trained, calls):
+def test_frozen_experts_get_no_gradient(trained, moe_calls):
     def wanted(name):
         return trained != "none" and name.startswith("1." if trained == "one expert" else ("0.out", "1.out"))
 
@@ -215,7 +202,7 @@ def test_frozen_experts_get_no_gradient(trained, calls):
     patched(module)
     found = step(module, states())
     assert_same(found, expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     for name, parameter in module.experts.named_parameters():
         assert (parameter.grad is not None) == wanted(name), name
 
@@ -238,7 +225,7 @@ def test_gradients_accumulate():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_have_the_same_gradients(reentrant, calls):
+def test_checkpointed_blocks_have_the_same_gradients(reentrant, moe_calls):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -251,22 +238,22 @@ def test_checkpointed_blocks_have_the_same_gradients(reentrant, calls):
     expected = step(module, states())
     patched(module)
     assert_same(step(module, states()), expected)
-    assert len(calls) == 2
+    assert len(moe_calls) == 2
 
 
-def test_autocast_computes_in_its_dtype(calls):
+def test_autocast_computes_in_its_dtype(moe_calls):
     module = block().eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = step(module, states())
     patched(module)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = step(module, states())
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     assert all(g is None or g.dtype is torch.float32 for g in found[1].values())
     assert_same(found, expected, 0.06, 0.05)
 
 
-def test_compiled_in_one_graph(calls):
+def test_compiled_in_one_graph(moe_calls):
     torch._dynamo.reset()
     module = block().eval()
     expected = step(module, states())
@@ -274,7 +261,7 @@ def test_compiled_in_one_graph(calls):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     results = compiled(states())
     torch.testing.assert_close(results, expected[0], rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1  # while it was traced
+    assert len(moe_calls) == 1  # while it was traced
 
 
 # -- what is left alone ----------------------------------------------------------------------------------------------
@@ -330,7 +317,7 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)
-def test_experts_that_are_not_plain_keep_the_loop_with_a_reason(what, calls):
+def test_experts_that_are_not_plain_keep_the_loop_with_a_reason(what, moe_calls):
     change, reason = IN_THE_WAY[what]
     module = block()
     change(module)
@@ -338,10 +325,10 @@ def test_experts_that_are_not_plain_keep_the_loop_with_a_reason(what, calls):
     assert row.state.startswith("left alone: ") and reason in row.state
     if what != "dtype":
         step(module, states())
-    assert not calls
+    assert not moe_calls
 
 
-def test_hooks_on_every_module_run_in_the_loop(calls):
+def test_hooks_on_every_module_run_in_the_loop(moe_calls):
     module, seen = block(), []
     (row,) = rows_of(patched(module))
     assert row.state == "patched"
@@ -352,9 +339,9 @@ def test_hooks_on_every_module_run_in_the_loop(calls):
     finally:
         handle.remove()
     assert row.state == "left alone: hooks are on every module, so on its experts"
-    assert not calls and any(called in seen for called in module.experts)
+    assert not moe_calls and any(called in seen for called in module.experts)
     module(states())
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 def test_shards_keep_the_loop():
@@ -377,7 +364,7 @@ def test_a_list_without_some_experts_keeps_the_loop():
 
 
 @pytest.mark.parametrize("what", [what for what in IN_THE_WAY if what != "dtype"])
-def test_experts_that_change_after_the_patch_run_in_the_loop_again(what, calls):
+def test_experts_that_change_after_the_patch_run_in_the_loop_again(what, moe_calls):
     module = block().eval()
     (row,) = rows_of(patched(module))
     assert row.state == "patched"
@@ -387,40 +374,40 @@ def test_experts_that_change_after_the_patch_run_in_the_loop_again(what, calls):
     change(other)
     other.load_state_dict(module.state_dict())
     torch.testing.assert_close(module(states()), other(states()), rtol=1e-4, atol=1e-5)
-    assert not calls
+    assert not moe_calls
 
 
-def test_experts_with_another_activation_than_they_had_run_in_the_loop(calls):
+def test_experts_with_another_activation_than_they_had_run_in_the_loop(moe_calls):
     module = block().eval()
     patched(module)
     module.experts[2].act = nn.GELU()
     plain = block().eval()
     plain.experts[2].act = nn.GELU()
     torch.testing.assert_close(module(states()), plain(states()), rtol=1e-4, atol=1e-5)
-    assert not calls
+    assert not moe_calls
 
 
-def test_a_class_of_experts_that_changes_after_the_patch_runs_in_the_loop(calls, monkeypatch):
+def test_a_class_of_experts_that_changes_after_the_patch_runs_in_the_loop(moe_calls, monkeypatch):
     module = block().eval()
     expected = module(states())[0]
     patched(module)
     torch.testing.assert_close(module(states())[0], expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
     for expert in module.experts:
         del expert.forward  # each is patched as a dense MLP, too
     monkeypatch.setattr(ExpertMLP, "forward", lambda self, x: self.out(self.two(x)))
     assert not torch.allclose(module(states())[0], expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
-def test_experts_that_share_weights(calls):
+def test_experts_that_share_weights(moe_calls):
     module = block()
     module.experts[3].one = module.experts[1].one
     module.experts[4] = module.experts[0]
     expected = step(module, states())
     patched(module)
     assert_same(step(module, states()), expected)
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
 def test_another_formula_is_found_out():
@@ -450,34 +437,34 @@ def test_a_forward_without_source_is_left_alone():
     assert isinstance(found, probing.Refused) and "source" in found.reason
 
 
-def test_in_eval_mode_without_gradients_the_loop_runs(calls):
+def test_in_eval_mode_without_gradients_the_loop_runs(moe_calls):
     module = block().eval()
     with torch.no_grad():
         expected = module(states())
         patched(module)
         torch.testing.assert_close(module(states()), expected, rtol=0, atol=0)
-        assert not calls
+        assert not moe_calls
         module.train()(states())  # as under reentrant checkpointing
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
-def test_another_input_dtype_runs_in_the_loop(calls):
+def test_another_input_dtype_runs_in_the_loop(moe_calls):
     module = block().bfloat16()
     patched(module)
     with pytest.raises(RuntimeError):  # as without a patch
         module(states())
     module(states().bfloat16())
-    assert len(calls) == 1
+    assert len(moe_calls) == 1
 
 
-def test_copies_and_pickles(calls):
+def test_copies_and_pickles(moe_calls):
     module = block().eval()
     expected = module(states())
     patched(module)
     for each, count in ((copy.deepcopy(module), 1), (pickle.loads(pickle.dumps(module)), 0)):
-        calls.clear()
+        moe_calls.clear()
         torch.testing.assert_close(each(states()), expected, rtol=1e-4, atol=1e-5)
-        assert len(calls) == count
+        assert len(moe_calls) == count
 
 
 def test_the_keyword_experts():
@@ -518,7 +505,7 @@ def test_every_family_of_transformers_4(name, scope):
         pytest.skip("its tiny model needs use_mamba_kernels=False: test_jamba")
     row = verify.check_step(name, name, classes=scope == "class")
     assert row.outcome == verify.VERIFIED, row.reason
-    assert row.calls["fused_moe"] == FAMILIES[name], row.left
+    assert row.moe_calls["fused_moe"] == FAMILIES[name], row.left
 
 
 @needs_4
@@ -562,7 +549,7 @@ def test_the_experts_of_qwen3_omni():
 @needs_4
 def test_experts_without_weights_are_left_alone():
     row = verify.check_step("longcat_flash", "LongcatFlashForCausalLM")
-    assert row.outcome == verify.VERIFIED and "fused_moe" not in row.calls
+    assert row.outcome == verify.VERIFIED and "fused_moe" not in row.moe_calls
     assert any("several classes" in reason for reason in row.left)
 
 
