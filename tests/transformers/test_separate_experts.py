@@ -505,7 +505,7 @@ def test_every_family_of_transformers_4(name, scope):
         pytest.skip("its tiny model needs use_mamba_kernels=False: test_jamba")
     row = verify.check_step(name, name, classes=scope == "class")
     assert row.outcome == verify.VERIFIED, row.reason
-    assert row.moe_calls["fused_moe"] == FAMILIES[name], row.left
+    assert row.calls["fused_moe"] == FAMILIES[name], row.left
 
 
 @needs_4
@@ -549,7 +549,7 @@ def test_the_experts_of_qwen3_omni():
 @needs_4
 def test_experts_without_weights_are_left_alone():
     row = verify.check_step("longcat_flash", "LongcatFlashForCausalLM")
-    assert row.outcome == verify.VERIFIED and "fused_moe" not in row.moe_calls
+    assert row.outcome == verify.VERIFIED and "fused_moe" not in row.calls
     assert any("several classes" in reason for reason in row.left)
 
 
