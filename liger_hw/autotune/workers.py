@@ -103,13 +103,18 @@ class Worker:
             what += f": {last_words[-300:]}" if last_words else ""
         return WorkerDied(what)
 
-    def kill(self) -> None:
+    def end_process(self) -> None:
+        """From any thread: a call that waits in another one raises `WorkerDied`, and that thread closes the pipe."""
         if self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)  # its own session: ptxas children too
             except ProcessLookupError:
                 pass
         self.process.wait()
+
+    def kill(self) -> None:
+        """From the thread that makes the calls: two that close one pipe may close a file that a third opened."""
+        self.end_process()
         self._pipe.close()
 
 
@@ -191,23 +196,24 @@ class CompilePool:
             return self._answers.get(name) or {"unknown": "not compiled ahead"}
 
     def _serve(self) -> None:
+        """One thread: it alone calls its worker, and closes it."""
         worker: Worker | None = None
         deaths = 0
         while True:
             _, _, name, call, args = self._queue.get()
-            if self._closed:
-                return
             with self._done:
+                if self._closed:
+                    break
                 if name in self._taken:
                     continue
                 self._taken.add(name)
+                if worker is None and deaths < self.MAX_DEATHS:
+                    worker = Worker("compile")
+                    self._workers.append(worker)
             began = time.monotonic()
             answer: dict[str, Any] = {"unknown": "the compile workers do not start"}
-            if deaths < self.MAX_DEATHS:
+            if worker is not None:
                 try:
-                    if worker is None:
-                        worker = Worker("compile")
-                        self._workers.append(worker)
                     answer = worker.call(call, *args, seconds=self._seconds)
                     deaths = 0
                 except WorkerError as error:
@@ -218,15 +224,19 @@ class CompilePool:
             with self._done:
                 self._answers[name] = {**answer, "seconds": time.monotonic() - began}
                 self._done.notify_all()
+        if worker is not None:
+            worker.kill()
 
     def close(self) -> None:
-        self._closed = True
-        for worker in self._workers:
-            worker.kill()
+        with self._done:
+            self._closed = True
+            self._done.notify_all()
         for _ in self._threads:
             self._queue.put((-1, next(self._sequence), None, "", ()))
-        with self._done:
-            self._done.notify_all()
+        for worker in self._workers:
+            worker.end_process()
+        for thread in self._threads:
+            thread.join()
 
 
 # -- in the worker ---------------------------------------------------------------------------------------------------
