@@ -44,7 +44,6 @@ from ...runtime.operator import (
 )
 from . import gates, products, routing, sums
 from .reference import (
-    BackwardHow,
     Gate,
     How,
     check_index,
@@ -89,8 +88,7 @@ def fused_moe_reference(
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
-    how = How(*rest)
+def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
     gate, is_transposed = how.gate, how.is_transposed
     x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
     (n_tokens, hidden), top_k, n_experts = x.shape, top_k_index.shape[1], down_proj.shape[0]
@@ -108,37 +106,42 @@ def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, d
     return sums.combine(y, top_k_weights, dense(down_bias), top_k_index, where), z, *where
 
 
-def _bwd(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
-    how = BackwardHow(*rest)
+def _bwd(
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
+    order, token, row, offsets, largest, wanted, how,
+):  # fmt: skip
     if not top_k_index.numel():
         zeros = (torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, top_k_weights))
         n_experts, hidden = down_proj.shape[0], x.shape[1]
         zeros = (*zeros, x.new_zeros((n_experts, z.shape[1])), x.new_zeros((n_experts, hidden)))
-        return only_wanted(zeros, how.wanted, x, top_k_weights)
+        return only_wanted(zeros, wanted, x, top_k_weights)
     dout, x = row_major(dout), row_major(x)
     top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
     inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, how)
-    ddown, ddown_bias = _down_gradients(dout, *inputs, z, how)
-    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), how.wanted, x, top_k_weights)
+    where = Routing(order, token, row, offsets, largest)
+    dx, dup, dweights, dup_bias = _up_gradients(dout, *inputs, dense(down_bias), z, where, wanted, how)
+    ddown, ddown_bias = _down_gradients(dout, *inputs, z, where, wanted, how)
+    return only_wanted((dx, dup, ddown, dweights, dup_bias, ddown_bias), wanted, x, top_k_weights)
 
 
 # At most three tensors of M rows live at a time beside z: what is cheap is computed again rather than kept, and each of
 # the two functions below gives its own back.
 
 
-def _key(x, down_proj, top_k_index, how: BackwardHow) -> registry.Key:
+def _key(x, down_proj, top_k_index, how: How) -> registry.Key:
     inner = down_proj.shape[1 if how.is_transposed else 2]
     return products.product_key(*x.shape, inner, down_proj.shape[0], top_k_index.shape[1], x.itemsize)
 
 
-def _up_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, how: BackwardHow):
+def _up_gradients(
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, where: Routing, wanted, how: How
+):
     """Gradients of x, the first product's weights, the routing weights and the first bias; None for unwanted ones."""
-    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = how.wanted
+    wants_x, wants_up, _, wants_weights, wants_up_bias, _ = wanted
     dx = dup = dup_bias = None
     if not (wants_x or wants_up or wants_weights or wants_up_bias):
         return None, None, None, None
-    where, key, axis = how.routing, _key(x, down_proj, top_k_index, how), 2 if how.is_transposed else 1
+    key, axis = _key(x, down_proj, top_k_index, how), 2 if how.is_transposed else 1
     da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
     gating = top_k_weights, dout, down_bias, top_k_index, how.gate, where, down_proj.shape[0]
     dz, dweights = gates.gated_bwd(da, z, *gating)
@@ -154,57 +157,58 @@ def _up_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, 
     return dx, dup, dweights, dup_bias
 
 
-def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, how: BackwardHow):
+def _down_gradients(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, z, where: Routing, wanted, how: How):
     """Gradients of the second product's weights and bias; None for unwanted ones."""
-    _, _, wants_down, _, _, wants_down_bias = how.wanted
+    _, _, wants_down, _, _, wants_down_bias = wanted
     ddown = ddown_bias = None
     if wants_down_bias:
-        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, how.routing)
+        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
     if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
         key = _key(x, down_proj, top_k_index, how)
-        act = gates.gated(z, None, top_k_weights, top_k_index, how.gate, how.routing, down_proj.shape[0])
+        act = gates.gated(z, None, top_k_weights, top_k_index, how.gate, where, down_proj.shape[0])
         p, q, gathered = (act, dout, (False, True)) if how.is_transposed else (dout, act, (True, False))
-        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, how.routing)
+        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
     return ddown, ddown_bias
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 _INPUTS = "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights"
-_HOW = (
-    "int activation, float alpha, float limit, float up_offset, bool has_gate, bool is_concatenated, bool is_transposed"
-)
 
 
-def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
+def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
     n_rows, n_experts = top_k_index.shape[0] * top_k_index.shape[1], down_proj.shape[0]
-    z = x.new_empty((n_rows, gate_up_proj.shape[2 if How(*rest).is_transposed else 1]))
+    z = x.new_empty((n_rows, gate_up_proj.shape[2 if how.is_transposed else 1]))
     numbers = [x.new_empty(n, dtype=torch.int32) for n in (n_rows, n_rows, n_rows, n_experts + 1, n_experts)]
     return x.new_empty(x.shape), z, *numbers
 
 
-def _bwd_fake(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
-    how = BackwardHow(*rest)
+def _bwd_fake(
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
+    order, token, row, offsets, largest, wanted, how,
+):  # fmt: skip
     experts, hidden, n_z = down_proj.shape[0], x.shape[1], gate_up_proj.shape[2 if how.is_transposed else 1]
     shapes = (x.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, (experts, n_z), (experts, hidden))
     likes = (x, x, x, top_k_weights, x, x)
-    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, how.wanted)])
+    return tuple([like.new_empty(s if w else 0) for like, s, w in zip(likes, shapes, wanted)])
 
 
 fused_moe_fwd = define(
-    f"fused_moe_fwd({_INPUTS}, Tensor? gate_up_bias, Tensor? down_bias, {_HOW})"
+    f"fused_moe_fwd({_INPUTS}, Tensor? gate_up_bias, Tensor? down_bias)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_fwd,
     reference=experts_fwd_reference,
     fake=_fwd_fake,
+    numbers=How,
     recorded=False,
 )
 fused_moe_bwd = define(
     f"fused_moe_bwd(Tensor dout, {_INPUTS}, Tensor? down_bias, Tensor z, Tensor order, Tensor token, Tensor row,"
-    f" Tensor offsets, Tensor largest, {_HOW}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor offsets, Tensor largest, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=experts_bwd_reference,
     fake=_bwd_fake,
+    numbers=How,
     recorded=False,
 )
 
@@ -232,9 +236,9 @@ class LigerFusedMoEFunction(Function):
         gate=_SWIGLU,
         is_transposed=False,
     ):
-        ctx.how = *gate, is_transposed
+        ctx.how = How(*gate, is_transposed)
         inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights
-        out, *made = fused_moe_fwd(*inputs, gate_up_bias, down_bias, *ctx.how)
+        out, *made = fused_moe_fwd(*inputs, gate_up_bias, down_bias, ctx.how)
         ctx.save_for_backward(*inputs, down_bias, *made)
         return out
 
@@ -244,7 +248,7 @@ class LigerFusedMoEFunction(Function):
         n_inputs = len(ctx.needs_input_grad)  # Liger's callers give five, without biases and options
         needs = (*ctx.needs_input_grad, False, False)
         wanted = [needs[place] for place in (0, 1, 2, 4, 5, 6)]
-        found = fused_moe_bwd(dout, *ctx.saved_tensors, *ctx.how, wanted)
+        found = fused_moe_bwd(dout, *ctx.saved_tensors, wanted, ctx.how)
         dx, dup, ddown, dweights, dup_bias, ddown_bias = (g if w else None for g, w in zip(found, wanted))
         return (dx, dup, ddown, None, dweights, dup_bias, ddown_bias, None, None)[:n_inputs]
 
@@ -262,7 +266,7 @@ class LigerSeparateExpertsFunction(Function):
     def forward(ctx, x, top_k_index, top_k_weights, how, skips_unused, *weights):
         ctx.how = how
         gate_up, down = _stacked(weights, x.dtype)
-        out, *made = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, *how)
+        out, *made = fused_moe_fwd(x, gate_up, down, top_k_index, top_k_weights, None, None, how)
         ctx.save_for_backward(x, top_k_index, top_k_weights, *made, *weights)
         ctx.n_made = len(made)
         ctx.offsets = HostCopy(Routing(*made[1:]).offsets) if skips_unused else None
@@ -277,7 +281,7 @@ class LigerSeparateExpertsFunction(Function):
         needs_x, _, needs_routing, _, _, *needs = ctx.needs_input_grad
         wanted = [needs_x, any(needs[:n_up]), any(needs[n_up:]), needs_routing, False, False]
         inputs = x, *_stacked(weights, x.dtype), top_k_index, top_k_weights
-        found = fused_moe_bwd(dout, *inputs, None, z, *routed, *ctx.how, wanted)
+        found = fused_moe_bwd(dout, *inputs, None, z, *routed, wanted, ctx.how)
         dx, dup, ddown, dweights, _, _ = (g if want else None for g, want in zip(found, wanted))
         of_weights = (*_unstacked(dup, weights[:n_up]), *_unstacked(ddown, weights[n_up:]))
         offsets = None if ctx.offsets is None else ctx.offsets.read()

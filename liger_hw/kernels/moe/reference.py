@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ... import env
 from ...runtime.operator import check, check_numbers, no_weight
-from .routing import Routing
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Names of the activations; their place in this tuple is what kernels are told."""
@@ -99,8 +98,7 @@ class Gate(NamedTuple):
 
 
 class How(NamedTuple):
-    """The last arguments of the operator `fused_moe_fwd`, in the order of its schema: a gate's numbers, and the layout
-    of the weights."""
+    """The numbers of both operators: a gate's, and the layout of the weights."""
 
     activation: int
     alpha: float
@@ -112,39 +110,8 @@ class How(NamedTuple):
 
     @property
     def gate(self) -> Gate:
-        return _gate_of(self)
-
-
-class BackwardHow(NamedTuple):
-    """The last arguments of the operator `fused_moe_bwd`, in the order of its schema: five parts of the routing, what
-    `How` has, and which of the six gradients are wanted."""
-
-    order: torch.Tensor
-    token: torch.Tensor
-    row: torch.Tensor
-    offsets: torch.Tensor
-    largest: torch.Tensor
-    activation: int
-    alpha: float
-    limit: float
-    up_offset: float
-    has_gate: bool
-    is_concatenated: bool
-    is_transposed: bool
-    wanted: Sequence[bool]
-
-    @property
-    def gate(self) -> Gate:
-        return _gate_of(self)
-
-    @property
-    def routing(self) -> Routing:
-        return Routing(self.order, self.token, self.row, self.offsets, self.largest)
-
-
-def _gate_of(how: How | BackwardHow) -> Gate:
-    numbers = how.activation, how.alpha, how.limit, how.up_offset, how.has_gate, how.is_concatenated
-    return Gate.from_numbers(*numbers)
+        numbers = self.activation, self.alpha, self.limit, self.up_offset, self.has_gate, self.is_concatenated
+        return Gate.from_numbers(*numbers)
 
 
 def check_index(top_k_index: torch.Tensor, n_experts: int) -> None:
@@ -208,9 +175,8 @@ def experts_reference(*args):
     return _experts(*args)[0]
 
 
-def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, *rest):
+def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
     """What the operator `fused_moe_fwd` returns: the output, z, and the five parts of `routing.Routing`."""
-    how = How(*rest)
     check_index(top_k_index, down_proj.shape[0])
     inputs = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
     out, kept, slots = _experts(*inputs, how.gate, how.is_transposed)
@@ -226,9 +192,11 @@ def experts_fwd_reference(x, gate_up_proj, down_proj, top_k_index, top_k_weights
     return out, z, *(t.to(device=x.device, dtype=torch.int32) for t in numbers)
 
 
-def experts_bwd_reference(dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z, *rest):
+def experts_bwd_reference(
+    dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, down_bias, z,
+    order, token, row, offsets, largest, wanted, how,
+):  # fmt: skip
     """What the operator `fused_moe_bwd` returns: six gradients, empty where they are not wanted."""
-    how = BackwardHow(*rest)
     gate, is_transposed = how.gate, how.is_transposed
     top_k, wide = top_k_index.shape[1], torch.promote_types(x.dtype, torch.float32)
     up_weights, down_weights = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
@@ -258,7 +226,7 @@ def experts_bwd_reference(dout, x, gate_up_proj, down_proj, top_k_index, top_k_w
     if not is_transposed:
         dup, ddown = dup.mT.contiguous(), ddown.mT.contiguous()
     found = dx, dup, ddown, dweights.view(top_k_index.shape).to(top_k_weights.dtype), dup_bias, ddown_bias
-    return only_wanted(found, how.wanted, x, top_k_weights)
+    return only_wanted(found, wanted, x, top_k_weights)
 
 
 def only_wanted(gradients, wanted, x, top_k_weights) -> tuple[torch.Tensor, ...]:
