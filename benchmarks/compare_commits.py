@@ -8,6 +8,9 @@
 For each case, a process of each checkout captures forward and backward as a graph; then the two take turns in replaying
 it, so that clocks and neighbours are the same for both. `ratio` is the newer median over the older. With several GPUs
 the cases are spread over them. A run that is cut short has what it measured.
+
+With `--host` the two take turns in calling forward and backward without waiting for the device, and what is compared is
+the time until the calls are enqueued; the cases should then have few rows.
 """
 
 from __future__ import annotations
@@ -27,21 +30,30 @@ from typing import Any
 TURNS, CALLS = 4, 8
 """Turns of each arm, and replays a turn."""
 
+HOST_CALLS = 20
+"""Calls in a row that are one sample of host time."""
+
 
 class Arm:
     """A process of one checkout on one GPU, spoken to in lines of JSON."""
 
-    def __init__(self, checkout: str, gpu: int) -> None:
+    def __init__(self, checkout: str, gpu: int, device: str) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])}
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--device", device]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=checkout
         )
 
     def ask(self, **request: Any) -> Any:
+        self.send(**request)
+        return self.answer()
+
+    def send(self, **request: Any) -> None:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> Any:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
@@ -52,15 +64,18 @@ class Arm:
         self.process.wait()
 
 
-def measure(gpu: int, old: str, new: str, cases: list, until: float, keep: Any) -> None:
+def measure(told: argparse.Namespace, gpu: int, cases: list, until: float, keep: Any) -> None:
     """Time every case of a list on one GPU; `keep` gets each row."""
-    arms = {"old": Arm(old, gpu), "new": Arm(new, gpu)}
+    checkouts = {"old": told.old, "new": told.new}
+    arms = {name: Arm(checkout, gpu, told.device) for name, checkout in checkouts.items()}
     for case in cases:
         if time.monotonic() > until:
             break
         row = {"op": case[0], "sizes": case[1], "dtype": case[2], "options": case[3]}
         try:
-            ready = {name: arm.ask(do="prepare", case=case) for name, arm in arms.items()}
+            for arm in arms.values():
+                arm.send(do="prepare", case=case, host=told.host)
+            ready = {name: arm.answer() for name, arm in arms.items()}
             if failed := {name: answer["error"] for name, answer in ready.items() if "error" in answer}:
                 keep({**row, "error": failed})
                 continue
@@ -73,15 +88,36 @@ def measure(gpu: int, old: str, new: str, cases: list, until: float, keep: Any) 
             keep({**row, **medians, "ratio": medians["new"] / medians["old"], "noise": noise})
         except (RuntimeError, BrokenPipeError, json.JSONDecodeError) as error:
             keep({**row, "error": str(error)})
-            for name, checkout in (("old", old), ("new", new)):
+            for name, checkout in checkouts.items():
                 arms[name].close()
-                arms[name] = Arm(checkout, gpu)
+                arms[name] = Arm(checkout, gpu, told.device)
     for arm in arms.values():
         arm.close()
 
 
-def prepared(case: list, meter: Any, short: bool) -> Any:
-    """The captured forward and backward of a case; `short` makes no more of it than the kernels need to be compiled."""
+class HostTime:
+    """Times the calls of a work until they are enqueued."""
+
+    method = "host"
+
+    def __init__(self, work: Any, meter: Any) -> None:
+        self.work, self.meter = work, meter
+
+    def burst(self, samples: int) -> list[float]:
+        """Milliseconds a call."""
+        found = []
+        for _ in range(samples):
+            self.meter.synchronize()
+            began = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                self.work.call()
+            found.append((time.perf_counter() - began) * 1e3 / HOST_CALLS)
+        return found
+
+
+def prepared(case: list, meter: Any, short: bool, host: bool) -> Any:
+    """The captured forward and backward of a case, or what times its calls on the host; `short` makes no more of it
+    than the kernels need to be compiled."""
     import torch
 
     from liger_hw import registry
@@ -95,14 +131,18 @@ def prepared(case: list, meter: Any, short: bool) -> Any:
     }
 
     def make(seed: int) -> Inputs:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        sample = op.sample(tuple(sizes), getattr(torch, dtype), torch.device("cuda"), generator, **options)
+        generator = torch.Generator(meter.device).manual_seed(seed)
+        sample = op.sample(tuple(sizes), getattr(torch, dtype), meter.device, generator, **options)
         return Inputs(sample.args, sample.kwargs, seed=1000 + seed, moved=sample.moved)
 
-    work = Work(op.function, [make(0)] if short else sample_sets(make, meter.l2), backward=True)
+    work = Work(op.function, [make(0)] if short or host else sample_sets(make, meter.l2), backward=True)
     if short:
         work.call()
         return None
+    if host:
+        runner = HostTime(work, meter)
+        runner.burst(2)
+        return runner
     work.learn_overwrites()
     for _ in range(3):
         work.call()
@@ -112,11 +152,11 @@ def prepared(case: list, meter: Any, short: bool) -> Any:
     return runner
 
 
-def serve() -> None:
+def serve(device: str) -> None:
     """In a worker: prepare cases and replay them."""
     from liger_hw.bench.timing import Meter
 
-    meter = Meter("cuda")
+    meter = Meter(device)
     runner = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -124,7 +164,7 @@ def serve() -> None:
             if request["do"] == "prepare":
                 runner = None
                 meter.forget()
-                runner = prepared(request["case"], meter, request.get("short", False))
+                runner = prepared(request["case"], meter, request.get("short", False), request.get("host", False))
                 answer: dict[str, Any] = {"method": getattr(runner, "method", "")}
             else:
                 answer = {"ms": runner.burst(request["calls"])}
@@ -133,24 +173,25 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def warm(old: str, new: str, cases: list, processes: int, gpus: int, until: float) -> None:
+def warm(told: argparse.Namespace, cases: list, until: float) -> None:
     """Call every case once in many processes, so that Triton's cache on disk has all kernels."""
 
     def some(number: int) -> None:
-        checkout = (old, new)[number % 2]
-        arm = Arm(checkout, number // 2 % gpus)
-        for case in cases[number // 2 :: max(1, processes // 2)]:
+        checkout = (told.old, told.new)[number % 2]
+        arm = Arm(checkout, number // 2 % told.gpus, told.device)
+        for case in cases[number // 2 :: max(1, told.warm // 2)]:
             if time.monotonic() > until:
                 break
             try:
                 arm.ask(do="prepare", case=case, short=True)
             except (RuntimeError, BrokenPipeError):
                 arm.close()
-                arm = Arm(checkout, number // 2 % gpus)
+                arm = Arm(checkout, number // 2 % told.gpus, told.device)
         arm.close()
 
-    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        list(pool.map(some, range(processes)))
+    if told.warm:
+        with concurrent.futures.ThreadPoolExecutor(told.warm) as pool:
+            list(pool.map(some, range(told.warm)))
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -184,18 +225,20 @@ def main() -> int:
     parser.add_argument("--cases", help="a JSON list of [op, sizes, dtype, options]")
     parser.add_argument("--out", help="where the rows go")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--host", action="store_true", help="compare the time in which a call is enqueued")
     parser.add_argument(
         "--warm", type=int, default=12, metavar="N", help="processes that fill the compiler's cache first"
     )
     parser.add_argument("--budget", type=float, default=500.0, metavar="SECONDS")
     told = parser.parse_args()
     if told.worker:
-        serve()
+        serve(told.device)
         return 0
     began = time.monotonic()
     cases = json.loads(Path(told.cases).read_text())
-    old, new = (str(Path(path).resolve()) for path in (told.old, told.new))
-    warm(old, new, cases, told.warm, told.gpus, began + 0.55 * told.budget)
+    told.old, told.new = (str(Path(path).resolve()) for path in (told.old, told.new))
+    warm(told, cases, began + 0.55 * told.budget)
     print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
 
@@ -206,7 +249,7 @@ def main() -> int:
 
     with concurrent.futures.ThreadPoolExecutor(told.gpus) as pool:
         parts = [cases[gpu :: told.gpus] for gpu in range(told.gpus)]
-        list(pool.map(lambda gpu: measure(gpu, old, new, parts[gpu], began + told.budget, keep), range(told.gpus)))
+        list(pool.map(lambda gpu: measure(told, gpu, parts[gpu], began + told.budget, keep), range(told.gpus)))
     Path(told.out).write_text(json.dumps(rows))
     print(f"{len(rows)} of {len(cases)} cases in {time.monotonic() - began:.0f} s")
     print(summary(rows))
