@@ -11,6 +11,7 @@ many short windows; `_more` is against no hooks.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -84,12 +85,15 @@ def in_place() -> dict[str, float]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="write every figure here")
+    told = parser.parse_args()
     torch.set_num_threads(1)
     found = {"torch": torch.__version__, "alone_us": alone(), "in_place_us": in_place()}
     text = json.dumps(found, indent=1, default=str)
     print(text)
-    if len(sys.argv) > 1:
-        with open(sys.argv[1], "w") as file:
+    if told.file:
+        with open(told.file, "w") as file:
             file.write(text + "\n")
     return 0
 

@@ -1,9 +1,12 @@
 """docs/activations.png: speed against peak memory by activation level, a panel for each results file of activations.py.
 
-python benchmarks/plot_activations.py docs/activations.png
-benchmarks/results/activations-{mistral-7b,llama3,qwen3,gemma2}-h200.json
+    python benchmarks/plot_activations.py docs/activations.png \\
+        benchmarks/results/activations-{mistral-7b,llama3,qwen3,gemma2}-h200.json
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import sys
 from typing import Any
@@ -56,14 +59,24 @@ def draw(axes: Any, title: str, rows: list[dict[str, Any]]) -> None:
     axes.set_title(title, fontsize=9)
 
 
-target, *sources = sys.argv[1:]
-figure, grid = plt.subplots(-(-len(sources) // 2), 2, figsize=(11, 3.8 * -(-len(sources) // 2)), layout="constrained")
-for axes, source in zip(grid.flat, sources):
-    draw(axes, *rows_of(source))
-for axes in grid[-1]:
-    axes.set_xlabel("peak memory, GiB")
-for axes in grid[:, 0]:
-    axes.set_ylabel("tokens/s")
-grid.flat[0].legend(loc="lower right", fontsize=8)
-figure.suptitle("Activation levels on one H200, bf16, fused AdamW", fontsize=10)
-figure.savefig(target, dpi=90)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the picture")
+    parser.add_argument("sources", nargs="+", metavar="FILE", help="a results file of activations.py")
+    told = parser.parse_args()
+    rows = -(-len(told.sources) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(11, 3.8 * rows), layout="constrained", squeeze=False)
+    for axes, source in zip(grid.flat, told.sources):
+        draw(axes, *rows_of(source))
+    for axes in grid[-1]:
+        axes.set_xlabel("peak memory, GiB")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("tokens/s")
+    grid.flat[0].legend(loc="lower right", fontsize=8)
+    figure.suptitle("Activation levels on one H200, bf16, fused AdamW", fontsize=10)
+    figure.savefig(told.target, dpi=90)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Every script of benchmarks/ starts: it is run between measurements on machines that are lent by the minute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FILES = sorted(path.name for path in BENCHMARKS.glob("*.py"))
+
+ALL_OF_THEM = """
+import contextlib, io, runpy, sys
+folder, *names = sys.argv[1:]
+for name in names:
+    sys.path[0], sys.argv = folder, [name, "--help"]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(f"{folder}/{name}", run_name="__main__")
+        end = "ran"
+    except SystemExit as stop:
+        end = f"status {stop.code or 0}"
+    except BaseException as error:
+        end = f"{type(error).__name__}: {error}"
+    text = said.getvalue()
+    print(name, end, "usage" if text.startswith("usage: " + name) else text[:80].encode(), sep="\t", flush=True)
+"""
+
+
+def test_every_script_says_how_it_is_used():
+    """In one process, since most of the time of each is the import of torch. A file without arguments is a module of
+    the others, and does nothing."""
+    for needed in ("triton", "transformers", "matplotlib"):
+        pytest.importorskip(needed)
+    command = [sys.executable, "-W", "ignore", "-c", ALL_OF_THEM, str(BENCHMARKS), *FILES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS.parent)
+    assert done.returncode == 0, done.stderr
+    ends = {name: tuple(end) for name, *end in (line.split("\t") for line in done.stdout.splitlines())}
+    scripts = {name for name in FILES if "argparse" in (BENCHMARKS / name).read_text()}
+    assert len(scripts) > 25
+    assert ends == {name: ("status 0", "usage") if name in scripts else ("ran", "b''") for name in FILES}
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.sh")), ids=lambda path: path.name)
+def test_shell_scripts_are_well_formed(path):
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
