@@ -76,6 +76,8 @@ def test_gemma4(layer, width):
         **{**CONFIG, "hidden_activation": "gelu_pytorch_tanh"},
         use_double_wide_mlp=True,
         kv_sharing_modes=["keep", "reuse"],
+        num_hidden_layers=2,  # transformers before the modes counts layers
+        num_kv_shared_layers=1,
     )
     ours = modules.LigerGEGLUMLPForGemma4(config, layer)
     assert ours.gate_proj.out_features == width and config.intermediate_size == 24

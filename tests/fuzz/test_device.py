@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -50,6 +51,20 @@ int cudaFree(void *p) { free(p); return 0; }
 """A CUDA runtime that has host memory."""
 
 
+_ALLOCATE = """
+import ctypes, sys
+
+library = ctypes.CDLL(sys.argv[1])
+library.rounded_malloc.restype = ctypes.c_void_p
+library.rounded_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+for size, whole in ((1, 16), (16, 16), (61 * 4, 256)):
+    memory = ctypes.string_at(library.rounded_malloc(size, 0, None), whole + 16)
+    assert memory == b"\\xff" * whole + b"\\0" * 16, (size, memory)
+assert library.rounded_malloc(0, 0, None) is None
+"""
+"""In a process of its own: a torch that was built for CUDA brings the names of the real runtime."""
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, cc")
 def test_memory_for_the_checker_ends_at_16_bytes_and_is_nan(tmp_path):
     (tmp_path / "runtime.c").write_text(_RUNTIME)
@@ -57,13 +72,8 @@ def test_memory_for_the_checker_ends_at_16_bytes_and_is_nan(tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "runtime.c"), "-o", str(runtime)], check=True)
     ctypes.CDLL(str(runtime))
     assert sweep.loaded_library("libruntime.so") == str(runtime)
-    library = ctypes.CDLL(str(sweep.build_allocator(tmp_path, str(runtime))))
-    library.rounded_malloc.restype = ctypes.c_void_p
-    library.rounded_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    for size, whole in ((1, 16), (16, 16), (61 * 4, 256)):
-        memory = ctypes.string_at(library.rounded_malloc(size, 0, None), whole + 16)
-        assert memory == b"\xff" * whole + b"\0" * 16
-    assert library.rounded_malloc(0, 0, None) is None
+    library = sweep.build_allocator(tmp_path, str(runtime))
+    subprocess.run([sys.executable, "-c", _ALLOCATE, str(library)], check=True)
     with pytest.raises(RuntimeError, match="has not loaded libnothing"):
         sweep.loaded_library("libnothing.so")
 
