@@ -16,7 +16,7 @@ from harness import make, verify
 from torch.torch_version import TorchVersion
 
 from liger_hw import env
-from liger_hw.backends import known_target
+from liger_hw.backends import known_target, target_of
 from liger_hw.kernels.moe import products, routing
 from liger_hw.kernels.moe.fused_moe import (
     LigerExperts,
@@ -235,7 +235,8 @@ def test_the_last_tile_is_of_half_the_height(lane, generator, seed):
 def test_persistent_programs(lane, seed, options):
     """Two programs for all tiles give the bits of a program a tile, under experts without rows and with many steps."""
     op = get_op("fused_moe")
-    few = replace(known_target("h200" if lane.name == "gpu" else "sm80"), multiprocessors=2)
+    target = target_of(torch.device(lane.device)) if lane.name == "gpu" else known_target("sm80")
+    few = replace(target, multiprocessors=2)
     made = make(op, (21, 24, 40, 7, 2), torch.float32, lane.device, seed, op.options[options])
     made.args[3].copy_(torch.tensor([[0, 3]] * 17 + [[6, 1]] * 4))
     inputs = [t for t in (*made.args, *made.kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
