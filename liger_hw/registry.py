@@ -96,6 +96,8 @@ def _target(device: Any) -> Target:
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
     """What `Tunable.plan` asks where it has no plan yet."""
     with _lock:
+        if (found := tunable.plans.get((device, key))) is not None:  # another thread asked at the same time
+            return found
         target, quiet = _target(device), is_quiet()
         chosen = choose(tunable, target, key)
         if chosen.layer in _ALWAYS_TAKEN and not pretended():

@@ -314,11 +314,11 @@ def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[tor
     return found
 
 
-def noted(launches: set) -> Callable[..., None]:
-    """What `compile_ahead.note_launches` calls for a launch: adds what is compiled for it to `launches`."""
+def noted(launches: dict) -> Callable[..., None]:
+    """What `compile_ahead.note_launches` calls for a launch: what is compiled for it becomes a key of `launches`."""
 
     def note(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        launches.add((plan.tunable.name, plan.key, likeness(kernel, args, flags)))
+        launches[plan.tunable.name, plan.key, likeness(kernel, args, flags)] = None
 
     return note
 

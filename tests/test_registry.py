@@ -344,6 +344,29 @@ def test_two_threads_with_the_same_failing_plan_both_get_the_next_layer(made_up)
     assert tunable.plan(CPU, KEY).layer == "heuristic"
 
 
+def test_two_threads_that_ask_at_once_get_one_plan(made_up):
+    """What is compiled is kept on the plan: a step would not find what another thread compiles for it on another."""
+    registry, tunable, _ = made_up
+    registry.reload()
+    found, heuristic, both = [], tunable.heuristic, threading.Barrier(2, timeout=30)
+
+    def ask():
+        both.wait()
+        found.append(tunable.plan(CPU, KEY))
+
+    def slow(target, key):
+        threading.Event().wait(0.2)
+        return heuristic(target, key)
+
+    tunable.heuristic = slow
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found[0] is found[1] is tunable.plan(CPU, KEY)
+
+
 def test_what_fails_on_one_device_is_set_aside_on_its_twin(made_up, monkeypatch):
     """Two devices of one Target hold a plan each; whichever fails, and however often, both end at the safe one."""
     from liger_hw.runtime.launch import LaunchFailed

@@ -15,7 +15,7 @@ import functools
 import inspect
 import logging
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
 from torch import nn
@@ -333,8 +333,9 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             return original(self, *args, **kwargs)
         counted, rows = None, labels.numel()
         if skip:
-            rehearse.at_first_forward(self, args, kwargs)
-            if of_transformers and _has_its_own_loss(self):  # another loss may count what the labels ignore
+            known_loss = of_transformers and _has_its_own_loss(self)
+            rehearse.at_first_forward(self, args, kwargs, loss_of(self, module, kwargs) if known_loss else None)
+            if known_loss:  # another loss may count what the labels ignore
                 # before the model runs, so that the copy to the host has arrived when the loss asks for it
                 counted = CountedRows(labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"])
         head = OutputHead(module, fused and skip, wants, counted, rows)
@@ -363,6 +364,33 @@ def _has_its_own_loss(model: nn.Module) -> bool:
     return set_by_user is None or getattr(set_by_user, "__module__", "").startswith("transformers.")
 
 
+def loss_of(model: nn.Module, module: nn.Module, kwargs: Mapping[str, Any]) -> rehearse.Loss | None:
+    """How the forward of a transformers model computes its loss, for trying it; None where the model's code does it
+    without `loss_function` (transformers before 4.46).
+
+    module: the output head; kwargs: the forward's
+    """
+    if not hasattr(model, "loss_function"):
+        return None
+
+    def function(
+        head: nn.Linear,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        softcap: float | None,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        logits = OutputHead(head, True)(hidden)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        return model.loss_function(logits=logits, labels=labels, vocab_size=head.out_features, **arguments)
+
+    given = {name: kwargs[name] for name in _LOSS_ARGUMENTS if kwargs.get(name) is not None}
+    return rehearse.Loss(module, function, given)
+
+
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
+"""What a causal LM's forward hands on to transformers' loss function, and decides what is launched."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
 
 

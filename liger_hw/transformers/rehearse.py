@@ -3,7 +3,9 @@
 A part is a module that takes one tensor and computes with a kernel: a norm, an MLP, a block of experts. A copy of it,
 with fake parameters, runs forward and backward at the step's shape; of parts that are alike only one does. Rotary
 functions run on the cos and sin that the model's own rotary embedding gives. So whatever the patch recognised (casting
-mode, offset, activation, layout of the angles) is what is foreseen. The output head's loss runs by its sizes.
+mode, offset, activation, layout of the angles) is what is foreseen. The model's own loss function is given deferred
+logits, so that labels come to the kernels as in the step (shifted, and of another alignment where the batch is one
+sequence); where the user set the loss function, it is left alone and the output head's loss runs by its sizes.
 
 Nothing of the model changes, no memory is taken and nothing is computed. `autotune/compile_ahead.py` compiles what the
 rehearsal notes.
@@ -22,7 +24,7 @@ from torch import nn
 
 from .. import registry
 from ..autotune import compile_ahead, models
-from ..autotune.record import forward_and_backward, tensors_in
+from ..autotune.record import tensors_in
 from ..distributed import owners
 from ..recompute import recipes
 from ..recompute.dial import may_recompute
@@ -48,11 +50,25 @@ class _Step(NamedTuple):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
-def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+class Loss(NamedTuple):
+    """How a model's forward computes its loss.
+
+    head: the output head
+    function: (a stand-in for the head, hidden states, labels, softcap of the logits or None, arguments) -> the loss
+    arguments: what else the loss function is given in the step, by name
+    """
+
+    head: nn.Module
+    function: Callable[[nn.Module, torch.Tensor, torch.Tensor, float | None, Mapping[str, Any]], torch.Tensor]
+    arguments: Mapping[str, Any]
+
+
+def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], loss: Loss | None = None) -> Any:
     """Called by a patched causal LM's forward with its arguments: compile what it launches, once for each model config
     of a process. Returns `compile_ahead.start`'s Future, or None where nothing is to be done.
 
-    Not under autocast, where what dtype an op sees is not the model's to say.
+    loss: None where the loss function may not be tried. Not under autocast, where what dtype
+    an op sees is not the model's to say.
     """
     if id(model.config) in _started:
         return None
@@ -66,29 +82,31 @@ def at_first_forward(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -
         return None
     batch, seq = given[0].shape[:2]
     try:
-        return compile_ahead.start(foresee(model, batch, seq, dtype, device), device)
+        return compile_ahead.start(foresee(model, batch, seq, dtype, device, loss), device)
     except Exception as error:  # a step that compiles its kernels itself is no failure
         log.debug("liger_hw: nothing is compiled ahead: %s: %s", type(error).__name__, error)
         return None
 
 
 def foresee(
-    model: nn.Module, batch: int, seq: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    loss: Loss | None = None,
 ) -> list[compile_ahead.Job]:
     """What to run on fake tensors for the launches of a step of [batch, seq] tokens, in the order of first launches.
 
-    Raises `ValueError` for a config without the usual fields.
+    loss: without it the loss runs by its sizes alone. Raises `ValueError` for a config without the usual fields.
     """
     data = model.config.to_dict()
     step = _Step(models.from_config(data, type(model.config).__name__), batch, seq, dtype, device)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     modules = list(decoder.modules())
     jobs: dict[Any, compile_ahead.Job] = {}
-    for part in sorted(_parts(decoder), key=lambda part: bool(part._modules)):  # norms first, as in the step
-        for shape in _input_shapes(part, step):
-            key = _structure(part), shape
-            if key not in jobs:
-                jobs[key] = functools.partial(_run_part, _copied(part), shape, step)
+    parts = list(_parts(decoder))
+    _add_parts(jobs, [part for part in parts if not part._modules], step)  # norms
     embedding = next((m for m in modules if rotary.is_embedding(m)), None)
     forwards = dict.fromkeys(map(current_forward, modules))
     functions = dict.fromkeys(f for forward in forwards for f in rotary.functions_called(forward).values())
@@ -99,12 +117,25 @@ def foresee(
             if norms and may_recompute(model):
                 again = functools.partial(_run_rotary_again, function, _copied(embedding), norms, step)
                 jobs[function, norms] = again
-    softcap = data.get("final_logit_softcapping")
-    head = registry.get_op("fused_linear_cross_entropy")
-    for sizes in models.sizes_of(head.name, step.facts, batch, seq):
-        options = {"softcap": softcap} if softcap else {}
-        jobs[head.name] = functools.partial(_run_op, head, sizes, step, options)
+    _add_parts(jobs, [part for part in parts if part._modules], step)
+    jobs["loss"] = _loss_job(loss, data.get("final_logit_softcapping"), step)
     return list(jobs.values())
+
+
+def _add_parts(jobs: dict[Any, compile_ahead.Job], parts: list[nn.Module], step: _Step) -> None:
+    for part in parts:
+        for shape in _input_shapes(part, step):
+            key = _structure(part), shape
+            if key not in jobs:
+                jobs[key] = functools.partial(_run_part, _copied(part), shape, step)
+
+
+def _loss_job(loss: Loss | None, softcap: float | None, step: _Step) -> compile_ahead.Job:
+    if loss is not None and isinstance(loss.head, nn.Linear):
+        return functools.partial(_run_loss, loss, softcap, step)
+    op = registry.get_op("fused_linear_cross_entropy")
+    (sizes,) = models.sizes_of(op.name, step.facts, step.batch, step.seq)
+    return functools.partial(_run_op, op, sizes, step, {"softcap": softcap} if softcap else {})
 
 
 # -- which parts there are -------------------------------------------------------------------------------------------
@@ -189,31 +220,35 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied
 
 
-# -- running them, on fake tensors -----------------------------------------------------------------------------------
+# -- running them, on fake tensors: forward at once, backward by what is returned ------------------------------------
+
+_Backward = Callable[[], None]
 
 
-def _run_part(part: nn.Module, shape: tuple[int, ...], step: _Step) -> None:
+def _run_part(part: nn.Module, shape: tuple[int, ...], step: _Step) -> _Backward:
     _with_fake_parameters(part, step.device)
     x = step.empty(*shape).requires_grad_()
-    _backward(part(x), [x, *part.parameters()])
+    return functools.partial(_backward, part(x), [x, *part.parameters()])
 
 
-def _run_rotary(function: Callable, embedding: nn.Module, step: _Step) -> None:
+def _run_rotary(function: Callable, embedding: nn.Module, step: _Step) -> _Backward:
     """A rotary function of (q, k, cos, sin); one of other arguments raises, and is compiled when it is launched."""
-    facts = step.facts
+    facts, inputs, rotated = step.facts, [], []
     for cos, sin in _angles(embedding, step):
         q, k = (
             step.empty(step.batch, step.seq, heads, facts.head_dim).transpose(1, 2).requires_grad_()
             for heads in (facts.heads, facts.kv_heads)
         )
-        _backward(function(q, k, cos, sin), [q, k])
+        inputs += q, k
+        rotated.append(function(q, k, cos, sin))
+    return functools.partial(_backward, rotated, inputs)
 
 
 def _run_rotary_again(
     function: Callable, embedding: nn.Module, norms: tuple[nn.Module, nn.Module], step: _Step
-) -> None:
+) -> _Backward:
     """Normed heads are rotated again in backward, where a level says so: q alone, and k alone."""
-    facts, inputs = step.facts, []
+    facts, inputs, rotated = step.facts, [], []
     for norm, heads in zip(map(_copied, norms), (facts.heads, facts.kv_heads)):
         _with_fake_parameters(norm, step.device)
         shapes = _input_shapes(norm, step)
@@ -221,8 +256,8 @@ def _run_rotary_again(
     for cos, sin in _angles(embedding, step):
         with recipes.Scope(recipes.CHEAP):
             q, k = (norm(x).view(step.batch, step.seq, -1, facts.head_dim).transpose(1, 2) for norm, x in inputs)
-            rotated = [t.square() for t in function(q, k, cos, sin)]
-        _backward(rotated, [x for _, x in inputs])
+            rotated += [t.square() for t in function(q, k, cos, sin)]
+    return functools.partial(_backward, rotated, [x for _, x in inputs])
 
 
 def _angles(embedding: nn.Module, step: _Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -235,8 +270,25 @@ def _angles(embedding: nn.Module, step: _Step) -> Iterator[tuple[torch.Tensor, t
         yield embedding(x, positions, *kind)
 
 
-def _run_op(op: Any, sizes: tuple[int, ...], step: _Step, options: Mapping) -> None:
-    forward_and_backward(op, op.sample(sizes, step.dtype, step.device, None, **options))
+def _run_loss(loss: Loss, softcap: float | None, step: _Step) -> _Backward:
+    head = nn.Linear(step.facts.hidden, step.facts.vocab, loss.head.bias is not None, "meta", step.dtype)
+    for own, parameter in zip((loss.head.weight, loss.head.bias), head.parameters()):
+        parameter.requires_grad_(own.requires_grad)
+    _with_fake_parameters(head, step.device)
+    hidden = step.empty(step.batch, step.seq, step.facts.hidden).requires_grad_()
+    labels = torch.empty(step.batch, step.seq, dtype=torch.int64, device=step.device)
+    arguments = {
+        name: _fake(value, value.device) if isinstance(value, torch.Tensor) else value
+        for name, value in loss.arguments.items()
+    }
+    found = loss.function(head, hidden, labels, softcap, arguments)
+    return functools.partial(_backward, found, [hidden, *head.parameters()])
+
+
+def _run_op(op: Any, sizes: tuple[int, ...], step: _Step, options: Mapping) -> _Backward:
+    sample = op.sample(sizes, step.dtype, step.device, None, **options)
+    inputs = tensors_in((sample.args, sample.kwargs))
+    return functools.partial(_backward, op.function(*sample.args, **sample.kwargs), inputs)
 
 
 def _with_fake_parameters(module: nn.Module, device: torch.device) -> None:

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.cpu
 def _job(rows: int):
     def job():
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, requires_grad=True)
-        rms_norm.liger_rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), 1e-6).sum().backward()
+        y = rms_norm.liger_rms_norm(x, torch.empty(4096, dtype=torch.bfloat16), 1e-6)
+        return lambda: y.sum().backward()
 
     return job
 
@@ -36,45 +37,167 @@ def test_a_job_that_fails_is_left_out(on_sm90):
     def fails():
         raise RuntimeError("no kernel of ours")
 
-    alone, beside = set(), set()
+    alone, beside = {}, {}
     compile_ahead.note_launches([_job(64)], noted(alone))
-    compile_ahead.note_launches([fails, _job(64)], noted(beside))
-    assert {name for name, *_ in alone} == {"rms_norm.fwd", "rms_norm.bwd"} and beside == alone
+    compile_ahead.note_launches([fails, lambda: fails, _job(64), lambda: fails], noted(beside))
+    assert [name for name, *_ in alone] == ["rms_norm.fwd", "rms_norm.bwd"] and beside == alone
 
 
-def test_the_first_kernel_compiles_alone(monkeypatch, on_sm90):
-    """Nobody begins before it is done, and then everybody does; each kernel compiles once."""
-    begun, first_is_done, lock = [], threading.Event(), threading.Lock()
-    together = threading.Barrier(2, timeout=30)
+def test_every_forward_is_noted_before_any_backward_and_the_last_jobs_first(on_sm90):
+    order = []
+
+    def job(name):
+        def forward():
+            order.append(name)
+            return lambda: order.append(f"{name}'s backward")
+
+        return forward
+
+    compile_ahead.note_launches([job("norm"), job("mlp"), job("loss")], lambda *_: None)
+    assert order == ["norm", "mlp", "loss", "loss's backward", "norm's backward", "mlp's backward"]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What `compile_ahead.start` compiles: `list` has (tunable's name, event that ends it) in the order of beginning,
+    `wait(n)` returns once n have begun."""
+    begun, condition = [], threading.Condition()
 
     def compile_only(plan, kernel, args, flags):
-        with lock:
-            begun.append(plan.tunable.name)
-            alone = len(begun) == 1
-        if alone:
-            assert not first_is_done.wait(0.2) and len(begun) == 1
-            first_is_done.set()
-            raise RuntimeError("a first kernel that fails holds nobody up")
-        assert first_is_done.is_set()
-        together.wait()
+        end = threading.Event()
+        with condition:
+            begun.append((plan.tunable.name, end))
+            condition.notify_all()
+        assert end.wait(30)
 
-    plans = {}
+    def wait(n):
+        with condition:
+            assert condition.wait_for(lambda: len(begun) >= n, 30)
 
-    def plan_of(tunable):
-        return types.SimpleNamespace(tunable=tunable, compiled=plans.setdefault(tunable.name, {}))
+    monkeypatch.setattr(_launch, "compile_only", compile_only)
+    monkeypatch.setattr(compile_ahead, "_in_turn", lambda kernel: None)
+    monkeypatch.setattr(compile_ahead, "_load_driver", lambda device: None)
+    monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
+    return types.SimpleNamespace(list=begun, wait=wait)
 
+
+def _note_plans(monkeypatch, plans):
     def note_launches(jobs, note):
-        for plan in map(plan_of, (rms_norm.FWD, *rms_norm.BACKWARD[:2])):
-            for _ in range(2):
-                note(plan, _norm_fwd_kernel, (1,), (), ())
+        for plan in plans:
+            note(plan, _norm_fwd_kernel, (1,), (), ())
 
     monkeypatch.setattr(compile_ahead, "note_launches", note_launches)
-    monkeypatch.setattr(_launch, "compile_only", compile_only)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
-    compile_ahead.start([], torch.device("cpu")).result(60)
-    assert begun[0] == "rms_norm.fwd" and sorted(begun) == sorted(plans) and len(begun) == 3
-    failed, *others = plans.values()
-    assert not failed and all(future.result() is None for found in others for future in found.values())
+
+
+def _plan(tunable, **constexprs):
+    names = _norm_fwd_kernel.arg_names
+    return types.SimpleNamespace(tunable=tunable, compiled={}, options={}, constexprs=dict.fromkeys(names) | constexprs)
+
+
+def test_nothing_compiles_before_triton_is_ready(monkeypatch, compiled):
+    """Else each thread would build its driver and hash its files again. Meanwhile the launches are noted, and the step
+    goes on as soon as they are."""
+    tasks, lock = [], threading.Lock()
+    ready, seen = threading.Event(), threading.Event()
+
+    def prepare(*_):
+        with lock:
+            tasks.append(len(tasks))
+        assert ready.wait(30)
+
+    monkeypatch.setattr(compile_ahead, "_load_driver", prepare)
+    monkeypatch.setattr(compile_ahead, "_hash_triton", prepare)
+    plan = _plan(rms_norm.FWD)
+    _note_plans(monkeypatch, [plan])
+    done = compile_ahead.start([], torch.device("cpu"))  # returns although Triton is not ready
+    assert len(plan.compiled) == 1 and not seen.wait(0.2) and not compiled.list
+    assert tasks == [0, 1]  # side by side
+    ready.set()
+    compiled.wait(1)
+    compiled.list[0][1].set()
+    done.result(30)
+
+
+def test_the_step_does_not_wait_for_the_rehearsal_where_triton_is_ready(monkeypatch, compiled):
+    rehearsed = threading.Event()
+    monkeypatch.setattr(compile_ahead, "note_launches", lambda jobs, note: rehearsed.wait(30))
+    done = compile_ahead.start([], torch.device("cpu"))
+    assert not done.done()
+    rehearsed.set()
+    done.result(30)
+
+
+def test_a_rehearsal_that_fails_holds_nobody_up(monkeypatch, compiled):
+    def fails(jobs, note):
+        raise RuntimeError("no rehearsal")
+
+    monkeypatch.setattr(compile_ahead, "note_launches", fails)
+    monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: threading.Event().wait(0.2))
+    with pytest.raises(RuntimeError, match="no rehearsal"):
+        compile_ahead.start([], torch.device("cpu")).result(30)
+
+
+def test_kernels_begin_in_the_order_noted_and_each_compiles_once(monkeypatch, compiled):
+    """Also one that two tunables launch alike: its other plan takes the same Future."""
+    monkeypatch.setattr(compile_ahead, "_threads", lambda: 2)
+    tunables = rms_norm.FWD, *rms_norm.BACKWARD[:2]
+    plans = [_plan(tunable, ROWS=number) for number, tunable in enumerate(tunables)]
+    alike = _plan(types.SimpleNamespace(name="alike"), ROWS=0)
+    _note_plans(monkeypatch, [plans[0], plans[0], alike, *plans[1:]])
+    done = compile_ahead.start([], torch.device("cpu"))
+    for number in range(3):
+        compiled.wait(number + 1)
+        compiled.list[number][1].set()
+    done.result(30)
+    assert [name for name, _ in compiled.list] == [tunable.name for tunable in tunables]
+    (future,), (other,) = plans[0].compiled.values(), alike.compiled.values()
+    assert future is other and future.result() is None
+
+
+def test_triton_is_hashed_where_it_asks_for_the_hash():
+    from triton.runtime import cache
+
+    compile_ahead._hash_triton()
+    assert cache.triton_key.cache_info().currsize == 1
+
+
+def test_front_ends_run_one_at_a_time():
+    """Of kernels that compile side by side."""
+    running, most, lock = [], [], threading.Lock()
+
+    class Source:
+        def make_ir(self):
+            with lock:
+                running.append(0)
+                most.append(len(running))
+            threading.Event().wait(0.05)
+            with lock:
+                running.pop()
+            return "module"
+
+    class Kernel:
+        compile = staticmethod(lambda source, **options: (source.make_ir(), options))
+        device_caches = {0: None}
+
+    driver = types.SimpleNamespace(get_current_device=lambda: 0)
+    kernels, found = [Kernel() for _ in range(3)], []
+
+    def compile_one(kernel):
+        source = Source()
+        compile_ahead._in_turn(kernel)
+        compile_ahead._in_turn(kernel)  # changes nothing more
+        found.append(kernel.compile(source, target=1))
+        assert not vars(source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch.triton.runtime.driver, "_active", driver)
+        threads = [threading.Thread(target=compile_one, args=(kernel,)) for kernel in kernels]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert most == [1, 1, 1] and found == [("module", {"target": 1})] * 3
 
 
 def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
@@ -112,7 +235,8 @@ def test_a_kernel_that_fails_ahead_is_left_to_its_launch(monkeypatch, on_sm90):
     plan.compiled["alike"] = future
     monkeypatch.setattr(_launch, "compile_only", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(device=contextlib.nullcontext))
-    compile_ahead._compile(future, future, "alike", plan, None, (), (), x.device)
+    monkeypatch.setattr(compile_ahead, "_in_turn", lambda kernel: None)
+    compile_ahead._compile(future, [], "alike", plan, None, (), (), x.device)
     assert "alike" not in plan.compiled and future.exception() is not None
 
 

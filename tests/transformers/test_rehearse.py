@@ -12,6 +12,7 @@ from liger_hw.autotune import compile_ahead
 from liger_hw.runtime.observe import observing
 from liger_hw.runtime.operator import LauncherMode
 from liger_hw.transformers import rehearse
+from liger_hw.transformers.loss import loss_of
 from liger_hw.transformers.models import specs
 from liger_hw.transformers.tiny import tiny_config
 
@@ -27,9 +28,11 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "glm4"
 EXPERTS = ("mixtral", "gpt_oss")
 
 
-def _foreseen(model) -> set:
-    found: set = set()
-    jobs = rehearse.foresee(model, BATCH, SEQ, torch.bfloat16, torch.device("cpu"))
+def _foreseen(model, batch: int = BATCH, loss: bool = True, **arguments) -> dict:
+    """Launches in their order. loss: the model's own loss is tried; arguments: of its loss function."""
+    found: dict = {}
+    own = loss_of(model, model.get_output_embeddings(), arguments) if loss else None
+    jobs = rehearse.foresee(model, batch, SEQ, torch.bfloat16, torch.device("cpu"), own)
     compile_ahead.note_launches(jobs, noted(found))
     return found
 
@@ -45,25 +48,26 @@ def _made(cls):
     return cls(tiny_config(cls.config_class)).train().to(torch.bfloat16)
 
 
-def _launched(cls, prepare=lambda model: model) -> set:
-    """By a whole training step."""
+def _launched(cls, prepare=lambda model: model, batch: int = BATCH, **arguments) -> dict:
+    """By a whole training step, in their order."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    found: set = set()
+    found: dict = {}
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode(), LauncherMode(), observing(compile_ahead.Foreseen(noted(found))):
             model = prepare(cls(tiny_config(cls.config_class)).train())
-            ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            ids = torch.zeros(batch, SEQ, dtype=torch.long)
+            model(input_ids=ids, labels=ids, use_cache=False, **arguments).loss.backward()
     finally:
         torch.set_default_dtype(before)
     return found
 
 
-def _differ(launched: set, foreseen: set) -> str:
-    missed, in_vain = (sorted(name for name, *_ in found) for found in (launched - foreseen, foreseen - launched))
+def _differ(launched: dict, foreseen: dict) -> str:
+    one_way, other = launched.keys() - foreseen.keys(), foreseen.keys() - launched.keys()
+    missed, in_vain = (sorted(name for name, *_ in found) for found in (one_way, other))
     return f"missed {missed}, in vain {in_vain}"
 
 
@@ -79,6 +83,59 @@ def test_a_model_launches_what_was_foreseen(kind, on_sm90):
     assert foreseen == launched, _differ(launched, foreseen)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "olmo2", "gemma2"])
+def test_one_sequence_is_foreseen_in_the_order_of_need(kind, on_sm90):
+    """Its shifted labels are a view that begins 8 bytes into an allocation: Triton compiles other kernels for them."""
+    cls = _class_of(kind)
+    with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="keep"):
+        foreseen, launched = _foreseen(_made(cls), batch=1), _launched(cls, batch=1)
+    assert foreseen == launched, _differ(launched, foreseen)
+    first_scaled = [name for name, *_ in launched].index("cross_entropy.bwd")  # backward begins with it
+    assert list(foreseen)[: first_scaled + 1] == list(launched)[: first_scaled + 1]
+
+
+@pytest.mark.parametrize("arguments", [{"num_items_in_batch": 40}, {"num_items_in_batch": torch.tensor(40)}], ids=str)
+def test_a_loss_that_the_trainer_divides_is_foreseen(arguments, on_sm90):
+    """It is the sum over the rows: other kernels than the mean's."""
+    cls = _class_of("llama")
+    with patches.apply_liger_kernel_to_llama():
+        given = {n: 40 if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+        foreseen, launched = _foreseen(_made(cls), **arguments), _launched(cls, **given)
+        assert foreseen == launched, _differ(launched, foreseen)
+        assert foreseen != _foreseen(_made(cls))
+
+
+def test_a_head_that_is_not_trained_has_no_gradient(on_sm90):
+
+    def freeze(model):
+        model.lm_head.weight.requires_grad_(False)
+        return model
+
+    with patches.apply_liger_kernel_to_llama():
+        cls = _class_of("llama")
+        foreseen, launched = _foreseen(freeze(_made(cls))), _launched(cls, freeze)
+        assert foreseen == launched, _differ(launched, foreseen)
+
+
+def test_a_loss_function_of_the_user_is_left_alone(on_sm90, monkeypatch):
+    """It may do anything, and a rehearsal would have it done twice."""
+    given = []
+    monkeypatch.setattr(rehearse, "at_first_forward", lambda model, args, kwargs, loss=None: given.append(loss))
+    with patches.apply_liger_kernel_to_llama():
+        model = _made(_class_of("llama"))
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        model(input_ids=ids, labels=ids)
+        model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().logsumexp(-1).mean()
+        model(input_ids=ids, labels=ids)
+    assert [loss is not None for loss in given] == [hasattr(type(model), "loss_function"), False]
+
+
+def test_a_loss_that_may_not_be_tried_is_foreseen_by_its_sizes(on_sm90):
+    with patches.apply_liger_kernel_to_llama():
+        model = _made(_class_of("llama"))
+        assert _foreseen(model, loss=False) == _foreseen(model)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "glm4"])
 def test_what_backward_computes_again_is_foreseen(kind, on_sm90):
     """After a QK norm also q and k rotated alone; k in vain where attention repeats its heads and keeps the copy."""
@@ -87,8 +144,10 @@ def test_what_backward_computes_again_is_foreseen(kind, on_sm90):
         foreseen, launched = _foreseen(_made(cls)), _launched(cls)
     with getattr(patches, f"apply_liger_kernel_to_{kind}")(activations="keep"):
         kept = _foreseen(_made(cls))
-    assert launched <= foreseen and kept <= foreseen, _differ(launched, foreseen)
-    assert {name for name, *_ in foreseen - kept} == ({"rope.fwd"} if kind in ("qwen3", "olmo2") else set())
+    assert launched.keys() <= foreseen.keys() and kept.keys() <= foreseen.keys(), _differ(launched, foreseen)
+    assert {name for name, *_ in foreseen.keys() - kept.keys()} == (
+        {"rope.fwd"} if kind in ("qwen3", "olmo2") else set()
+    )
 
 
 def test_a_live_model_is_foreseen_like_its_class(on_sm90):
