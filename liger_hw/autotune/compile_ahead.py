@@ -14,7 +14,6 @@ ready first. The rest of a compilation (LLVM, ptxas, the C compiler) runs in par
 from __future__ import annotations
 
 import concurrent.futures
-import importlib
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import env, registry
-from ..locks import fork_safe
+from ..locks import fork_safe, import_module
 from ..runtime import launch as _launch
 from ..runtime.observe import Foreseen, observing
 
@@ -54,9 +53,8 @@ def start(jobs: list[Job], device: "torch.device") -> Future:
     name_launchers_apart()
     pool = ThreadPoolExecutor(2 + _threads(), thread_name_prefix="liger_hw-compile")
     ready = [pool.submit(_load_driver, device), pool.submit(_hash_triton)]
-    noted: Future = Future()
-    done = pool.submit(_compile_all, pool, jobs, device, ready, noted)
-    prepared = pool.submit(concurrent.futures.wait, ready)
+    prepared, noted = pool.submit(concurrent.futures.wait, ready), Future()
+    done = pool.submit(_compile_all, pool, jobs, device, ready, noted)  # the last: it closes the pool
     concurrent.futures.wait([noted, prepared], return_when=concurrent.futures.FIRST_COMPLETED)
     return done
 
@@ -74,7 +72,7 @@ def _hash_triton() -> None:
     """The hash of Triton's own files, which is part of every kernel's name in its cache. Triton keeps it once it has
     it; threads that ask for it before would each read and hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
-        hashed = getattr(importlib.import_module(module), "triton_key", None)
+        hashed = getattr(import_module(module), "triton_key", None)
         if hashed is not None:
             hashed()
             return

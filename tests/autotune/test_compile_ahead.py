@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -156,14 +157,16 @@ def test_kernels_begin_in_the_order_noted_and_each_compiles_once(monkeypatch, co
 
 
 def test_triton_is_hashed_where_it_asks_for_the_hash():
-    from triton.runtime import cache
-
+    pytest.importorskip("triton")
+    modules = [importlib.import_module(name) for name in ("triton.runtime.cache", "triton.compiler.compiler")]
+    (hashed,) = {module.triton_key for module in modules if hasattr(module, "triton_key")}
     compile_ahead._hash_triton()
-    assert cache.triton_key.cache_info().currsize == 1
+    assert hashed.cache_info().currsize == 1
 
 
 def test_front_ends_run_one_at_a_time():
     """Of kernels that compile side by side."""
+    pytest.importorskip("triton")
     running, most, lock = [], [], threading.Lock()
 
     class Source:
