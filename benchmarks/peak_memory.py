@@ -1,10 +1,11 @@
 """Peak memory of forward, backward and optimizer step apart, and tokens/s, of a model trained on one GPU.
 
-    python benchmarks/peak_memory.py OUT.json --model qwen2 --layers 4 --batch 4 --arms hf,liger,liger_hw,liger_hw+last
+    python benchmarks/peak_memory.py OUT.json --model qwen2 --layers 4 --batch 4 --arms hf,liger,liger_hw,liger_hw+keep
 
-Arms are those of `liger-hw bench e2e`. `liger_hw+last` recomputes the cheap tensors of the last layer alone
-(`activations={-1: "cheap"}`), `liger_hw+64` sets LIGER_HW_LOSS_MEMORY_MIB. The forward's peak is at the loss head: all
-layers' tensors are alive, and logits come on top. The first three steps count for memory and not for time.
+Arms are those of `liger-hw bench e2e`, of which `liger_hw` recomputes the cheap tensors of the last layer by default.
+`liger_hw+keep` keeps everything, `liger_hw+last` names the default (`activations={-1: "cheap"}`), `liger_hw+64` sets
+LIGER_HW_LOSS_MEMORY_MIB. The forward's peak is at the loss head: all layers' tensors are alive, and logits come on top.
+The first three steps count for memory and not for time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from liger_hw.bench.training import MODELS, Plan, build, patched, read_text, rel
 @contextlib.contextmanager
 def arm_of(arm: str, family: str, device: torch.device) -> Iterator[None]:
     name, _, setting = arm.partition("+")
-    if setting == "last":
-        with getattr(transformers, f"apply_liger_kernel_to_{family}")(activations={-1: "cheap"}):
+    levels = {"last": {-1: "cheap"}, "keep": "keep"}.get(setting)
+    if levels is not None:
+        with getattr(transformers, f"apply_liger_kernel_to_{family}")(activations=levels):
             yield
         return
     before = env.get("LIGER_HW_LOSS_MEMORY_MIB")
@@ -84,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--model", choices=MODELS, default="qwen2")
-    parser.add_argument("--arms", default="hf,liger,liger_hw,liger_hw+last")
+    parser.add_argument("--arms", default="hf,liger,liger_hw,liger_hw+keep")
     for name, default in (("layers", 4), ("batch", 4), ("seq", 4096), ("steps", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()

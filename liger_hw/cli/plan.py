@@ -57,10 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     tokens_a_step = arguments.batch * arguments.seq
     if tokens_a_step > MOST_TOKENS:
         raise UsageError(f"plan: --batch x --seq is {tokens_a_step} tokens in a step; at most {MOST_TOKENS}")
+    from ..recompute.levels import DEFAULT, level_of_each
+
     with told("plan"):
         planner = _planner(arguments)
         budgets = _budgets(arguments.memory)
-        rows: list[tuple[str, Any]] = [(one.levels[0], one) for one in planner.pure()]
+        rows: list[tuple[str, Any]] = [("default", planner.predict(level_of_each(DEFAULT, planner.model.layers)))]
+        rows += [(one.levels[0], one) for one in planner.pure()]
         for name, budget in budgets:
             try:
                 rows.append((name, planner.best(budget)))
@@ -140,4 +143,5 @@ def _print(planner: "Planner", rows: list[tuple[str, Any]]) -> None:
             "ZeRO-3 do. Not in it: a layer's gathered parameters and gradients, communication, activations split over "
             "devices (tensor, sequence or pipeline parallelism)."
         )
-    print(fold("\n".join([*failed, f"Assumed: {planner.given}; {attention}. Speed is against `keep`."])))
+    meaning = "Speed is against `keep`; `default` is a patch without activations=."
+    print(fold("\n".join([*failed, f"Assumed: {planner.given}; {attention}. {meaning}"])))

@@ -4,6 +4,9 @@ A `Dial` replaces `forward` of each decoder layer of one live model, `class_patc
 nothing else. With "fit" or a size the levels are planned at the first forward that trains, when batch, sequence length
 and dtype are known, and again when a larger batch comes. After the first two optimizer steps the log says how far the
 prediction was from the measured peak.
+
+`put_default` is for a patch with the fused loss that names no levels: the last layer is at `cheap`. The peak of a step
+is at the loss, where the head's logits stand on top of all that was kept.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 
 from ..transformers.marks import PATCH_MARK, SWITCH, mark
+from ..transformers.replacing import keeps_own_code
 from ..transformers.report import PATCH_LOCK, Patch, PatchReport, PatchRow, forward_slot
 from . import recipes
 from .levels import FIT, LEVELS, Levels, check_level, in_words, is_budget, level_of_each, parse_size
@@ -24,6 +28,8 @@ from .planner import Prediction, of_module, usable
 
 log = logging.getLogger("liger_hw")
 _PART = "activations"
+_DEFAULT = "activations by default"
+"""The part of a default's functions: unlike levels that were named, they may stand beneath others."""
 _RECOMPUTES = "_liger_hw_recomputes"
 """Attribute of a layer's forward: whether its level may have backward compute anything again."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
@@ -73,13 +79,13 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 
 def run_at(level: str, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer, whose backward will recompute what `level` says."""
-    if level == "keep" or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if level != "full":
         aside = recipes.inside_foreign_hooks()
         with recipes.Scope(_SCOPES[level]) as scope:
             returned = forward(*args, **kwargs)
-        if not scope.left_out and not aside:
+        if level != "keep" and not scope.left_out and not aside:
             _say_nothing_saved(level, forward, returned)
         return returned
     if recipes.inside_foreign_hooks():  # checkpointed already
@@ -273,9 +279,7 @@ def class_patch(cls: type, setting: Any) -> Patch:
     positions: weakref.WeakKeyDictionary[torch.nn.Module, tuple | None] = weakref.WeakKeyDictionary()
 
     def position(layer: torch.nn.Module) -> tuple[int, Any, Choice] | None:
-        parts = list(layer.modules())
-        index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
-        config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
+        index, config = _place(layer)
         if index is None or config is None:
             if setting in LEVELS:
                 return None
@@ -301,7 +305,15 @@ def class_patch(cls: type, setting: Any) -> Patch:
         index, config, choice = positions[self]
         return run_at(choice.level(index, self, config, args, kwargs), forward, args, kwargs)
 
-    return _on_class(cls, at_its_level, switch, setting != "keep")
+    return _on_class(cls, at_its_level, _PART, switch, setting != "keep")
+
+
+def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
+    """A layer's index and its model's config, as the modules that it consists of know them."""
+    parts = list(layer.modules())
+    index = next((m.layer_idx for m in parts if isinstance(getattr(m, "layer_idx", None), int)), None)
+    config = next((m.config for m in parts if hasattr(getattr(m, "config", None), "num_hidden_layers")), None)
+    return index, config
 
 
 def may_recompute(model: torch.nn.Module) -> bool:
@@ -309,14 +321,14 @@ def may_recompute(model: torch.nn.Module) -> bool:
     return any(getattr(getattr(m, forward_slot(m)), _RECOMPUTES, False) for m in model.modules())
 
 
-def _on_class(cls: type, forward: Callable[..., Any], switch: list[bool], recomputes: bool) -> Patch:
+def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool], recomputes: bool) -> Patch:
     """The replacement of a layer class's forward by `forward`, under what its bases put around a subclass's.
 
     transformers' GradientCheckpointingLayer wraps every subclass's forward, and checkpoints only where the class has
     that very wrapper. It wraps FSDP2's class of a layer too, which is made once and outlives the patch: hence `switch`.
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
-    mark(replacement, _PART, _PART, switch)
+    mark(replacement, part, _PART, switch)
     setattr(replacement, _RECOMPUTES, recomputes)
     return Patch(cls, "forward", replacement)
 
@@ -347,3 +359,67 @@ def put_on(
             report.patches.append(patch)
         names = {cls.__name__ for cls in classes}
     report.rows += [PatchRow(_PART, f"{name}.forward", "-", str(setting)) for name in sorted(names)]
+
+
+# -- the default -----------------------------------------------------------------------------------------------------
+
+
+def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
+    """Put the last layer of a live model, or of every model of the classes of samples, at `cheap`.
+
+    Nothing is done, and the report has no row, where no layer is found, where it has levels or another forward already,
+    where a class belongs to another family or its layers do not know which of them is last, and before torch 2.8.
+    """
+    if not recipes.supported():
+        return
+    for found in samples if model is None else (model,):
+        try:
+            layer = layers_of(found)[-1]
+        except ValueError:
+            continue
+        slot, cls, switch = forward_slot(layer), type(layer), [True]
+        forward = getattr(layer, slot)
+        its_own = getattr(forward, "__self__", None) is layer and forward.__func__ is cls.forward
+        if not its_own or hasattr(forward, PATCH_MARK):
+            continue
+        if model is not None:
+            function = _last_at_cheap(cls.forward, False, switch)
+            mark(function, _DEFAULT, _PART, switch)
+            setattr(function, _RECOMPUTES, True)
+            patch = Patch(layer, slot, types.MethodType(function, layer))
+        elif cls.__module__ == report.module and _is_last(layer):
+            patch = _on_class(cls, _last_at_cheap(cls.forward, True, switch), _DEFAULT, switch, True)
+        else:
+            continue
+        words = 'at cheap by default; activations="keep" keeps all'
+        patch.apply()
+        report.patches.append(patch)
+        report.rows.append(PatchRow(_PART, f"last {cls.__name__}.forward", "-", words))
+
+
+def _last_at_cheap(original: Callable[..., Any], of_class: bool, switch: list[bool]) -> Callable[..., Any]:
+    """The forward of a class's layers, of which the last of a model is at `cheap`, or that of one such layer alone.
+
+    It gives way to levels that are named, to other saved-tensor hooks and to torch.compile, and where no kernel runs.
+    """
+    last: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def last_at_cheap(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = original if of_class else type(self).forward  # FSDP2 gives a layer another class
+        if torch.compiler.is_compiling() or not switch or not recipes.is_free():
+            return forward(self, *args, **kwargs)
+        if self not in last:
+            last[self] = not of_class or _is_last(self)
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not last[self] or not isinstance(x, torch.Tensor) or keeps_own_code(x):
+            return forward(self, *args, **kwargs)
+        with recipes.Scope(recipes.CHEAP):
+            return forward(self, *args, **kwargs)
+
+    return last_at_cheap
+
+
+def _is_last(layer: torch.nn.Module) -> bool:
+    index, config = _place(layer)
+    return config is not None and index == config.num_hidden_layers - 1

@@ -19,6 +19,8 @@ Levels = Union[str, Sequence[str], Mapping[int, str]]
 """A word, `fit`, a size such as `80GiB`, one level for each layer, or a mapping from layer index to level."""
 LEVELS = ("keep", "cheap", "mlp", "full")
 """From most memory to least, and from fastest to slowest."""
+DEFAULT: Levels = {-1: "cheap"}
+"""What a patch with the fused loss has where no levels are named."""
 FIT = "fit"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
 _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}

@@ -69,7 +69,7 @@ def offer(
     kept for it. number: which of the Function's outputs this is.
     """
     global _casts_seen
-    if _is_unused() or _level() == KEEP or not any(ctx.needs_input_grad):
+    if _is_unused() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
         return
     if unsaved is not None and _recipe_of(unsaved) is None:
         return
@@ -125,6 +125,11 @@ _is_unused._dynamo_marked_constant = True
 def recomputing() -> bool:
     """Whether an open scope may recompute what is offered."""
     return _level() > 0
+
+
+def is_free() -> bool:
+    """Whether nobody has decided what this thread's autograd keeps: no open scope, no other saved-tensor hooks."""
+    return _local.scope is None and not inside_foreign_hooks()
 
 
 def _level() -> int:

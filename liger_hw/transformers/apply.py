@@ -80,8 +80,8 @@ def patch(
     the report says why.
     cross_entropy keeps the logits and replaces the loss only; fused_linear_cross_entropy (not both) never computes the
     logits while training with labels. These two need a transformers causal LM.
-    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
-    liger_hw.activations
+    activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
+    liger_hw.activations. None: all, but of the last layer what is cheap to compute again where the loss is fused
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
@@ -165,8 +165,8 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     model: None patches the classes in transformers, for models made before or after this call; a live model (also
     wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
     experts: whether mixtures of experts are patched; None: unless the family's MLPs are switched off by name.
-    activations: `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
-    liger_hw.activations
+    activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by layer: what backward keeps; see
+    liger_hw.activations. None: all, but of the last layer what is cheap to compute again where the loss is fused
 
     Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
     An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses at once

@@ -1,9 +1,10 @@
 """The patch engine: finds what a model's parts compute (probing/) and puts the kernels in their place.
 
 On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
-modeling module, so models made before and after are patched alike. On one live model it binds the same functions to
-that model's modules only. Nothing else changes: no function of torch, none that families share, no parameter, no class
-of a module. What is not recognised keeps its own code, and the report says why.
+modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py), so models made
+before and after are patched alike. On one live model it binds the same functions to that model's modules only. Nothing
+else changes: no function of torch, none that families share, no parameter, no class of a module. What is not recognised
+keeps its own code, and the report says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from .. import env
 from ..distributed import owners
-from ..recompute.dial import put_on
+from ..recompute.dial import put_default, put_on
 from ..runtime.operator import check_flags
 from . import probing
 from .experts import choosing, is_spread, register_experts
@@ -66,8 +67,8 @@ def _apply(
 ) -> PatchReport:
     """Patch, log the report once and return it; on an error everything done so far is undone.
 
-    activations: what backward keeps, or None (see `liger_hw.activations`). Raises `ValueError` for both losses at once,
-    and for a second patch that asks for the other loss.
+    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` where the fused loss is put in
+    place. Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
     """
     report = patcher.report
     check_flags(report.family, **options)
@@ -87,6 +88,8 @@ def _apply(
             patcher.patch(options)
             if activations is not None:
                 put_on(report, activations, model, samples)
+            elif any(row.kernel == _FUSED_LOSS for row in report.patched):
+                put_default(report, model, samples)
         except BaseException:
             report.revert()
             raise

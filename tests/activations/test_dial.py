@@ -64,6 +64,7 @@ def test_levels_on_a_transformers_model(setting, words, ledger):
     liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
     forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
     expected = step(model)
+    ledger.computed.clear()  # of the patch's default
     with liger_hw.activations(setting, model) as dial:
         assert identical(step(model), expected)
         assert in_words(dial.levels) == words
@@ -80,6 +81,7 @@ def test_families(family, ledger):
     report = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")(model=model)
     expected = step(model)
     report.revert()
+    ledger.computed.clear()
     with getattr(liger_hw.transformers, f"apply_liger_kernel_to_{name}")(model=model, activations="mlp") as report:
         assert "activations: mlp" in report.summary()
         assert identical(step(model), expected)
@@ -91,7 +93,7 @@ def test_families(family, ledger):
 def test_on_classes(setting, ledger):
     """Models made before the call and after it, each by its own place in its model."""
     before = tiny()
-    with liger_hw.transformers.apply_liger_kernel_to_mistral():
+    with liger_hw.transformers.apply_liger_kernel_to_mistral(activations="keep"):
         expected = step(before)
     original = type(before.model.layers[0]).forward
     with liger_hw.transformers.apply_liger_kernel_to_mistral(activations=setting):
@@ -215,6 +217,7 @@ def test_with_gradient_checkpointing(reentrant, ledger):
     model = tiny()
     liger_hw.transformers.apply_liger_kernel_to_mistral(model=model)
     expected = step(model, use_cache=False)
+    ledger.computed.clear()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for layer in model.model.layers[:2]:
         layer.gradient_checkpointing = False

@@ -210,6 +210,8 @@ def test_plan_command(capsys):
     assert main([*arguments, "--memory", "61GiB", "--json"]) == 0
     rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(LEVELS) < set(rows) and rows["61GiB"]["peak_bytes"] <= 61 * GIB
+    assert rows["default"]["levels"] == ["keep"] * 31 + ["cheap"]
+    assert rows["cheap"]["peak_bytes"] < rows["default"]["peak_bytes"] < rows["keep"]["peak_bytes"]
     assert main([*arguments, "--memory", "20GiB"]) == 1
     assert "20GiB: mistral-7b at 4 x 4096 needs 56.2 GiB even with full" in capsys.readouterr().out
     assert main([*arguments, "--memory", "lots"]) == 2

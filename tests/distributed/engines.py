@@ -20,6 +20,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -33,7 +34,7 @@ VOCAB_ON_GPU, TOKENS_ON_GPU = 4096, 256
 RATE, STEPS = 1.0, 2
 DEVICE = torch.device("cpu")
 RECOMPUTED = "recomputed"
-"""Said for an adapter: the whole model trains, patched with activations="full"."""
+"""Said for an adapter: the whole model trains, patched with activations="full". Others have the default."""
 COMPUTE = torch.float32
 """What forwards compute in: bfloat16 means autocast, with weights in float32."""
 
@@ -115,6 +116,7 @@ def own(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class Run:
     """What a training showed: losses by step, weights before and after every step by name, calls by operator.
 
+    recomputed: the calls by which activations were computed again in backward, which `kernels` does not count
     peak_mib: of what was allocated on this rank's GPU while it trained, beyond what was there before
     """
 
@@ -123,6 +125,7 @@ class Run:
         self.losses: list[float] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.kernels: Counter = Counter()
+        self.recomputed: Counter = Counter()
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return [
@@ -140,19 +143,35 @@ def named(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def counting(run: Run) -> Iterator[None]:
+    from liger_hw.recompute.recipes import Recipe
     from liger_hw.runtime.observe import Observer, observing
+
+    again, compute = threading.local(), Recipe._compute
+
+    def computed_again(recipe: Any) -> torch.Tensor:
+        outer = getattr(again, "now", False)  # what a recipe reads may have a recipe itself
+        again.now = True
+        try:
+            return compute(recipe)
+        finally:
+            again.now = outer
 
     class Count(Observer):
         def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
-            run.kernels[call.__name__] += 1
+            counter = run.recomputed if getattr(again, "now", False) else run.kernels
+            counter[call.__name__] += 1
             return proceed(call, args)
 
     before = 0
     if DEVICE.type != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with observing(Count(), every_thread=True):
-        yield
+    Recipe._compute = computed_again
+    try:
+        with observing(Count(), every_thread=True):
+            yield
+    finally:
+        Recipe._compute = compute
     if DEVICE.type != "cpu":
         run.peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
 
@@ -641,9 +660,14 @@ def cell(name: str, adapter: str) -> dict[str, Any]:
         unpatched = run_engine(name, adapter, False)
         record["unpatched"] = errors_of(unpatched, expected)
         record["peak_mib"], record["unpatched"]["peak_mib"] = largest(found.peak_mib), largest(unpatched.peak_mib)
+    return {**record, "kernels": on_all_ranks(found.kernels), "recomputed": on_all_ranks(found.recomputed)}
+
+
+def on_all_ranks(calls: Counter) -> dict[str, int]:
+    """The sums of every rank's counts."""
     counted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counted, found.kernels)
-    return {**record, "kernels": dict(sorted(sum(counted, Counter()).items()))}
+    dist.all_gather_object(counted, calls)
+    return dict(sorted(sum(counted, Counter()).items()))
 
 
 def run_engine(name: str, adapter: str, patched: bool) -> Run:

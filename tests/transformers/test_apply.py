@@ -63,7 +63,10 @@ def test_functions_that_take_any_keyword_in_liger_warn_of_unknown_ones(name, mon
 
 def test_patch_parts_can_be_left_out(family):
     report = liger_hw.patch(family.model(), rope=False, swiglu=False)
-    assert {row.part for row in report.rows} == {"rms_norm", "fused_linear_cross_entropy"}
+    assert {row.part for row in report.rows} == {"rms_norm", "fused_linear_cross_entropy", "activations"}
+    report = liger_hw.patch(family.model(), rope=False, swiglu=False, activations="keep")
+    kernels = {row.part for row in report.rows if row.state == "patched"}
+    assert kernels == {"rms_norm", "fused_linear_cross_entropy"}
 
 
 def test_every_family_is_found_by_its_model_types():

@@ -1,0 +1,393 @@
+"""The default where a patch installs the fused loss and nobody names levels: the last layer is at `cheap`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+pytestmark = pytest.mark.cpu
+transformers = pytest.importorskip("transformers")
+
+import liger_hw  # noqa: E402
+from liger_hw import env  # noqa: E402
+from liger_hw.recompute import recipes  # noqa: E402
+from liger_hw.transformers.report import patched_parts  # noqa: E402
+
+if not recipes.supported():
+    pytest.skip("recipes need torch 2.8", allow_module_level=True)
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(1))
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "olmo2": "Olmo2", "qwen3": "Qwen3", "granite": "Granite"}
+KEEP = {"activations": "keep"}
+both = pytest.mark.parametrize("classes", [False, True], ids=["instance", "classes"])
+
+
+def tiny(family="llama", **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**{**SIZES, **changes})
+    return getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).train()
+
+
+def patched(model, family="llama", classes=False, **options):
+    apply = getattr(liger_hw.transformers, f"apply_liger_kernel_to_{family}")
+    return apply(model=None if classes else model, **options)
+
+
+def step(model, **more):
+    model.zero_grad(set_to_none=True)
+    model(input_ids=IDS, labels=IDS, use_cache=False, **more).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(found, expected):
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+class _Storages(TorchDispatchMode):
+    """The storages of everything that operators return while this is open; `alive` says how many bytes are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_iter(result):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                self.seen.setdefault(storage._cdata, (storage._weak_ref(), storage.nbytes()))
+        return result
+
+    def alive(self):
+        return sum(n for weak, n in self.seen.values() if not torch.UntypedStorage._expired(weak))
+
+
+def kept(model):
+    """Bytes that exist after a forward, all of them for its backward."""
+    step(model)
+    model.zero_grad(set_to_none=True)
+    with _Storages() as storages:
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        count = storages.alive()
+    loss.backward()
+    return count
+
+
+@pytest.fixture
+def recomputed(monkeypatch):
+    """Names of the operators that backward ran again."""
+    found, compute = [], recipes.Recipe._compute
+
+    def noting(self):
+        if self.call is not torch.clone:  # from which runtime/saved_tensors.py learns reference counts
+            found.append(self.name)
+        return compute(self)
+
+    monkeypatch.setattr(recipes.Recipe, "_compute", noting)
+    return found
+
+
+@both
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_keeps_less_and_its_gradients_are_the_same(family, classes):
+    model = tiny(family)
+    with patched(model, family, classes, **KEEP):
+        everything, expected = kept(model), step(model)
+    with patched(model, family, classes, activations={-1: "cheap"}):
+        named = kept(model)
+    with patched(model, family, classes):
+        assert kept(model) == named < everything
+        assert same(step(model), expected)
+    if family == "llama":  # two norms' outputs and the gate's, in fp32
+        assert everything - named == IDS.numel() * (2 * SIZES["hidden_size"] + SIZES["intermediate_size"]) * 4
+
+
+@both
+def test_the_report_says_so_and_revert_takes_it_back(classes):
+    model = tiny()
+    last, before = model.model.layers[-1], type(model.model.layers[-1]).forward
+    report = patched(model, classes=classes)
+    (row,) = [row for row in report.rows if row.part == "activations"]
+    assert row.where == "last LlamaDecoderLayer.forward" and not row.left_alone
+    assert row.state == 'at cheap by default; activations="keep" keeps all'
+    assert row.state in str(report) and "left alone" not in repr(report)
+    assert ("forward" in vars(last)) is not classes and "forward" not in vars(model.model.layers[0])
+    assert (type(last).forward is before) is not classes
+    again = patched(model, classes=classes)
+    assert not again.patches and not [row for row in again.rows if row.part == "activations"]
+    report.revert()
+    assert "forward" not in vars(last) and type(last).forward is before
+    assert not patched_parts(model)
+    patched(model, classes=classes)
+    liger_hw.revert(type(model) if classes else model)
+    assert not any("forward" in vars(module) for module in model.modules()) and type(last).forward is before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fused_linear_cross_entropy": False}, {"activations": "keep"}],
+    ids=lambda options: next(iter(options)),
+)
+@both
+def test_where_it_is_not_installed(classes, options, recomputed):
+    """Without the fused loss, and where everything is to be kept."""
+    model = tiny()
+    with patched(model, classes=classes, **options) as report:
+        assert "at cheap by default" not in str(report)
+        step(model)
+    assert not recomputed
+
+
+@both
+def test_before_torch_2_8_it_is_not_there(classes, monkeypatch, recomputed):
+    monkeypatch.setattr(recipes, "_hooks_on_top", None)
+    model = tiny()
+    with patched(model, classes=classes) as report:
+        assert "at cheap by default" not in str(report)
+        assert step(model) and not recomputed
+
+
+@both
+def test_levels_that_are_named_take_its_place(classes, recomputed):
+    model = tiny()
+    with patched(model, classes=classes):
+        expected = step(model)
+        assert recomputed
+        for setting, again in (("keep", 0), ("cheap", 3)):
+            recomputed.clear()
+            with liger_hw.activations(setting, model) as dial:
+                assert set(dial.levels) == {setting} and same(step(model), expected)
+            assert recomputed.count("swiglu_fwd") == again
+            recomputed.clear()
+            with liger_hw.activations(setting):
+                loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            assert recomputed.count("swiglu_fwd") == again
+        recomputed.clear()
+        with pytest.raises(ValueError, match="has its levels already"), liger_hw.activations("mlp", model):
+            liger_hw.activations("cheap", model)
+        assert same(step(model), expected) and recomputed.count("swiglu_fwd") == 1
+        with patched(model, **KEEP):
+            recomputed.clear()
+            assert same(step(model), expected) and not recomputed
+    with liger_hw.activations("cheap", model), patched(model, classes=classes):
+        recomputed.clear()
+        assert same(step(model), expected) and recomputed.count("swiglu_fwd") == 3
+
+
+def test_a_dial_that_outlives_the_patch_leaves_nothing(recomputed):
+    model = tiny()
+    report = patched(model)
+    with liger_hw.activations("cheap", model):
+        report.revert()
+    step(model)
+    assert not recomputed
+    report.revert()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@both
+def test_it_steps_aside(classes, recomputed, caplog):
+    """Without gradients, inside the hooks of others, and where hooks are forbidden, as torch.func forbids them."""
+    model = tiny()
+    with patched(model, classes=classes), caplog.at_level(logging.INFO, "liger_hw"):
+        expected = step(model)
+        recomputed.clear()
+        recipes._said.clear()
+        caplog.clear()
+        with torch.no_grad():
+            model(input_ids=IDS, labels=IDS)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert same(step(model), expected)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert same(step(model), expected)
+        model.gradient_checkpointing_disable()
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            assert same(step(model), expected)
+        assert not recomputed and not caplog.records, caplog.text
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        assert same(step(model), expected) and not caplog.records, caplog.text
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"activations": "cheap"}], ids=["default", "named"])
+def test_checkpointing_stays_on(classes, options):
+    """Of a class that somebody makes of the layer's as well, as FSDP2 does, and which stays when the patch is gone."""
+    model = tiny()
+    ran = []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: ran.append(1))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = step(model)
+    assert len(ran) == 2 * len(model.model.layers)
+    own = type(model.model.layers[0])
+    with patched(model, classes=classes, **options):
+        ran.clear()
+        assert len(step(model)) == len(expected) and len(ran) == 6
+        made = type("Made", (own,), {})
+        for layer in model.model.layers:
+            layer.__class__ = made
+        ran.clear()
+        step(model)
+        assert len(ran) == 6
+    model.gradient_checkpointing_disable()
+    with liger_hw.activations("cheap", model):
+        assert same(step(model), expected)
+
+
+@both
+def test_a_cpu_runs_its_own_code(classes, monkeypatch, recomputed):
+    model = tiny()
+    expected = step(model)
+    with monkeypatch.context() as changed, patched(model, classes=classes):
+        changed.setenv("LIGER_HW_CPU_REFERENCE", "0")
+        env.clear()
+        assert same(step(model), expected) and not recomputed
+    env.clear()
+
+
+@both
+def test_torch_compile_gains_no_break(classes, caplog):
+    model = tiny(num_hidden_layers=2)
+    found = {}
+    for name, options in (("keep", KEEP), ("default", {})):
+        torch._dynamo.reset()
+        with patched(model, classes=classes, **options), caplog.at_level(logging.INFO, "liger_hw"):
+            recipes._said.clear()
+            caplog.clear()
+            whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+            found[name] = step(whole)
+    assert not caplog.records, "nobody asked for levels, so nothing is said of them"
+    assert same(found["default"], found["keep"])
+    torch._dynamo.reset()
+
+
+@both
+def test_a_part_that_is_compiled_alone_is_compiled_once(classes):
+    """As flex attention is: that the last layer's runs in a scope is no reason to compile it again."""
+    model = tiny()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with patched(model, classes=classes):
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend="aot_eager", fullgraph=True)
+        assert step(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@both
+def test_traced_with_fake_tensors_and_on_the_meta_device(classes):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = tiny(num_hidden_layers=2, attn_implementation="eager")
+    parts = list(model.model.layers.parameters())
+    mask, x, positions = torch.zeros(2, 1, 11, 11), torch.randn(2, 11, SIZES["hidden_size"]), torch.arange(11)[None]
+
+    def gradients(x, mask, positions):
+        out = model.model(inputs_embeds=x, attention_mask=mask, position_ids=positions, use_cache=False)
+        return torch.autograd.grad(out.last_hidden_state.square().sum(), parts)
+
+    with patched(model, classes=classes, **KEEP):
+        expected = gradients(x, mask, positions)
+    with patched(model, classes=classes):
+        traced = make_fx(gradients, tracing_mode="fake", _allow_non_fake_inputs=True)(x, mask, positions)
+    assert same(traced(x, mask, positions), expected)
+    with patched(model, classes=classes):
+        last = model.model.layers[-1].to("meta")
+        angles = torch.empty(1, 11, SIZES["hidden_size"] // SIZES["num_attention_heads"], device="meta")
+        out = last(x.to("meta"), attention_mask=mask.to("meta"), position_embeddings=(angles, angles))
+        out = out[0] if isinstance(out, tuple) else out
+        assert all(g.is_meta for g in torch.autograd.grad(out.sum(), list(last.parameters())))
+
+
+@both
+def test_copies_run_their_own_layers(classes, recomputed):
+    model = tiny()
+    with patched(model, classes=classes):
+        expected = step(model)
+        deep, shallow, loaded = copy.deepcopy(model), copy.copy(model.model.layers[-1]), pickle.dumps(model)
+        replica = model.model.layers[-1]._replicate_for_data_parallel()
+    assert getattr(shallow.forward, "__self__", shallow) is shallow
+    assert getattr(replica.forward, "__self__", replica) is replica
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    recomputed.clear()
+    assert same(step(deep), expected) or classes  # the classes are themselves again
+    assert bool(recomputed) is not classes
+    assert len(step(pickle.loads(loaded))) == len(expected)
+
+
+@both
+def test_odd_models_are_left_as_they_are(classes, recomputed):
+    """Layers that were taken away since, none at all, and one that somebody runs by a function of his own."""
+    model = tiny()
+    with patched(model, classes=classes):
+        model.model.layers = model.model.layers[:2]
+        step(model)
+        assert not recomputed
+    with patched(tiny(num_hidden_layers=0)) as report:
+        assert not [row for row in report.rows if row.part == "activations"]
+    model = tiny()
+    last = model.model.layers[-1]
+    last.forward = types.MethodType(type(last).forward, model.model.layers[0])
+    with patched(model) as report:
+        assert not [row for row in report.rows if row.part == "activations"]
+
+
+@both
+def test_what_is_changed_in_place_is_noticed(classes):
+    """As torch has it: the input of the last norm, written to between forward and backward."""
+    model = tiny()
+    with patched(model, classes=classes), contextlib.ExitStack() as stack:
+        inputs = []
+        hook = model.model.layers[-1].input_layernorm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        stack.callback(hook.remove)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        with torch.no_grad():
+            inputs[0].mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place since|modified by an inplace operation"):
+            loss.backward()
+
+
+@both
+def test_jit_trace_and_torch_func(classes, monkeypatch):
+    """A trace is of the family's own code, and so is what torch.func transforms on a CPU."""
+    monkeypatch.setenv("LIGER_HW_CPU_REFERENCE", "0")
+    env.clear()
+    model = tiny(num_hidden_layers=2, attn_implementation="eager")
+    layer, weights = model.model.layers[-1], {name: w.detach() for name, w in model.named_parameters()}
+    x, angles = torch.randn(2, 11, SIZES["hidden_size"], requires_grad=True), torch.randn(2, 1, 11, 8)
+    model.requires_grad_(False)  # a trace takes no constants that require gradients
+
+    def once(x, cos, sin):
+        y = layer(x, position_embeddings=(cos, sin))
+        return y[0] if isinstance(y, tuple) else y
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, kwargs={"input_ids": IDS, "use_cache": False}).logits.sum()
+
+    expected, gradients = once(x, *angles), torch.func.grad(loss)(weights)
+    with patched(model, classes=classes):
+        assert same([torch.jit.trace(once, (x, *angles), check_trace=False)(x, *angles)], [expected])
+        assert same(list(torch.func.grad(loss)(weights).values()), list(gradients.values()))
+    env.clear()
