@@ -37,6 +37,7 @@ _DEVICE_ERRORS = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError")
 _INT32 = 1 << 31
 _EXACT_LIMIT = 4096  # entries of the first table: row counts that never repeat must not grow it without end
 _tensor_counts: dict[int, int] = {}
+_unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the launch at hand in globals
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -149,30 +150,54 @@ def tensor_count(kernel: Any, args: tuple) -> int:
     return count
 
 
-def _likeness(name: int, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
+def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
     """Equal for launches that one compiled kernel serves.
 
-    Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all.
+    Triton specialises an integer on being 1, on divisibility by 16 and on its width, a float not at all, and a pointer
+    on divisibility by 16; an integer or a pointer less where the kernel's `jit` says so. rest: 0, or how far each
+    tensor begins from a multiple of 16 bytes; then the tensors' dtypes.
     """
+    values, alignments = _unspecialised(kernel)
+    count = len(rest) - 1
     classes = tuple(
-        (n if n == 1 else (n & 15 == 0, -_INT32 <= n < _INT32)) if type(n) is int else None for n in numbers
+        None if type(n) is not int else _class_of(n, place in values) for place, n in enumerate(numbers, count)
     )
-    return "alike", name, flags, classes, *rest
+    offsets, *dtypes = rest
+    if offsets:
+        offsets = tuple(bool(offset) and place not in alignments for place, offset in enumerate(offsets))
+    return "alike", id(kernel), flags, classes, offsets if offsets and any(offsets) else 0, *dtypes
+
+
+def _class_of(number: int, is_unspecialised: bool) -> int | tuple[bool, bool]:
+    if number == 1 and not is_unspecialised:
+        return 1
+    return number & 15 == 0 and not is_unspecialised, -_INT32 <= number < _INT32
+
+
+def _unspecialised(kernel: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The places of the arguments whose values Triton does not look at, and of those whose alignment it does not."""
+    found = _unspecialised_of.get(id(kernel))
+    if found is None:
+        parameters = list(enumerate(getattr(kernel, "params", ())))
+        values = frozenset(i for i, p in parameters if p.do_not_specialize)
+        alignments = frozenset(i for i, p in parameters if p.do_not_specialize_on_alignment)
+        found = _unspecialised_of[id(kernel)] = values, values | alignments
+    return found
 
 
 def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
     """`_likeness` of a launch whose tensors may be fake: they begin where their storage's alignment puts them."""
     count = tensor_count(kernel, args)
-    offsets = [None if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
+    offsets = [0 if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
     dtypes = [None if t is None else t.dtype for t in args[:count]]
-    return _likeness(id(kernel), flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
+    return _likeness(kernel, flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
 
 
 def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple) -> tuple | None:
     """The compiled kernel of a launch alike; None after an ordinary launch did the work."""
-    name, _, numbers, *rest = key
+    _, _, numbers, *rest = key
     compiled = plan.compiled
-    alike = _likeness(name, flags, numbers, rest)
+    alike = _likeness(kernel, flags, numbers, tuple(rest))
     found = compiled.get(alike)
     if isinstance(found, Future):  # another thread compiles it, or has: wait, and Triton will find it
         found.exception()
