@@ -18,6 +18,8 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
+from ..runtime.checks import autocast_dtype
+
 
 class GradientWouldBeLost(RuntimeError):
     """Deferred logits are read where autograd does not see that they are: inside an autograd.Function's forward."""
@@ -32,8 +34,7 @@ class Surroundings:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.grad = torch.is_grad_enabled()
-        self.autocast = torch.is_autocast_enabled(device_type)
-        self.dtype = torch.get_autocast_dtype(device_type) if self.autocast else None
+        self.dtype = autocast_dtype(device_type)
         self.hooks = _hooks_in_force()
         self.tracked = self.grad and (torch.compiler.is_compiling() or torch._C._is_fwd_grad_enabled())
 
@@ -46,11 +47,17 @@ class Surroundings:
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() != self.grad:
             stack.enter_context(torch.set_grad_enabled(self.grad))
-        if torch.is_autocast_enabled(self.device_type) != self.autocast:
-            stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocast))
+        if autocast_dtype(self.device_type) is not self.dtype:
+            autocasts = self.dtype is not None
+            stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=autocasts))
         if _hooks_in_force() != self.hooks:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         return stack
+
+
+def _version(t: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place, or None where torch does not count that."""
+    return None if t.is_inference() else t._version
 
 
 def _hooks_in_force() -> Any:
@@ -89,6 +96,7 @@ class DeferredLogits:
         self._scale, self._cap = scale, cap
         self._parent, self._replay = parent, replay
         self._logits: torch.Tensor | None = None
+        self._left_with: list[tuple[torch.Tensor, int | None]] | None = None
         self._leading = hidden.shape[:-1]
         self.dtype = dtype
         self.device, self.is_cpu = hidden.device, hidden.is_cpu
@@ -115,18 +123,43 @@ class DeferredLogits:
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor [..., vocab_size]; computed once.
 
-        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` once `forget` was called.
+        Raises `GradientWouldBeLost` inside an autograd.Function's forward, `RuntimeError` once `forget` was called or
+        when what they would be computed from has changed since `leave`.
         """
         self._check_gradient()
         if self._logits is None:
             if self._parent is None:
                 self.hidden_states()
+                self._check_unchanged()
                 self._logits = self._head.logits(self._given, self._surroundings)
             else:
                 source = self._parent.materialise()
                 with self._surroundings.restored():
                     self._logits = self._replay(source)
         return self._logits
+
+    def leave(self) -> None:
+        """The forward ends, and from now on a program may change what the logits would be computed from."""
+        root = self
+        while root._parent is not None:
+            root = root._parent
+        root._left_with = [(t, _version(t)) for t in root._computed_from()]
+
+    def _computed_from(self) -> list[torch.Tensor]:
+        return [self._given, *self._head.parameters()]
+
+    def _check_unchanged(self) -> None:
+        if self._left_with is None:
+            return
+        now = [(t, _version(t)) for t in self._computed_from()]
+        if len(now) != len(self._left_with) or any(
+            t is not held or version != before for (t, version), (held, before) in zip(now, self._left_with)
+        ):
+            raise RuntimeError(
+                "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
+                "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
+                "or call the model with skip_logits=False"
+            )
 
     def forget(self) -> None:
         """Let go of the hidden states: backward has begun, and they are the largest thing that would outlive it."""

@@ -27,7 +27,7 @@ from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import PATCH_MARK, mark
 from .probing import Match, Refused, expert_lists, rotary
 from .rebind import CannotRebind, private_name, rebind
-from .replacing import guarded, marked, where_kernels_run
+from .replacing import guarded, marked, where_kernels_run, while_its_class_has
 from .report import (
     ALREADY,
     PATCH_LOCK,
@@ -148,6 +148,8 @@ class _Patcher:
                 continue
             original, switch = getattr(current, "__func__", current), [True]
             forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
+            if not isinstance(owner, type) and original is type(owner).forward:
+                forward = while_its_class_has(original, forward)
             marked(forward, part, part, original, switch)
             replacement = forward if isinstance(owner, type) else types.MethodType(forward, owner)
             kernel, words = part, ""
@@ -297,7 +299,7 @@ class _ModelPatcher(_Patcher):
         key = (id(match), original, _hashable(guards))
         if key not in self.forwards:
             switch = [True]
-            forward = guarded(match, guards, original, switch)
+            forward = guarded(match, guards, original, switch, of_one_module=True)
             marked(forward, part, match.kernel, original, switch)
             forward.__name__ = match.slot  # pickle finds a bound method by it; transformers' default gate has another
             self.forwards[key] = forward
@@ -307,6 +309,7 @@ class _ModelPatcher(_Patcher):
         modules = list(self.model.modules())
         results: dict[Callable, Match | Refused] = {}
         copies: dict[tuple, Callable | str] = {}
+        methods: dict[Callable, Callable] = {}
         for module in modules:
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
@@ -314,7 +317,7 @@ class _ModelPatcher(_Patcher):
                     self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
                 continue
             forward = probing.current_forward(module, slot)
-            where = f"{type(module).__name__}.forward"
+            where, own = f"{type(module).__name__}.forward", forward
             if getattr(forward, PATCH_MARK, ("",))[0] == "rope":
                 self.keep("rope", where, "rope", ALREADY)
                 continue
@@ -335,8 +338,13 @@ class _ModelPatcher(_Patcher):
                 if isinstance(copies[key], str):
                     self.keep("rope", where, "rope", copies[key], module)
                     continue
-                forward = copies[key]  # may call a second rotary function
-                bound = types.MethodType(forward, module)
+                forward = method = copies[key]  # may call a second rotary function
+                if own is type(module).forward:
+                    if forward not in methods:
+                        methods[forward] = while_its_class_has(own, forward)
+                        mark(methods[forward], "rope", found.kernel)
+                    method = methods[forward]
+                bound = types.MethodType(method, module)
                 self.change("rope", where, found.kernel, Patch(module, slot, bound), found.variant)
 
 

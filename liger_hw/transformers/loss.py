@@ -11,6 +11,7 @@ other head (LoRA, quantised, offloaded, hooked) computes its logits itself, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -206,7 +207,7 @@ class OutputHead:
             scale *= softcap
         if abs(scale - 1.0) > 1e-9:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        with torch.autocast(hidden.device.type, enabled=False):
+        with contextlib.nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             settings = {
                 "bias": bias,
                 "ignore_index": options["ignore_index"],
@@ -421,6 +422,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
             return value.materialise()
         if keep:
             head.kept.append(weakref.ref(value))
+            value.leave()
         return value if keep else None
 
     outputs = _replaced(outputs, settled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Callable
 
@@ -11,7 +12,7 @@ from .. import env
 from ..recompute.recipes import recomputing
 from ..runtime.operator import is_interpreted
 from . import probing
-from .marks import mark, note_original
+from .marks import mark, note_original, original_of
 from .probing import Match
 
 
@@ -43,8 +44,13 @@ def where_kernels_run(replacement: Callable, original: Callable) -> Callable:
     return function
 
 
-def guarded(match: Match, guards: probing.Guards, original: Callable, switch: list[bool]) -> Callable:
+def guarded(
+    match: Match, guards: probing.Guards, original: Callable, switch: list[bool], of_one_module: bool = False
+) -> Callable:
     """A method that computes `match.replacement` in `original`'s place, with its argument's name.
+
+    of_one_module: it is bound to live modules, and stands for what their class has in `match.slot`, which was
+    `original`. A module may be given another class, or its class another method, which then runs.
 
     `original` itself runs for modules that do not meet `guards`, for inputs of another dtype than the match asks for,
     on a CPU and while torch.jit traces (`keeps_own_code`), when more or fewer arguments are given than the match takes,
@@ -52,9 +58,13 @@ def guarded(match: Match, guards: probing.Guards, original: Callable, switch: li
     """
     replacement, weight, outside_autocast = match.replacement, match.input_dtype_of, match.outside_autocast
     names = list(inspect.signature(original).parameters)
+    slot = match.slot
+    instead = _method_of_its_class(slot) if of_one_module else original
 
     def applies(self: Any, x: Any) -> bool:
         if not switch or keeps_own_code(x) or (guards and not probing.holds(self, guards)):
+            return False
+        if of_one_module and _is_another(getattr(type(self), slot), original):
             return False
         if outside_autocast and torch.is_autocast_enabled(x.device.type):
             return False
@@ -68,20 +78,20 @@ def guarded(match: Match, guards: probing.Guards, original: Callable, switch: li
             given = (*args, *(kwargs[name] for name in names[1 + len(args) :] if name in kwargs))
             fits = len(given) == len(args) + len(kwargs) == match.inputs and all(t is not None for t in given)
             if not fits or not applies(self, given[0]):
-                return original(self, *args, **kwargs)
+                return instead(self, *args, **kwargs)
             return replacement(self, *given)
 
     elif len(names) > 2:
 
         def forward(self, x, *args, **kwargs):
             if args or kwargs or not applies(self, x):
-                return original(self, x, *args, **kwargs)
+                return instead(self, x, *args, **kwargs)
             return replacement(self, x)
 
     else:
 
         def forward(self, x):
-            return replacement(self, x) if applies(self, x) else original(self, x)
+            return replacement(self, x) if applies(self, x) else instead(self, x)
 
     code = forward.__code__
     if match.inputs == 1 and len(names) > 1 and names[1] not in (*code.co_varnames, *code.co_freevars):
@@ -90,6 +100,29 @@ def guarded(match: Match, guards: probing.Guards, original: Callable, switch: li
     if len(names) > 2:
         forward.__signature__ = inspect.signature(original)
     return forward
+
+
+def _method_of_its_class(slot: str) -> Callable:
+    def method(self, *args, **kwargs):
+        return getattr(type(self), slot)(self, *args, **kwargs)
+
+    return method
+
+
+def _is_another(held: Callable, original: Callable) -> bool:
+    """Whether a class's method is neither `original` nor what a patch of the class put in its place."""
+    return held is not original and original_of(held) is not original
+
+
+def while_its_class_has(original: Callable, forward: Callable) -> Callable:
+    """A live module's `forward` while `original` is its class's; when the class, or its forward, is another, that."""
+
+    @functools.wraps(forward)
+    def bound(self, *args, **kwargs):
+        held = self.__class__.forward
+        return (held if _is_another(held, original) else forward)(self, *args, **kwargs)
+
+    return bound
 
 
 def marked(

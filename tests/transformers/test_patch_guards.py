@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import assert_same_gradients, gradients
 from torch import nn
 
 import liger_hw
@@ -159,3 +160,72 @@ def _in_threads(functions):
         thread.start()
     for thread in threads:
         thread.join()
+
+
+REPLACED = {
+    "one element": lambda norm: setattr(norm, "weight", nn.Parameter(torch.full((1,), 1.3))),
+    "one row for each token": lambda norm: setattr(
+        norm, "weight", nn.Parameter(torch.linspace(0.5, 2, 352).view(11, 32))
+    ),
+    "epsilon": lambda norm: setattr(norm, "variance_epsilon", torch.tensor(0.3)),
+}
+
+
+@pytest.mark.parametrize("scope", ["classes", "instance"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_norm_whose_weight_or_epsilon_was_replaced_runs_its_own_code(mistral, batch, name, scope):
+    model, reference = mistral.model(), mistral.model()
+    with mistral.apply(model=model if scope == "instance" else None):
+        model(**batch)
+        REPLACED[name](model.model.norm)
+        found, gradients_found = gradients(model, **batch)
+    REPLACED[name](reference.model.norm)
+    expected, wanted = gradients(reference, **batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients_found, wanted)
+
+
+def test_a_layer_norm_without_the_weight_that_it_had_runs_its_own_code():
+    model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
+    assert len(liger_hw.patch(model).patched) == 2
+
+    def without(model):
+        model[0].weight = model[1].bias = None
+
+    assert_unchanged(model, without)
+
+
+def half(y):
+    """Half of what a module returns, or of a model's loss."""
+    if hasattr(y, "loss"):
+        y.loss = y.loss / 2
+        return y
+    return (y[0] / 2, *y[1:]) if isinstance(y, tuple) else y / 2
+
+
+PARTS = {
+    "norm": lambda model: model.model.norm,
+    "mlp": lambda model: model.model.layers[0].mlp,
+    "attention": lambda model: model.model.layers[0].self_attn,
+    "model": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("way", ["the part's class", "its class's forward"])
+@pytest.mark.parametrize("part", PARTS)
+def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, part, way, monkeypatch):
+    model, reference = mistral.model(), mistral.model()
+    mistral.apply(model=model)
+    model(**batch)
+    cls = type(PARTS[part](model))
+    original = cls.forward
+    halved = functools.wraps(original)(lambda self, *args, **kwargs: half(original(self, *args, **kwargs)))
+    if way == "the part's class":
+        for each in (model, reference):
+            PARTS[part](each).__class__ = type("Halved", (cls,), {"forward": halved})
+    else:
+        monkeypatch.setattr(cls, "forward", halved)
+    expected, wanted = gradients(reference, **batch)
+    found, gradients_found = gradients(model, **batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients_found, wanted)

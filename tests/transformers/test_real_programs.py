@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_same_gradients
+from conftest import SIZES, assert_same_gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_hw
@@ -99,6 +100,31 @@ def test_logits_are_there_for_whoever_reads_them(mistral, batch, calls):
     assert calls["fused"] == 2, "this loss is fused too"
     penalty = grads_of(model, model(**batch).logits.logsumexp(-1).square().mean())
     assert_same_gradients(penalty, grads_of(reference, reference(**batch).logits.logsumexp(-1).square().mean()))
+
+
+CHANGES = {
+    "optimizer": lambda model, outputs: [p.mul_(1.1) for p in model.parameters()],
+    "head's weight": lambda model, outputs: setattr(
+        model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)
+    ),
+    "hidden states": lambda model, outputs: outputs.hidden_states[-1].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_logits_read_after_what_they_are_computed_from_has_changed(mistral, batch, change, grad):
+    model = mistral.model(num_hidden_layers=1)
+    mistral.apply(model=model)
+    with torch.set_grad_enabled(grad):
+        outputs = model(**batch, output_hidden_states=True)
+        read = model(**batch, output_hidden_states=True)
+    expected = read.logits + 0
+    with torch.no_grad():
+        CHANGES[change](model, outputs)
+    with pytest.raises(RuntimeError, match="have changed since; read outputs.logits before that.*skip_logits=False"):
+        outputs.logits.argmax(-1)
+    torch.testing.assert_close(read.logits + 0, expected)
 
 
 def test_logits_that_outlive_a_forward(mistral, batch):
@@ -548,3 +574,30 @@ def test_auto_model_from_config_and_with_loading_info(mistral, batch, tmp_path, 
     made = AutoLigerKernelForCausalLM.from_config(model.config, swiglu=False)
     assert "forward" not in vars(made.model.layers[0].mlp) and made.train()(**batch).loss.isfinite()
     assert calls["fused"] == 2
+
+
+# -- modes of torch --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_on_the_meta_device(mistral):
+    """As programs take one that count memory or products before they load a model."""
+    with torch.device("meta"):
+        model = mistral.causal_lm(mistral.config_class(**SIZES)).train()
+        ids = torch.zeros(2, 5, dtype=torch.long)
+    mistral.apply(model=model)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.is_meta and model.lm_head.weight.grad.is_meta
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
+def test_a_model_is_recognised_whatever_mode_it_is_patched_under(mistral, mode):
+    with mode():
+        model = mistral.causal_lm(mistral.config_class(**SIZES))
+        with liger_hw.patch(model) as report:
+            assert {row.kernel for row in report.patched} == {
+                "rope",
+                "rms_norm",
+                "swiglu",
+                "fused_linear_cross_entropy",
+            }

@@ -65,6 +65,25 @@ def gated_rms_norm_replacement(
     return replacement
 
 
+def takes_what_is_there(weights: tuple[str, ...], eps: str | float) -> Callable[[Any, torch.Tensor], bool]:
+    """Asked (module, x): whether each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
+
+    A user may have replaced either since by something else that the module's own code takes. A weight that a
+    parametrization computes is not looked up, which would compute it once more.
+    """
+
+    def ready(self: Any, x: torch.Tensor) -> bool:
+        for name in weights:
+            own = self._parameters if name in self._parameters else self.__dict__  # FSDP1 and replicas: an attribute
+            if name in own:
+                weight = own[name]
+                if weight is None or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+                    return False
+        return not isinstance(eps, str) or isinstance(self.__dict__.get(eps), (float, int))
+
+    return ready
+
+
 # -- which modules may be a norm -------------------------------------------------------------------------------------
 
 _OTHER_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
@@ -135,8 +154,9 @@ class _Variant:
         words = ", ".join(filter(None, (words, f"offset {self.offset:g}" if self.offset else "")))
         used = frozenset(name for name in (self.weight, self.bias, eps) if isinstance(name, str))
         dtype_of = self.weight if one_dtype else ""
+        weights = tuple(name for name in (self.weight, self.bias) if name)
         options = {"input_dtype_of": dtype_of, "outside_autocast": outside_autocast}
-        return Match(self.kernel, words, replacement, used=used, **options)
+        return Match(self.kernel, words, replacement, used=used, ready=takes_what_is_there(weights, eps), **options)
 
 
 @dataclass(frozen=True)
@@ -178,7 +198,8 @@ class _GatedVariant:
         words = f"{order}, {mode}" + (", in groups" if self.groups.name else "")
         used = frozenset(name for name in (self.weight, eps, self.groups.name) if isinstance(name, str) and name)
         held = {"input_dtype_of": self.weight if one_dtype else "", "outside_autocast": outside_autocast}
-        return Match(self.kernel, words, replacement, used=used, inputs=2, **held)
+        ready = takes_what_is_there((self.weight,), eps)
+        return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready, **held)
 
 
 # -- how it is run, and how the variant is recognised -----------------------------------------------------------------

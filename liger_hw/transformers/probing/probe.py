@@ -57,13 +57,20 @@ class Refused:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No change of random state, no autocast, no gradient, no default device for what runs inside."""
-    state = torch.get_rng_state()
-    try:
-        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        torch.set_rng_state(state)
+    """No change of random state, no autocast, no gradient, no default device for what runs inside; tensors that are
+    numbers, and that autograd may use, whatever the caller patches under: inference mode, or torch's fake tensors."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+                yield
+        finally:
+            torch.set_rng_state(state)
 
 
 @contextlib.contextmanager
