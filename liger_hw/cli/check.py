@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable
 
-from ..text import fold, json_text, table, with_notes
+from ..text import StatusLine, fold, json_text, table, with_notes
 from . import UsageError, needs
 
 MOST_MODULES = 1024
@@ -35,12 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     needs("check", "transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    config = _config(arguments.model)
-    from ..transformers import MODEL_TYPE_TO_APPLY_LIGER_FN, patch
+    screen = StatusLine()
+    try:
+        screen.update(f"[1/3] importing transformers, for the configuration of {arguments.model!r}")
+        config = _config(arguments.model)
+        from ..transformers import MODEL_TYPE_TO_APPLY_LIGER_FN, patch
 
-    model = _model(config)
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
-    report = function(model=model)
+        screen.update(f"[2/3] building the model of a {type(config).__name__} without weights")
+        model = _model(config)
+        screen.update(
+            f"[3/3] running the parts of {type(model).__name__} on small inputs, beside the kernels' references"
+        )
+        function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
+        report = function(model=model)
+    finally:
+        screen.end()
     groups = Counter((row.part, row.where, row.kernel, row.variant, row.state) for row in report.rows)
     if arguments.json:
         names = ("part", "where", "kernel", "variant", "state", "count")

@@ -99,6 +99,24 @@ def test_progress_says_how_much_is_left(capsys, monkeypatch):
     assert shown[-1].startswith("[5/20] rms_norm, ") and shown[-1].endswith(" left")
 
 
+def test_check_says_what_it_is_at(capsys, tmp_path, monkeypatch):
+    """It takes seconds: transformers is imported, and every module of the model is built."""
+    pytest.importorskip("transformers")
+    from transformers import Qwen3Config
+
+    monkeypatch.setattr(text.StatusLine, "EVERY", 0.0)
+    Qwen3Config(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=128).save_pretrained(tmp_path)
+    code, out, err = said(capsys, "check", str(tmp_path), "--json")
+    assert code == 0 and json.loads(out)["model"] == "Qwen3ForCausalLM"
+    stages = [line for line in err.splitlines() if line.startswith("[")]
+    assert [line.split()[:2] for line in stages] == [
+        ["[1/3]", "importing"],
+        ["[2/3]", "building"],
+        ["[3/3]", "running"],
+    ]
+    assert "Qwen3Config" in stages[1] and "Qwen3ForCausalLM" in stages[2]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
