@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import logging
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -579,6 +580,7 @@ def test_auto_model_from_config_and_with_loading_info(mistral, batch, tmp_path, 
 # -- modes of torch --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(version("transformers").startswith("4."), reason="its rotary embeddings autocast on any device")
 def test_a_step_on_the_meta_device(mistral):
     """As programs take one that count memory or products before they load a model."""
     with torch.device("meta"):

@@ -72,14 +72,16 @@ def takes_what_is_there(weights: tuple[str, ...], eps: str | float) -> Callable[
     parametrization computes is not looked up, which would compute it once more.
     """
 
+    by_name = isinstance(eps, str)
+
     def ready(self: Any, x: torch.Tensor) -> bool:
+        parameters, others = self._parameters, self.__dict__  # FSDP1 and replicas have weights among the others
         for name in weights:
-            own = self._parameters if name in self._parameters else self.__dict__  # FSDP1 and replicas: an attribute
-            if name in own:
-                weight = own[name]
-                if weight is None or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-                    return False
-        return not isinstance(eps, str) or isinstance(self.__dict__.get(eps), (float, int))
+            computed = x  # stands for a weight that is in neither
+            weight = parameters[name] if name in parameters else others.get(name, computed)
+            if weight is None or (weight is not computed and (weight.dim() != 1 or weight.size(0) != x.size(-1))):
+                return False
+        return not by_name or isinstance(others.get(eps), (float, int))
 
     return ready
 
