@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import time
+import sys
 
 import pytest
 import torch
@@ -438,16 +438,27 @@ def test_a_forward_that_hands_itself_on_may_read_everything(forward, everything)
     assert (probing.EVERYTHING in probing.reads(SomeMLP, forward)) is everything
 
 
-def test_a_7b_model_is_patched_within_a_second():
+def test_a_7b_model_is_patched_by_little_work():
+    """Half a second on an idle core; counted, since seconds depend on what else the machine does."""
     transformers = pytest.importorskip("transformers")
     from liger_hw.transformers import patch
 
     with torch.device("meta"):
         model = transformers.MistralForCausalLM(transformers.MistralConfig())
     patch(transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=1, hidden_size=64))).revert()
-    started = time.process_time()
-    report = patch(model)
-    assert time.process_time() - started < 1.0
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    profiler = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        report = patch(model)
+    finally:
+        sys.setprofile(profiler)
+    assert calls < 400_000  # 251,000 with transformers 5.23, 349,000 with 4.57
     assert len(report.patched) == 32 * 4 + 2
 
 
