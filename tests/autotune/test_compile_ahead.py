@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import os
 import shutil
@@ -23,6 +24,9 @@ from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 
 pytestmark = pytest.mark.cpu
+
+KERNEL = copy.copy(_norm_fwd_kernel)
+"""A kernel that these tests launch without arguments; how many of a kernel's are tensors is remembered by kernel."""
 
 
 def _job(rows: int):
@@ -86,13 +90,13 @@ def compiled(monkeypatch):
 def _note_plans(monkeypatch, plans):
     def note_launches(jobs, note):
         for plan in plans:
-            note(plan, _norm_fwd_kernel, (1,), (), ())
+            note(plan, KERNEL, (1,), (), ())
 
     monkeypatch.setattr(compile_ahead, "note_launches", note_launches)
 
 
 def _plan(tunable, **constexprs):
-    names = _norm_fwd_kernel.arg_names
+    names = KERNEL.arg_names
     return types.SimpleNamespace(tunable=tunable, compiled={}, options={}, constexprs=dict.fromkeys(names) | constexprs)
 
 
