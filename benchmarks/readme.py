@@ -234,7 +234,7 @@ def regret_table() -> str:
 def first_step_table() -> str:
     arms = {"hf": "Hugging Face", "liger": "+ Liger 0.8.5", "liger_hw": "+ liger_hw"}
     lines = ["| first step, s | " + " | ".join(arms.values()) + " |", "|---" * (1 + len(arms)) + "|"]
-    names = {"mixtral": "Mixtral", "mistral": "Mistral", "olmo2": "OLMo-2", "qwen2": "Qwen2"}
+    names = {"olmo2": "OLMo-2", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
     runs = published.read("first-step")["runs"]
     for model in dict.fromkeys(one["model"] for one in runs):
         cells = []
@@ -363,6 +363,58 @@ def draw_end_to_end(path: Path) -> None:
     plt.close(figure)
 
 
+PEAKS = {
+    "llama3": "Llama-3-8B, {} of 32",
+    "qwen3": "Qwen3-8B, {} of 36",
+    "qwen2": "Qwen2-7B, {} of 28",
+    "olmo2": "OLMo-2-7B, {} of 32",
+}
+PEAK_ARMS = {"liger": "Liger", "liger_hw+keep": "`keep`", "liger_hw+last": "the default"}
+
+
+def _peaks() -> dict[str, dict[str, dict[str, float]]]:
+    """Layers and tokens of a step -> arm -> tokens/s, and MiB at the highest of forward, of backward and of the step.
+
+    Speed is the median of an arm's runs, memory the least of them: what runs first in a process also allocates the
+    workspace of the GEMM library.
+    """
+    found = {}
+    for model, title in PEAKS.items():
+        record = published.read(f"step-peaks-{model}")
+        options, arms = record["options"], {}
+        for arm in PEAK_ARMS:
+            mine = [one for one in record["runs"] if one["arm"] == arm]
+            arms[arm] = {"speed": statistics.median(one["tokens_per_second"] for one in mine)}
+            for part in ("forward", "backward"):
+                arms[arm][part] = min(one["peaks_mib"][part] for one in mine)
+            arms[arm]["step"] = min(max(one["peaks_mib"].values()) for one in mine)
+        found[f"{title.format(options['layers'])}, {options['batch']} x {options['seq']}"] = arms
+    return found
+
+
+def peaks_table() -> str:
+    lines = ["| layers of, tokens of a step | | tokens/s | peak of forward | of backward | of the step, GiB |"]
+    lines.append("|---" * 6 + "|")
+    for title, arms in _peaks().items():
+        for arm, name in PEAK_ARMS.items():
+            one = arms[arm]
+            peaks = [f"{one[part] / 1024:.2f}" for part in ("forward", "backward", "step")]
+            cells = [title if arm == "liger" else "", name, f"{one['speed']:,.0f}", *peaks]
+            lines.append(("| " + " | ".join(cells) + " |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def default_table() -> str:
+    """The peak of a step by Liger, with everything kept and with the default, and what the default costs."""
+    lines = ["| layers of, tokens of a step | Liger, GiB | `keep` | the default | its tokens/s against `keep` |"]
+    lines.append("|---" * 5 + "|")
+    for title, arms in _peaks().items():
+        peaks = [f"{arms[arm]['step'] / 1024:.2f}" for arm in PEAK_ARMS]
+        cost = arms["liger_hw+last"]["speed"] / arms["liger_hw+keep"]["speed"] - 1
+        lines.append("| " + " | ".join([title, *peaks, f"{cost:+.1%}"]) + " |")
+    return "\n".join(lines)
+
+
 PLANNED = ("llama3", "qwen3", "gemma2")
 ACTIVATION_ARMS = {
     ("hf", "keep"): "Hugging Face",
@@ -410,11 +462,12 @@ PAGES = {
     "docs/benchmarks/end-to-end.md": {
         "end to end": end_to_end_table,
         "models": models_table,
+        "peaks": peaks_table,
         "first step": first_step_table,
     },
     "docs/benchmarks/host.md": {"host": host_table, "host limits": host_limits, "regret": regret_table},
     "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
-    "docs/activations.md": {"activations": activations_table, "longest": longest_table},
+    "docs/activations.md": {"default": default_table, "activations": activations_table, "longest": longest_table},
     "docs/losses.md": losses_page.TABLES,
 }
 
