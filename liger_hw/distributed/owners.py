@@ -151,7 +151,7 @@ def find_access(head: nn.Module) -> Access | str:
             return inner
         return Access(inner.linear, head) if plain and not hooks_of(head) else _HOOKS
     hooks = hooks_of(head)
-    if type(head).__name__ == "ModulesToSaveWrapper":
+    if any(cls.__name__ == "ModulesToSaveWrapper" for cls in type(head).__mro__):  # FSDP2 gives it a class of its own
         adapters = head.active_adapters
         active = head.original_module if head.disable_adapters or not adapters else head.modules_to_save[adapters[0]]
         if not hooks:

@@ -61,6 +61,47 @@ def test_what_fsdp1_flattened_is_named():
     ranks.run(__file__, "check_flattened")
 
 
+def check_saved_whole(rank, device):
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    import liger_hw
+    from liger_hw.transformers import functional
+    from liger_hw.transformers.tiny import tiny_model
+
+    fused, plain = [], functional.liger_fused_linear_cross_entropy
+
+    def counted(*args, **options):
+        fused.append(args)
+        return plain(*args, **options)
+
+    functional.liger_fused_linear_cross_entropy = counted
+    ids = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(rank)).to(device)
+    results = []
+    for is_patched in (False, True):
+        torch.manual_seed(0)
+        options = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = get_peft_model(tiny_model(transformers.LlamaForCausalLM, num_hidden_layers=1), options).to(device)
+        if is_patched:
+            liger_hw.patch(model)
+        base = model.get_base_model()
+        fully_shard([base.model.norm, base.lm_head], reshard_after_forward=False)
+        fully_shard(model)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        results.append((loss, base.lm_head.modules_to_save["default"].weight.grad.full_tensor()))
+    assert len(fused) == 1
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.cpu
+def test_a_head_that_peft_trains_whole_is_read_under_fsdp2():
+    """FSDP2 gives PEFT's wrapper of it a class of its own."""
+    pytest.importorskip("peft")
+    ranks.run(__file__, "check_saved_whole")
+
+
 @pytest.mark.multigpu
 def test_what_fsdp1_flattened_is_named_on_two_gpus():
     ranks.run(__file__, "check_flattened", ranks.accelerator())

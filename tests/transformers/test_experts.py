@@ -438,6 +438,25 @@ def test_recomputed_layers_have_the_same_gradients(level, moe_calls):
     assert len(moe_calls) == 8 + again
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_experts_by_their_name_are_recognised_in_a_checkpointed_forward(reentrant, moe_calls):
+    """Checkpointing counts what a forward saves; what the probes save there is not computed again."""
+    model = tiny_model(transformers.MixtralForCausalLM, num_hidden_layers=1)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    model(ids, labels=ids).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    liger_hw.transformers.register_experts()
+    model.set_experts_implementation("liger_hw")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model(ids, labels=ids).loss.backward()
+    assert len(moe_calls) == 2
+    for name, parameter in model.named_parameters():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4 * scale)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", KINDS)
 def test_in_bfloat16_on_the_device(family, gpu, moe_calls):

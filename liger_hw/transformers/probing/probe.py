@@ -58,19 +58,26 @@ class Refused:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No change of random state, no autocast, no gradient, no default device for what runs inside; tensors that are
-    numbers, and that autograd may use, whatever the caller patches under: inference mode, or torch's fake tensors."""
+    numbers, and that autograd may use, whatever the caller patches under: inference mode, or torch's fake tensors.
+    What it saves for backward is nobody else's: checkpointing counts what is saved in a forward, of which the first
+    call of experts by their name may be a part."""
     with contextlib.ExitStack() as stack:
         if torch._C._len_torch_dispatch_stack():
             from torch.utils._python_dispatch import _disable_current_modes
 
             stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is))
         state = torch.get_rng_state()
         try:
             with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
                 yield
         finally:
             torch.set_rng_state(state)
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 @contextlib.contextmanager
