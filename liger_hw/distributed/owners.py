@@ -168,7 +168,7 @@ def find_access(head: nn.Module) -> Access | str:
     kind = type(head.weight)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__name__ not in _PLAIN_WEIGHTS:
         return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
-    if TENSOR_PARALLEL in hooks or _tensor_parallel_forward(head) is not None:
+    if TENSOR_PARALLEL in hooks or tensor_parallel_forward(head) is not None:
         return _sliced(head, hooks) or _TENSOR_PARALLEL
     if OTHER in hooks:
         return _HOOKS
@@ -252,7 +252,7 @@ def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
     return name.rpartition(".")[0], getattr(partial, "args", ()), held.get("device_mesh")
 
 
-def _tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
+def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
     """What transformers' own tensor parallelism closed over where it replaced a module's forward, else None."""
     forward = module.__dict__.get("forward")
     if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel":
@@ -264,7 +264,7 @@ def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
     """Access to a weight that is split by rows, the vocabulary, over the one dimension of a mesh."""
     if not _split_by_rows(head.weight) or not (head.bias is None or _split_by_rows(head.bias)):
         return None
-    own = _tensor_parallel_forward(head)
+    own = tensor_parallel_forward(head)
     if own is not None:
         style, original = own.get("self"), own.get("original_forward")
         if hooks or type(style).__name__ != "ColwiseParallel":

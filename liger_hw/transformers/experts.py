@@ -19,6 +19,7 @@ from typing import Any, Callable
 import torch
 import torch.nn.utils.parametrize
 
+from ..distributed import owners
 from . import probing
 from .marks import PATCH_MARK
 from .replacing import guarded
@@ -103,11 +104,14 @@ def _say_once(words: str) -> None:
 def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
     """Whether transformers has spread a module's experts over ranks: `forward`, in its place, calls the class's own.
 
-    Newer versions say so of the module. Before, the only sign was who had made the forward.
+    Each rank has some of the experts, or a part of every one. Newer versions say the first of the module; of the
+    second, and before of both, the only sign is who has made the forward.
     """
-    if hasattr(module, "_is_expert_parallel"):
-        return module._is_expert_parallel
-    return getattr(forward, "__qualname__", "").startswith("MoeExpertsParallel.install_forward.")
+    if getattr(module, "_is_expert_parallel", False):
+        return True
+    style = (owners.tensor_parallel_forward(module) or {}).get("self")
+    made_by = getattr(forward, "__qualname__", "")
+    return type(style).__name__ == "MoeExpertsParallel" or made_by.startswith("MoeExpertsParallel.install_forward.")
 
 
 def choosing(config: Any, part: str, kernel: str) -> Any:

@@ -3,7 +3,8 @@
 python two_ranks.py RANK PORT FOLDER DEVICE
 
 Expert parallelism as transformers plans it: over ranks that share a batch (tensor parallel attention), over ranks that
-have their own (FSDP2), and with one rank whose experts nobody chooses; then FSDP2 over the experts' parameters alone.
+have their own (FSDP2), and with one rank whose experts nobody chooses; tensor parallelism, which gives each rank some
+columns of every expert; then FSDP2 over the experts' parameters alone.
 Before `DistributedConfig(ep_size=...)`, ranks could only share a batch, with attention whole on each.
 """
 
@@ -83,10 +84,11 @@ if "ep_size" in inspect.signature(DistributedConfig).parameters:
     more = [("own batches", apart, "model", False), ("an empty rank", apart, "model", True)]
 else:
     shared = {"tp_size": 2, "enable_expert_parallel": True}
-    more = [("columns", {"tp_size": 2}, "model", False)]  # every expert on both ranks, half of it on each
+    more = []
 for name, plan, patch, one_sided in [
     ("shared", shared, "model", False),
     ("shared, classes", shared, "classes", False),
+    ("columns", {"tp_size": 2}, "model", False),  # every expert on both ranks, half of it on each
     *more,
 ]:
     used = [batches[0]] if "tp_size" in plan else list(batches)
