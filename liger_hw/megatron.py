@@ -88,7 +88,7 @@ class LigerMegatronSwiGLU(torch.nn.Module):
         if self.fallback_impl is None:
             raise NotImplementedError(
                 "LigerMegatronSwiGLU has no bias, fp8 store or offloading; pass Megatron's bias_swiglu_impl as "
-                "fallback_impl"
+                "fallback_impl, or call apply_liger_kernel_to_megatron(swiglu=True), which leaves such calls alone"
             )
         return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
 
@@ -155,7 +155,8 @@ def apply_liger_kernel_to_megatron(
             _replace_copies(report, _UNFUSED, _loss())
         if swiglu:
             fused = _module("megatron.core.fusions.fused_bias_swiglu")
-            _replace(report, "swiglu", "fused_gate_up_swiglu", fused, "SwiGLUFunction", _swiglu(fused.SwiGLUFunction))
+            original = _held(fused, "SwiGLUFunction")
+            _replace(report, "swiglu", "fused_gate_up_swiglu", fused, "SwiGLUFunction", _swiglu(original))
         if linear_cross_entropy:
             _patch_heads(report)
     return report
@@ -183,7 +184,17 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"apply_liger_kernel_to_megatron needs megatron-core with {name}: {error}") from error
+        raise ImportError(f"apply_liger_kernel_to_megatron requires megatron-core with {name}: {error}") from error
+
+
+def _held(module: Any, name: str) -> Any:
+    """What a module of Megatron has under a name. Raises `ImportError` where it has nothing."""
+    if not hasattr(module, name):
+        raise ImportError(
+            f"apply_liger_kernel_to_megatron requires {module.__name__}.{name}, which this megatron-core does not "
+            "have: the symbol path may have changed"
+        )
+    return getattr(module, name)
 
 
 def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str, replacement: Any) -> None:
@@ -203,16 +214,16 @@ def _replace_copies(
     kernel: str = "vocab_parallel_cross_entropy",
 ) -> None:
     """Replace a function where it is defined, and the copies of it that other modules imported by name."""
-    original = None
-    for module_name, name in places:
+    (defined_in, defined_as), *copies = places
+    owner = _module(defined_in)
+    original = _held(owner, defined_as)
+    _replace(report, part, kernel, owner, defined_as, replacement)
+    for module_name, name in copies:
         try:
             module = importlib.import_module(module_name)
         except ImportError:
-            if original is None:
-                _module(module_name)
             continue
         held = getattr(module, name, None)
-        original = original or held
         if held is not None and (held is original or is_ours(held)):
             _replace(report, part, kernel, module, name, replacement)
 
@@ -240,26 +251,29 @@ def _tensor_parallel_group(given: Any) -> Any:
     """The group of a call: where it names none, the model's, as in Megatron's own losses."""
     if given is not None:
         return given
-    return _module("megatron.core.parallel_state").get_tensor_model_parallel_group(check_initialized=False)
+    state = _module("megatron.core.parallel_state")
+    if not hasattr(state, "get_tensor_model_parallel_group"):
+        return None  # a stand-in for Megatron without parallel groups
+    return state.get_tensor_model_parallel_group(check_initialized=False)
 
 
 def _fused_loss() -> Callable:
     loss = LigerMegatronCrossEntropy()
 
-    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
+    def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any = None) -> Any:
         return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
-    return fused_vocab_parallel_cross_entropy
+    return liger_fused_vocab_parallel_cross_entropy
 
 
 def _loss() -> Callable:
-    def vocab_parallel_cross_entropy(
+    def liger_vocab_parallel_cross_entropy(
         vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> Any:
         loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
         return loss(vocab_parallel_logits, target, _tensor_parallel_group(tp_group))
 
-    return vocab_parallel_cross_entropy
+    return liger_vocab_parallel_cross_entropy
 
 
 def _swiglu(original: Any) -> Any:

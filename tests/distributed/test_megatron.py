@@ -204,6 +204,47 @@ def test_without_a_group_a_loss_takes_the_models(build_loss, monkeypatch):
     assert loss(logits, target, tp_group="its own") == "its own"
 
 
+@pytest.fixture
+def losses_of_megatron(monkeypatch):
+    """The modules that hold Megatron's two losses, of a release that has nothing else."""
+    owners = {}
+    for name, held in (
+        ("fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"),
+        ("tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
+        ("parallel_state", None),
+    ):
+        module = ModuleType(f"megatron.core.{name}")
+        if held:
+            setattr(module, held, lambda *args, **kwargs: "Megatron's")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        owners[name.partition(".")[0]] = module
+    return owners
+
+
+@pytest.mark.cpu
+def test_the_losses_of_a_release_that_has_only_these(losses_of_megatron):
+    """Under the names of Liger's, which programs ask for; without parallel groups there is one rank."""
+    fused, unfused = losses_of_megatron["fusions"], losses_of_megatron["tensor_parallel"]
+    x, target = torch.randn(3, 2, 8), torch.randint(8, (3, 2))
+    expected = torch.nn.functional.cross_entropy(x.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
+    with apply(rms_norm=False, cross_entropy=True):
+        for module, name in ((fused, "fused_vocab_parallel_cross_entropy"), (unfused, "vocab_parallel_cross_entropy")):
+            function = getattr(module, name)
+            assert function.__name__ == f"liger_{name}"
+            torch.testing.assert_close(function(x, target), expected)
+    assert fused.fused_vocab_parallel_cross_entropy(x, target) == "Megatron's"
+
+
+@pytest.mark.cpu
+def test_a_release_without_a_function_is_said(losses_of_megatron):
+    """In words that programs written for Liger match."""
+    del losses_of_megatron["tensor_parallel"].vocab_parallel_cross_entropy
+    with pytest.raises(ImportError, match="symbol path may have changed"):
+        apply(rms_norm=False, cross_entropy=True)
+    with pytest.raises(ImportError, match="requires megatron-core"):
+        apply(rms_norm=False, swiglu=True)
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("held", [lambda: None, dict], ids=["function", "class"])
 def test_a_place_is_replaced_once(held):
@@ -330,5 +371,5 @@ def test_a_loss_of_ones_own_on_the_output_layer():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="normalization must be RMSNorm"):
         LigerMegatronRMSNorm(SimpleNamespace(normalization="LayerNorm"), 16)
-    with pytest.raises(NotImplementedError, match="fallback_impl"):
+    with pytest.raises(NotImplementedError, match="fallback_impl.*apply_liger_kernel_to_megatron"):
         LigerMegatronSwiGLU()(torch.zeros(2, 8), torch.zeros(8))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from liger_hw import env
 from liger_hw.kernels.losses.vocab_parallel_cross_entropy import (
     LigerVocabParallelCrossEntropy,
     liger_vocab_parallel_cross_entropy,
@@ -33,6 +36,7 @@ def check_vocab_parallel(rank, device):
     whole = torch.randn(3, 4, 46, generator=generator).to(device)
     target = torch.randint(46, (3, 4), generator=generator).to(device)
     target[0, 0], target[1, 2], target[2, 3] = 45, -100, 22
+    target[0, 1], target[2, 0] = 46, -1  # outside the vocabulary
     flowing = torch.randn(3, 4, generator=generator).to(device)
     for widths in WIDTHS:
         mine = own_columns(widths, rank)
@@ -49,7 +53,9 @@ def check_vocab_parallel(rank, device):
             e = smoothing * width / (width - 1) if formula == "megatron" else smoothing
             log_p = torch.log_softmax(exact, -1)
             ignored = target == -100
-            nll = -log_p.gather(-1, target.masked_fill(ignored, 0)[..., None])[..., 0]
+            outside = (target < 0) | (target >= 46)
+            nll = -log_p.gather(-1, target.masked_fill(outside, 0)[..., None])[..., 0]
+            nll = torch.where(outside, torch.logsumexp(exact, -1), nll)
             averaged = log_p[..., mine if mode == "partition" else slice(None)]
             expected = (1 - e) * nll - (e * averaged.mean(-1) if e else 0)
             expected = expected.masked_fill(ignored, 0.0)
@@ -117,6 +123,37 @@ def test_without_a_group_it_is_the_cross_entropy(lane, generator, smoothing):
     torch.testing.assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_target_outside_the_vocabulary_is_masked(lane, generator, smoothing, monkeypatch, clean_registry):
+    """Megatron gives such a row a weight of zero afterwards: the loss and its gradient have to be finite."""
+    x = torch.randn(2, 3, 37, generator=generator).to(lane.device).requires_grad_()
+    target = torch.tensor([[0, 37, -1], [5, -100, 1000]], device=lane.device)
+    found = liger_vocab_parallel_cross_entropy(x, target, label_smoothing=smoothing)
+    log_p = torch.log_softmax(x, -1)
+    score = x.gather(-1, target.clamp(0, 36)[..., None])[..., 0].where((target >= 0) & (target < 37), 0.0)
+    nll = torch.logsumexp(x, -1) - (1 - smoothing) * score - smoothing * x.mean(-1)
+    expected = nll.masked_fill(target == -100, 0.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
+    torch.testing.assert_close(found[0, 0], -(1 - smoothing) * log_p[0, 0, 0] - smoothing * log_p[0, 0].mean())
+    monkeypatch.setenv("LIGER_HW_CHECK_TARGETS", "1")
+    env.clear()
+    with pytest.raises(IndexError, match=r"target\[1\] = 37 is out of range"):
+        liger_vocab_parallel_cross_entropy(x, target, label_smoothing=smoothing)
+
+
+@pytest.mark.cpu
+def test_a_group_of_one_rank_exchanges_nothing():
+    """Of any type, as the stand-ins that programs have for a process group, or a device mesh."""
+    x, target = torch.randn(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)
+    one, two = (SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (1, 2))
+    torch.testing.assert_close(
+        LigerVocabParallelCrossEntropy()(x, target, tp_group=one), LigerVocabParallelCrossEntropy()(x, target)
+    )
+    with pytest.raises(TypeError, match="tp_group must be a torch.distributed.ProcessGroup"):
+        LigerVocabParallelCrossEntropy()(x, target, tp_group=two)
+
+
 @pytest.mark.cpu
 def test_what_is_refused():
     x, target = torch.randn(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)
@@ -124,8 +161,9 @@ def test_what_is_refused():
         LigerVocabParallelCrossEntropy(reduction="mean")
     with pytest.raises(ValueError, match="label_smoothing_formula must be one of pytorch, megatron"):
         liger_vocab_parallel_cross_entropy(x, target, label_smoothing_formula="other")
-    with pytest.raises(IndexError, match=r"target\[4\] = 7 is out of range"):
-        liger_vocab_parallel_cross_entropy(x, target.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(7)))
+    for shape in ((6, 7), (1, 2, 3, 7)):  # the class has Megatron's shape only
+        with pytest.raises(ValueError, match="must be 3-D"):
+            LigerVocabParallelCrossEntropy()(x.view(shape), target.view(shape[:-1]))
     with pytest.raises(
         TypeError, match=r"tp_group must be a torch.distributed.ProcessGroup \(of a DeviceMesh.*got str"
     ):

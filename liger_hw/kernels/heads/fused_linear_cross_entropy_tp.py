@@ -38,7 +38,7 @@ from ..losses.vocab_parts import (
     OwnTargets,
     VocabPart,
     all_gather_single,
-    check_group,
+    checked_group,
     gather_rows,
     own_targets,
     reduce_scatter_single,
@@ -403,7 +403,7 @@ def liger_fused_linear_cross_entropy_tp(
     """
     input, weight, bias = checked_head(_NAME, input, weight, bias)
     wide = sums_in_fp32(_NAME, accum_dtype, weight)
-    check_group(_NAME, tp_group)
+    tp_group = checked_group(_NAME, tp_group)
     check_flags(_NAME, sequence_parallel=sequence_parallel)
     scattered = bool(sequence_parallel) and tp_group is not None and dist.get_world_size(tp_group) > 1
     n_rows = input.shape[0] * (dist.get_world_size(tp_group) if scattered else 1)

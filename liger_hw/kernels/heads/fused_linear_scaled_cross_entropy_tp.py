@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.operator import Function, check_flags, first_order
-from ..losses.vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
+from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, checked_arguments, forward_rows
 from .linear_head import Wanted
 
@@ -79,7 +79,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """
     input, weight, _ = checked_arguments(_NAME, input, weight, target, None, temperature, None, ignore_index)
     check_flags(_NAME, return_entropy=return_entropy)
-    check_group(_NAME, tp_group)
+    tp_group = checked_group(_NAME, tp_group)
     options = tp_group, float(temperature), ignore_index, return_entropy
     nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(input, weight, target, *options)
     return (nll, entropy) if return_entropy else nll

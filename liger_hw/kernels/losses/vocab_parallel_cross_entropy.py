@@ -6,7 +6,8 @@ For a row of logits s over the whole vocabulary of V, target y and smoothing e, 
     mode "global" takes the mean over the whole vocabulary; "partition" over each rank's own part, V being its width, as
     Megatron does: the ranks' losses then differ, and a row exchanges one number less
 Each rank of the group holds a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
-Rows whose target is ignore_index have no loss and a gradient of exactly zero.
+Rows whose target is ignore_index have no loss and a gradient of exactly zero. A target that no rank holds has the score
+0 and no gradient of its own.
 Shapes: vocab_parallel_logits [..., n_cols] (Megatron: [seq, batch, n_cols]), target [...] int64 or int32 with indices
 of the whole vocabulary -> loss [...].
 Dtypes: logits in fp32, fp16 or bf16, everything computed in fp32, and so is the loss.
@@ -42,7 +43,7 @@ from .cross_entropy import sample_logits
 from .cross_entropy_reference import absent
 from .log_prob_rows import LogProbs, log_prob_buffers, log_prob_tunables, row_log_prob_gradients, row_log_probs
 from .options_module import OptionsModule
-from .vocab_parts import IGNORED, check_group, gather_rows, own_targets, vocab_part
+from .vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
 
 _NAME = "liger_vocab_parallel_cross_entropy"
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
@@ -63,7 +64,8 @@ def vocab_parallel_cross_entropy_reference(
     s = vocab_parallel_logits.to(torch.promote_types(vocab_parallel_logits.dtype, torch.float32))
     smoothing = _smoothing(label_smoothing, label_smoothing_formula, s.shape[-1])
     ignored = target == ignore_index
-    s_y = s.gather(-1, target.long().masked_fill(ignored, 0)[..., None])[..., 0]
+    outside = (target < 0) | (target >= s.shape[-1])
+    s_y = s.gather(-1, target.long().masked_fill(outside, 0)[..., None])[..., 0].masked_fill(outside, 0.0)
     lse = torch.logsumexp(s, -1)
     return (lse - (1 - smoothing) * s_y - smoothing * s.mean(-1)).masked_fill(ignored, 0.0)
 
@@ -132,7 +134,7 @@ class LigerVocabParallelCEFunction(Function):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
         n_cols, partition = logits.shape[1], label_smoothing_mode == "partition"
         part = vocab_part(n_cols, tp_group, logits.device)
-        own = own_targets(_NAME, y, n_cols, part, ignore_index)
+        own = own_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
         lse, s_y, total = vocab_parallel_rows(logits, own.mine, label_smoothing != 0.0)
         s_y = torch.where(own.here, s_y, 0.0)
         sums = [s_y] if partition or not label_smoothing else [s_y, total]
@@ -146,7 +148,7 @@ class LigerVocabParallelCEFunction(Function):
         loss = lse - (1.0 - smoothing) * s_y
         if label_smoothing:
             loss = loss - per_class * (total if partition else summed[0])
-        loss = torch.where(own.valid, loss, float("nan")).masked_fill(~own.counted, 0.0)
+        loss = loss.masked_fill(~own.counted, 0.0)
         target_coef = own.here.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
         ctx.save_for_backward(
             vocab_parallel_logits, own.mine, lse, target_coef, *(() if per_class is None else (per_class,))
@@ -186,7 +188,10 @@ def liger_vocab_parallel_cross_entropy(
     CPU). target: [...] int64 or int32, indices of the whole vocabulary, the same on every rank. tp_group: a
     ProcessGroup, or None for a whole vocabulary. Returns the loss of every token in fp32, the same on every rank (but
     see the mode "partition"). Every rank must call it.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit; for targets see `liger_cross_entropy`.
+    A target outside the vocabulary is masked, as Megatron does, whose programs weigh such rows with zero afterwards:
+    no logit is taken for it, so the loss is the log-sum-exp and the gradient the softmax, both finite. With
+    LIGER_HW_CHECK_TARGETS=1 it raises `IndexError`.
+    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     check_tensors(_NAME, vocab_parallel_logits=vocab_parallel_logits)
     logits = vocab_parallel_logits
@@ -194,7 +199,7 @@ def liger_vocab_parallel_cross_entropy(
         check(False, _NAME, f"vocab_parallel_logits must be [..., n_cols], got {tuple(logits.shape)}")
     check_indices(_NAME, "target", target, logits)
     check_smoothing(_NAME, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode)
-    check_group(_NAME, tp_group)
+    tp_group = checked_group(_NAME, tp_group)
     options = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode
     return LigerVocabParallelCEFunction.apply(logits, target, tp_group, *options)
 
@@ -229,7 +234,12 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
         check_smoothing(op, self.ignore_index, self.label_smoothing, formula, mode)
 
     def forward(self, vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
-        """vocab_parallel_logits: [..., n_cols], this rank's; target: [...]. Returns the loss of every token, fp32."""
+        """vocab_parallel_logits: [seq, batch, n_cols], this rank's; target: [seq, batch]. Returns the loss of every
+        token, fp32."""
+        if vocab_parallel_logits.dim() != 3:
+            shape = tuple(vocab_parallel_logits.shape)
+            expected = "vocab_parallel_logits must be 3-D, [seq, batch, n_cols]"
+            check(False, "LigerVocabParallelCrossEntropy", f"{expected}, got {shape}")
         options = self.label_smoothing, self.label_smoothing_formula, self.label_smoothing_mode
         return liger_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group, self.ignore_index, *options)
 

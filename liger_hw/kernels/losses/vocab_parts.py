@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Sequence
 import torch
 import torch.distributed as dist
 
+from ... import env
 from .cross_entropy_reference import check_in_range
 
 all_gather_single = (
@@ -57,11 +58,18 @@ def vocab_part(width: int, group: Any, device: torch.device) -> VocabPart:
     return VocabPart(group, world, rank, starts, starts[rank], widths.sum())
 
 
-def check_group(op: str, tp_group: Any) -> None:
-    """Raise `TypeError` for what is no process group."""
-    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
-        expected = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()) or None"
-        raise TypeError(f"{op}: tp_group must be {expected}, got {type(tp_group).__name__}")
+def checked_group(op: str, tp_group: Any) -> dist.ProcessGroup | None:
+    """The process group, or None for a group of one rank of any type, with which nothing is exchanged.
+
+    Raises `TypeError` for what is no process group.
+    """
+    if tp_group is None or isinstance(tp_group, dist.ProcessGroup):
+        return tp_group
+    size = getattr(tp_group, "size", None)
+    if callable(size) and size() == 1:
+        return None
+    expected = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()) or None"
+    raise TypeError(f"{op}: tp_group must be {expected}, got {type(tp_group).__name__}")
 
 
 class OwnTargets(NamedTuple):
@@ -79,15 +87,19 @@ class OwnTargets(NamedTuple):
     valid: torch.Tensor
 
 
-def own_targets(op: str, target: torch.Tensor, width: int, part: VocabPart, ignore_index: int) -> OwnTargets:
+def own_targets(
+    op: str, target: torch.Tensor, width: int, part: VocabPart, ignore_index: int, *, masked: bool = False
+) -> OwnTargets:
     """What a rank sees of target [n_rows], indices of the whole vocabulary.
 
     A target out of range raises as `check_in_range` says; in a compiled graph its row's loss and gradient are nan.
+    masked: it is one that no rank has instead, as in Megatron; with LIGER_HW_CHECK_TARGETS=1 it raises all the same
     """
     y = target.long()
     counted = y != ignore_index
     valid = counted & (y >= 0) & (y < part.whole)
-    check_in_range(op, y, part.whole, ignore_index)
+    if not masked or env.get("LIGER_HW_CHECK_TARGETS"):
+        check_in_range(op, y, part.whole, ignore_index)
     column = y - part.start
     here = valid & (column >= 0) & (column < width)
     return OwnTargets(torch.where(here, column, 0).masked_fill(~counted, IGNORED), here, counted, valid)
