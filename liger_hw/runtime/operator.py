@@ -135,6 +135,8 @@ def define(
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
+        if not is_compiling():
+            _refuse_dtensors(name, args)
         return overload(*args)
 
     call.__name__ = name

@@ -257,6 +257,17 @@ def mesh_of_one():
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_divergence_of_dtensors_is_refused(mesh_of_one, grad, needs_grad):
+    """Also where nothing needs a gradient, and the operator is called without its Function."""
+    rows = distribute_tensor(random(3, 4).log_softmax(-1), mesh_of_one, [Replicate()]).requires_grad_(needs_grad)
+    for function in (F.liger_jsd, F.liger_kl_div, F.liger_tvd):
+        with torch.set_grad_enabled(grad), pytest.raises(ShardingError, match="takes no DTensor"):
+            function(rows, rows.detach())
+
+
+@pytest.mark.cpu
 def test_a_new_argument_shifts_nothing(mesh_of_one):
     """A rule finds a Function's arguments by their names, wherever they stand and whether they are given or not."""
 
