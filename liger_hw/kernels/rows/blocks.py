@@ -239,7 +239,12 @@ def store_tile(Ptr, rows, stride, cols, value, mask):
 @triton.jit
 def store_skewed_tile(Ptr, rows, stride, lanes, value, mask, VECTOR: tl.constexpr, row_mask, skew, n_cols):
     """`store_tile` of rows of any alignment: vectors of one row alone are stored whole, all else by element."""
-    ptrs = tile_ptrs(Ptr, rows, stride, lanes, VECTOR)
+    store_vectors(tile_ptrs(Ptr, rows, stride, lanes, VECTOR), lanes, value, mask, VECTOR, row_mask, skew, n_cols)
+
+
+@triton.jit
+def store_vectors(ptrs, lanes, value, mask, VECTOR: tl.constexpr, row_mask, skew, n_cols):
+    """`store_skewed_tile` at pointers that `tile_ptrs` gave."""
     value = value.to(ptrs.dtype.element_ty)
     if VECTOR == 1:
         tl.store(ptrs, value, mask=mask)
