@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from itertools import islice
 from typing import Any, Callable, Iterable, Iterator, NoReturn, get_type_hints
 
 import torch
@@ -175,6 +176,8 @@ class _Numbers:
 
     def together(self, numbers: Iterator[Any]) -> Any:
         """The call that has these numbers."""
+        if self.is_flat:
+            return self.kind(*islice(numbers, len(self.inner)))
         return self.kind(*(next(numbers) if inner is None else inner.together(numbers) for inner in self.inner))
 
     def given_to(self, operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,11 @@ _ALLOCATIONS = frozenset(
     }
 )
 _SAME_MEMORY = frozenset({_aten.view.default, _aten.detach.default})
-_REPEATED = {_aten._assert_async.msg: torch._assert_async, _aten.zero_.default: torch.Tensor.zero_}
+_REPEATED = {
+    _aten._assert_async.msg: torch._assert_async,
+    _aten.fill_.Scalar: torch.Tensor.fill_,
+    _aten.zero_.default: torch.Tensor.zero_,
+}
 """Operators on an allocation that are done again, between the launches."""
 
 Numbers = tuple[tuple[int, type], ...]

@@ -168,12 +168,14 @@ fused_linear_cross_entropy_fwd = define(
     launcher=_fwd,
     reference=_fwd_reference,
     numbers=_Call,
+    recorded=False,
 )
 fused_linear_cross_entropy_bwd = define(
     f"fused_linear_cross_entropy_bwd(Tensor grad_output, {_TENSORS}) -> (Tensor, Tensor, Tensor)",
     launcher=_bwd,
     reference=_bwd_reference,
     numbers=_Call,
+    recorded=False,
 )
 
 

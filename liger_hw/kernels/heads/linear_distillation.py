@@ -123,6 +123,7 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         launcher=fwd,
         reference=reference,
         numbers=DistillationCall,
+        recorded=False,
     )
 
 

@@ -333,10 +333,9 @@ def divergence_tunable(op: str) -> Tunable:
 
 def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
     """[5] fp32 on the device: 1 / (rows that count * per_row), zero where none does; per_row 0 gives 1."""
-    if not per_row or labels is None:
-        share = 1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row)
-        return torch.full((5,), share, dtype=torch.float32, device=device)
     share = torch.empty(5, dtype=torch.float32, device=device)
+    if not per_row or labels is None:
+        return share.fill_(1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row))
     plan = STATS.plan(device, stats_key(n_rows, 0, 0))
     launch(plan, _label_share_kernel, (1,), (labels, share, n_rows, ignore_index, float(per_row)))
     return share
