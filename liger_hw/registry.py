@@ -339,7 +339,9 @@ def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
 
 def pretended() -> Target | None:
     """The target of the innermost `pretend` that is open."""
-    innermost = _pretended[-1:]
+    if not _pretended:
+        return None
+    innermost = _pretended[-1:]  # a slice, as another thread may end its block now
     return innermost[0][0] if innermost else None
 
 

@@ -47,7 +47,7 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .launch import LaunchFailed, Routine, call_routine, launch  # noqa: F401  op files take the last three from here
 from .observe import observed, observers
-from .replay import MISSED, NO_TENSORS, TENSORS, are_plain, coerced, replay
+from .replay import MISSED, NO_TENSORS, TENSORS, Numbers, are_plain, coerced, replay
 from .triton_import import INTERPRET
 
 _library = torch.library.Library("liger_hw", "DEF")
@@ -101,11 +101,10 @@ def define(
     elif isinstance(fake, tuple):
         fake = _fake_like(fake, overload._schema)
     torch.library.register_fake(f"liger_hw::{name}", fake, lib=_library)
-    places = tuple(
-        (place, _NUMBERS[kind])
-        for place, argument in enumerate(overload._schema.arguments)
-        if (kind := str(argument.real_type)) in _NUMBERS
-    )
+    kinds = [str(argument.real_type) for argument in overload._schema.arguments]
+    places = tuple(place for place, kind in enumerate(kinds) if kind in _NUMBERS)
+    coercions = Numbers(places, tuple(_NUMBERS[kinds[place]] for place in places))
+    tensors_end = 1 + max(place for place, kind in enumerate(kinds) if "Tensor" in kind)
 
     def call(*args: Any) -> Any:
         if not (
@@ -118,11 +117,11 @@ def define(
             or _get_tracing_state() is not None
         ):  # nobody traces, profiles, transforms or differentiates: the dispatcher would only pass this on
             try:
-                result = replay(name, launcher, args, places) if recorded else MISSED
+                result = replay(name, launcher, args, tensors_end, coercions) if recorded else MISSED
                 if result is not MISSED:
                     return result
                 if are_plain(args):
-                    run, args = launcher, coerced(args, places)
+                    run, args = launcher, coerced(args, coercions)
                 else:
                     run = overload
                     _refuse_dtensors(name, args)
@@ -131,7 +130,7 @@ def define(
                 return run(*args)
             except LaunchFailed as failure:
                 _quarantine(failure)
-                return on_gpu(*coerced(args, places))
+                return on_gpu(*coerced(args, coercions))
         elif _is_transformed():
             _refuse_transforms(f"liger_hw::{name}")
         elif forward_ad._current_level >= 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import wraps
 from operator import itemgetter
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch._C._functorch import is_legacy_batchedtensor as _is_batched
@@ -31,7 +31,8 @@ _SEEN, _REFUSED = "seen", "refused"
 _MOST = 4096  # layouts that never repeat must not be kept without end
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
-_PLAIN = NO_TENSORS | TENSORS | {tuple}
+_PLAIN_NUMBERS = NO_TENSORS | {tuple}
+_PLAIN = _PLAIN_NUMBERS | TENSORS
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -47,8 +48,15 @@ _REPEATED = {
 }
 """Operators on an allocation that are done again, between the launches."""
 
-Numbers = tuple[tuple[int, type], ...]
-"""Of an operator's arguments that are numbers: the place, and the type that the schema asks for."""
+
+class Numbers(NamedTuple):
+    """Of an operator's arguments that are numbers: the places, and the types that the schema asks for."""
+
+    places: tuple[int, ...]
+    kinds: tuple[type, ...]
+
+
+_NO_NUMBERS = Numbers((), ())
 
 
 def are_plain(args: tuple) -> bool:
@@ -60,23 +68,25 @@ def are_plain(args: tuple) -> bool:
     if not _PLAIN.issuperset(map(type, args)) or args[0].get_device() < 0:
         return False
     for arg in args:
-        if type(arg) in TENSORS:
-            if _is_batched(arg):
-                return False
-        elif type(arg) is tuple and not NO_TENSORS.issuperset(map(type, arg)):
+        kind = type(arg)
+        if kind in NO_TENSORS:
+            continue
+        if _is_batched(arg) if kind in TENSORS else not NO_TENSORS.issuperset(map(type, arg)):
             return False
     return True
 
 
 def coerced(args: tuple, numbers: Numbers) -> tuple:
     """The arguments with numbers as the schema has them, as the dispatcher would pass them on. A float is no int."""
-    given = None
-    for place, kind in numbers:
+    places, kinds = numbers
+    if tuple(map(type, map(args.__getitem__, places))) == kinds:
+        return args
+    given = list(args)
+    for place, kind in zip(places, kinds):
         number = args[place]
         if type(number) is not kind and (kind is not int or type(number) is bool):
-            given = list(args) if given is None else given
             given[place] = kind(number)
-    return args if given is None else tuple(given)
+    return tuple(given)
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,22 +95,25 @@ def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(part)
     def call(*args: Any) -> Any:
-        result = replay(name, part, args)
+        result = replay(name, part, args, len(args), _NO_NUMBERS)
         return part(*args) if result is MISSED else result
 
     return call
 
 
-def replay(name: str, launcher: Callable[..., Any], args: tuple, numbers: Numbers = ()) -> Any:
-    """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`."""
+def replay(name: str, launcher: Callable[..., Any], args: tuple, end: int, numbers: Numbers) -> Any:
+    """The operator's result, or MISSED: then its launcher is to be called, where the arguments `are_plain`.
+
+    end: how many arguments there are up to the last tensor; what follows goes into the key as it stands
+    """
     if observers or not _launch.CAN_BE_FAST:
         return MISSED
     index = args[0].get_device() if type(args[0]) in TENSORS else -1
     if index < 0 or index != _launch.current_device():  # that raises without a driver: CPU tensors do not ask
         return MISSED
-    key, pointers, together = [name], [None], 0
+    key, pointers, together = [name, args[end:]], [None], 0
     try:
-        for arg in args:
+        for arg in args[:end]:
             if type(arg) in TENSORS:
                 pointer = arg.data_ptr()
                 together |= pointer
@@ -118,8 +131,8 @@ def replay(name: str, launcher: Callable[..., Any], args: tuple, numbers: Number
     except TypeError:  # a list among the arguments
         return MISSED
     if type(found) is not tuple:
-        if found is _REFUSED or not are_plain(args):
-            return MISSED
+        if found is _REFUSED or not are_plain(args) or not _PLAIN_NUMBERS.issuperset(map(type, args[end:])):
+            return MISSED  # of a tensor given as a number the key knows nothing but which tensor it is
         if found is _SEEN and not _launch.is_profiled():
             return _record(cache, key, launcher, args, numbers)
         if len(cache) >= _MOST:

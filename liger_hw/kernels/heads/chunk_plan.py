@@ -16,6 +16,7 @@ chunks than that, they grow instead, or the gradient is accumulated in an fp32 b
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, Sequence
 
@@ -178,27 +179,35 @@ def divide(n_rows: int, rows: int, device: torch.device | None = None) -> tuple[
 
     Tall chunks have an even number of steps where the device's GEMM library wants it; others are shared out evenly.
     """
-    step = min(STEP, rows)
-    n_steps, tall = cdiv(n_rows, step), _even_if_tall(rows // step, device, -1)
+    return _divided(n_rows, rows, min(STEP, rows), _even_above(device))
+
+
+@lru_cache(maxsize=1024)  # every training step asks for the same
+def _divided(n_rows: int, rows: int, step: int, even_above: int | None) -> tuple[tuple[int, int], ...]:
+    n_steps, tall = cdiv(n_rows, step), _even_if_tall(rows // step, even_above, -1)
     count = cdiv(n_steps, tall)
-    if not _is_tall(tall, device) or count < 2:
+    if not _is_tall(tall, even_above) or count < 2:
         steps = [n_steps // count + (i < n_steps % count) for i in range(count)]
     else:  # whole ones, then two that share what is left
         left = n_steps - (count - 2) * tall
-        half = _even_if_tall(cdiv(left, 2), device, 1)
+        half = _even_if_tall(cdiv(left, 2), even_above, 1)
         steps = [tall] * (count - 2) + [half, left - half]
     stops = [step * n for n in accumulate(steps)]
     return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
-def _is_tall(steps: int, device: torch.device | None) -> bool:
+def _even_above(device: torch.device | None) -> int | None:
+    """Steps above which a device's GEMM library wants an even number of them; None where it does not mind."""
+    return None if device is None else backend_of(device).gemm_even_steps_above
+
+
+def _is_tall(steps: int, even_above: int | None) -> bool:
     """Whether a chunk of so many steps should have an even number of them."""
-    above = None if device is None else backend_of(device).gemm_even_steps_above
-    return above is not None and steps > above
+    return even_above is not None and steps > even_above
 
 
-def _even_if_tall(steps: int, device: torch.device | None, change: int) -> int:
-    return steps + change * (steps % 2) if _is_tall(steps, device) else steps
+def _even_if_tall(steps: int, even_above: int | None, change: int) -> int:
+    return steps + change * (steps % 2) if _is_tall(steps, even_above) else steps
 
 
 def _at_most(
@@ -206,7 +215,7 @@ def _at_most(
 ) -> Chunks:
     """Chunks of `rows` rows; where they are more than `most`, larger ones or a wide gradient of `weight` elements."""
     if len(divide(n_rows, rows, device)) > most:
-        fewer = STEP * _even_if_tall(cdiv(cdiv(n_rows, STEP), most), device, 1)
+        fewer = STEP * _even_if_tall(cdiv(cdiv(n_rows, STEP), most), _even_above(device), 1)
         rows, wide = _larger_or_wide(rows, fewer, row_bytes, weight)
         rows = max(rows, 2 * MIN_ROWS) if wide else rows
     return Chunks(divide(n_rows, rows, device), wide)

@@ -156,10 +156,8 @@ def linear_distillation(
     op: str, operator, x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int, accum_dtype
 ) -> torch.Tensor:
     """Check the arguments of a public function that has a soft loss alone, and run it."""
-    given = {"target": teacher}
-    if teacher_weight is not None:
-        given = {"teacher_input": teacher, "teacher_weight": teacher_weight}
-    check_tensors(op, student_input=x, student_weight=weight, **given)
+    if teacher_weight is None:
+        check_tensors(op, student_input=x, student_weight=weight, target=teacher)
     x, weight, _ = checked_head(op, x, weight, names=STUDENT)
     if teacher_weight is None:
         expected = (x.shape[0], weight.shape[0])
