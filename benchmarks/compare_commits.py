@@ -9,14 +9,19 @@ For each case, a process of each checkout captures forward and backward as a gra
 it, so that clocks and neighbours are the same for both. `ratio` is the newer median over the older. With several GPUs
 the cases are spread over them. A run that is cut short has what it measured.
 
-With `--host` the two take turns in calling forward and backward without waiting for the device, and what is compared is
-the time until the calls are enqueued; the cases should then have few rows.
+With `--host` what is compared is the time until forward and backward are enqueued; the cases should then have few rows.
+Whatever else a machine does can only add to such a time, and two processes of one checkout differ by where their memory
+happens to lie. So each checkout has HOST_PROCESSES processes, all take turns in many short samples with Python's
+garbage collector off, a process counts by the lowest tenth of its samples, and a checkout by the median of its
+processes. `noise` is how far the processes of one checkout lie apart. The same folder as OLD and NEW shows what a ratio
+is worth on a machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import gc
 import json
 import math
 import os
@@ -30,8 +35,8 @@ from typing import Any
 TURNS, CALLS = 4, 8
 """Turns of each arm, and replays a turn."""
 
-HOST_CALLS = 20
-"""Calls in a row that are one sample of host time."""
+HOST_PROCESSES, HOST_TURNS, HOST_SAMPLES, HOST_CALLS = 3, 20, 10, 4
+"""Processes of a checkout, turns of each, samples a turn, and calls in a row that are one sample of host time."""
 
 
 class Arm:
@@ -66,33 +71,49 @@ class Arm:
 
 def measure(told: argparse.Namespace, gpu: int, cases: list, until: float, keep: Any) -> None:
     """Time every case of a list on one GPU; `keep` gets each row."""
-    checkouts = {"old": told.old, "new": told.new}
-    arms = {name: Arm(checkout, gpu, told.device) for name, checkout in checkouts.items()}
+    processes, turns, calls = (HOST_PROCESSES, HOST_TURNS, HOST_SAMPLES) if told.host else (1, TURNS, CALLS)
+    checkouts = [("old", told.old), ("new", told.new)] * processes
+    arms = [(name, Arm(checkout, gpu, told.device)) for name, checkout in checkouts]
     for case in cases:
         if time.monotonic() > until:
             break
         row = {"op": case[0], "sizes": case[1], "dtype": case[2], "options": case[3]}
         try:
-            for arm in arms.values():
+            for _, arm in arms:
                 arm.send(do="prepare", case=case, host=told.host)
-            ready = {name: arm.answer() for name, arm in arms.items()}
-            if failed := {name: answer["error"] for name, answer in ready.items() if "error" in answer}:
+            ready = [(name, arm.answer()) for name, arm in arms]
+            if failed := {name: answer["error"] for name, answer in ready if "error" in answer}:
                 keep({**row, "error": failed})
                 continue
-            samples: dict[str, list[float]] = {"old": [], "new": []}
-            for turn in range(TURNS):
-                for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                    samples[name] += arms[name].ask(do="burst", calls=CALLS)["ms"]
-            medians = {name: statistics.median(found) for name, found in samples.items()}
-            noise = max((sorted(f)[3 * len(f) // 4] - sorted(f)[len(f) // 4]) / medians[n] for n, f in samples.items())
-            keep({**row, **medians, "ratio": medians["new"] / medians["old"], "noise": noise})
+            samples: list[list[float]] = [[] for _ in arms]
+            for turn in range(turns):
+                for place in range(len(arms)) if turn % 2 == 0 else reversed(range(len(arms))):
+                    samples[place] += arms[place][1].ask(do="burst", calls=calls)["ms"]
+            old, new = ([s for s, (name, _) in zip(samples, arms) if name == wanted] for wanted in ("old", "new"))
+            keep({**row, **(compared_on_the_host(old, new) if told.host else compared(old[0], new[0]))})
         except (RuntimeError, BrokenPipeError, json.JSONDecodeError) as error:
             keep({**row, "error": str(error)})
-            for name, checkout in checkouts.items():
-                arms[name].close()
-                arms[name] = Arm(checkout, gpu, told.device)
-    for arm in arms.values():
+            for _, arm in arms:
+                arm.close()
+            arms = [(name, Arm(checkout, gpu, told.device)) for name, checkout in checkouts]
+    for _, arm in arms:
         arm.close()
+
+
+def compared(old: list[float], new: list[float]) -> dict[str, float]:
+    """The medians of two arms' replays, their ratio, and the larger interquartile range over its median."""
+    medians = [statistics.median(samples) for samples in (old, new)]
+    quartiles = [statistics.quantiles(samples, n=4) for samples in (old, new)]
+    noise = max((high - low) / median for (low, _, high), median in zip(quartiles, medians))
+    return {"old": medians[0], "new": medians[1], "ratio": medians[1] / medians[0], "noise": noise}
+
+
+def compared_on_the_host(old: list[list[float]], new: list[list[float]]) -> dict[str, float]:
+    """The same of host times, samples of each process apart; see the top of this file."""
+    lowest = [[statistics.quantiles(samples, n=10)[0] for samples in arm] for arm in (old, new)]
+    medians = [statistics.median(arm) for arm in lowest]
+    noise = max((max(arm) - min(arm)) / median for arm, median in zip(lowest, medians))
+    return {"old": medians[0], "new": medians[1], "ratio": medians[1] / medians[0], "noise": noise}
 
 
 class HostTime:
@@ -106,12 +127,15 @@ class HostTime:
     def burst(self, samples: int) -> list[float]:
         """Milliseconds a call."""
         found = []
+        gc.collect()
+        gc.disable()
         for _ in range(samples):
             self.meter.synchronize()
             began = time.perf_counter()
             for _ in range(HOST_CALLS):
                 self.work.call()
             found.append((time.perf_counter() - began) * 1e3 / HOST_CALLS)
+        gc.enable()
         return found
 
 

@@ -66,3 +66,18 @@ def test_two_checkouts_are_compared_in_turns(tmp_path):
     assert timed["ratio"] == timed["new"] / timed["old"] > 0
     assert set(failed["error"]) == {"old", "new"} and "no_op" in failed["error"]["new"]
     assert "1 cases, geometric mean" in done.stdout and "FAILED no_op" in done.stdout
+
+
+def test_host_times_are_compared_by_the_undisturbed_samples():
+    """Two arms that take the same time, of which one is disturbed in two samples of three and in one process always."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from compare_commits import compared_on_the_host
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    quiet = [0.100 + 0.0001 * (i % 7) for i in range(90)]
+    disturbed = [time if i % 3 == 0 else 3 * time for i, time in enumerate(quiet)]
+    found = compared_on_the_host([quiet] * 3, [disturbed, disturbed, [2 * time for time in quiet]])
+    assert abs(found["ratio"] - 1) < 0.01 and found["noise"] > 0.9
+    found = compared_on_the_host([quiet] * 3, [[1.05 * time for time in disturbed]] * 3)
+    assert abs(found["ratio"] - 1.05) < 0.01 and found["noise"] < 0.01
