@@ -30,20 +30,11 @@ TILES = {
         (128, 128, 64, 8, 3),
         (64, 256, 64, 8, 4),
         (64, 128, 64, 4, 4),
-        (128, 256, 64, 8, 3, 1),
-        (128, 256, 64, 8, 4, 1),
     ),
-    "weights": (
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 4, 3),
-        (128, 128, 64, 4, 5),
-        (128, 256, 64, 8, 5),
-        (128, 256, 64, 8, 5, 1),
-        (256, 128, 64, 8, 5, 1),
-    ),
-    "tiny": ((16, 32, 16, 4, 1), (16, 32, 16, 4, 1, 1)),
+    "weights": ((128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3)),
+    "tiny": ((16, 32, 16, 4, 1),),
 }
-"""(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages), of persistent programs with how many a multiprocessor has"""
+"""(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)"""
 
 
 def passes(
@@ -100,10 +91,11 @@ def measure(case: Any, meter: timing.Meter, tiny: bool) -> list[dict[str, Any]]:
         if backend(plan.target.vendor).has_grouped_gemm(plan.target):
             engines.insert(0, (products.LIBRARY, "library"))
         for engine, name in engines:
-            for m, n, k, *launched in tiles[:1] if engine == products.LIBRARY else tiles:
+            for m, n, k, warps, stages in tiles[:1] if engine == products.LIBRARY else tiles:
                 blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8, "ENGINE": engine}
-                with override(tunable.name, type(plan.config)(blocks, *launched)):
-                    tile = [] if engine == products.LIBRARY else [m, n, k, *launched]
+                config = type(plan.config)(blocks, warps, stages)
+                with override(tunable.name, config):
+                    tile = [] if engine == products.LIBRARY else [m, n, k, warps, stages]
                     found.append(row(tunable.variant, name, tile, calls[tunable.variant]))
     return found
 

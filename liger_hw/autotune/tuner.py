@@ -166,12 +166,8 @@ class Tuner:
             self.submit(job, config)
 
     def submit(self, job: Job, config: LaunchConfig, urgent: bool = False) -> str:
-        """Have a candidate compiled; returns the name to wait for.
-
-        How many programs a persistent grid has makes no difference to the compiler, whether it is one may.
-        """
-        alike = replace(config, ctas_per_mp=min(1, config.ctas_per_mp))
-        name = json.dumps([job.name, job.sizes, job.dtype, alike.to_text()])
+        """Have a candidate compiled; returns the name to wait for. The grid makes no difference to the compiler."""
+        name = json.dumps([job.name, job.sizes, job.dtype, replace(config, ctas_per_mp=0).to_text()])
         request = self.target, job.op, job.sizes, job.dtype, job.name, config
         self.pool.submit(name, "candidate", *request, urgent=urgent)
         return name

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -242,28 +241,6 @@ def test_products_of_experts_use_matrix_instructions(arch):
         compiled = aot.build(one.target, one.kernel, one.args, dict(one.options))
         text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
         assert MATRIX_INSTRUCTIONS[arch] in text, one.kernel
-
-
-def test_persistent_products_load_ahead_of_a_tile_s_end():
-    """Two steps' loads and a product are on their way at a time, and nothing spills."""
-    from liger_hw.kernels.moe import products
-
-    sizes, target = registry.get_op("fused_moe").workloads["qwen3_next"], known_target("h200")
-    tiles = {"down": (128, 256, 64, 8, 3), "up_weights": (128, 256, 64, 8, 5)}
-    configs = {f"fused_moe.{name}": replace(products._tile(*tile), ctas_per_mp=1) for name, tile in tiles.items()}
-    launches = aot.trace("fused_moe", sizes, torch.bfloat16, target, configs=configs, shipped=False)
-    persistent = [one for one in launches if one.config.ctas_per_mp]
-    assert sorted(one.kernel.partition(":")[2] for one in persistent) == [
-        "_fused_moe_rows_persistent_kernel",
-        "_fused_moe_weights_persistent_kernel",
-    ]
-    for one in persistent:
-        assert one.grid == (target.multiprocessors,)
-        compiled = aot.build(one.target, one.kernel, one.args, dict(one.options))
-        assert "wgmma.wait_group.sync.aligned \t1" in compiled.asm["ptx"].replace(" 1;", " \t1;"), one.kernel
-        buffers = re.findall(r"local_alloc.*memdesc<3x", compiled.asm["ttgir"])
-        assert len(buffers) == 2, one.kernel
-        assert aot.compile_here(one).resources.spills == 0
 
 
 # -- the compiler's own tests ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from harness import make, verify
 from torch.torch_version import TorchVersion
 
 from liger_hw import env
-from liger_hw.backends import known_target, target_of
+from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products, routing
 from liger_hw.kernels.moe.fused_moe import (
     LigerExperts,
@@ -228,59 +227,6 @@ def test_the_last_tile_is_of_half_the_height(lane, generator, seed):
             blocks = {**config.blocks, "BLOCK_M": 128, "BLOCK_K": 16}
             forced.enter_context(override(tunable.name, type(config)(blocks, config.num_warps)))
         verify(get_op("fused_moe"), sample(lane, generator, route), seed)
-
-
-@pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("options", [0, 1])
-def test_persistent_programs(lane, seed, options):
-    """Two programs for all tiles give the bits of a program a tile, under experts without rows and with many steps."""
-    op = get_op("fused_moe")
-    target = target_of(torch.device(lane.device)) if lane.name == "gpu" else known_target("sm80")
-    few = replace(target, multiprocessors=2)
-    made = make(op, (21, 24, 40, 7, 2), torch.float32, lane.device, seed, op.options[options])
-    made.args[3].copy_(torch.tensor([[0, 3]] * 17 + [[6, 1]] * 4))
-    inputs = [t for t in (*made.args, *made.kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
-    found = []
-    for ctas in (0, 1):
-        with contextlib.ExitStack() as forced:
-            forced.enter_context(pretend(few))
-            for tunable in products.TUNABLES:
-                config = replace(tunable.safe(few, ()), ctas_per_mp=ctas)
-                blocks = {**config.blocks, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
-                forced.enter_context(override(tunable.name, replace(config, blocks=blocks)))
-            out = op.function(*made.args, **made.kwargs)
-            found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-            verify(op, made, seed)
-    assert all(torch.equal(a, b) for a, b in zip(*found))
-
-
-@pytest.mark.lanes("interpret")
-def test_a_persistent_grid_is_no_larger_than_the_tiles(lane, monkeypatch, seed):
-    original, op = products.launch, get_op("fused_moe")
-
-    def grids(multiprocessors, ctas):
-        """{kernel: grids} of a step on a device with so many multiprocessors."""
-        found = {}
-
-        def recorded(plan, kernel, grid, args, flags):
-            found.setdefault(kernel, []).append(*grid)
-            original(plan, kernel, grid, args, flags)
-
-        monkeypatch.setattr(products, "launch", recorded)
-        target = replace(known_target("sm80"), multiprocessors=multiprocessors)
-        config = replace(products.UP.safe(target, ()), ctas_per_mp=ctas)
-        with contextlib.ExitStack() as forced:
-            forced.enter_context(pretend(target))
-            for tunable in products.TUNABLES:
-                forced.enter_context(override(tunable.name, config))
-            verify(op, make(op, (19, 24, 17, 5, 3), torch.float32, lane.device, seed), seed)
-        return found
-
-    tiles = grids(1000, ctas=0)
-    assert tiles.keys() == products._PERSISTENT.keys()
-    persistent = {products._PERSISTENT[kernel]: found for kernel, found in tiles.items()}
-    assert grids(1000, ctas=1) == persistent
-    assert grids(2, ctas=2) == {kernel: [4] * len(found) for kernel, found in persistent.items()}
 
 
 SMALL, LARGE = (2048, 768, 128, 9, 2), (4096, 14336, 8, 12, 2)

@@ -11,10 +11,6 @@ the product with the plan's tiles.
 The kernels work on tiles whose place `routing.py` knows. Weights are given by strides, so that transposed ones need no
 copy. A tile's last rows may belong to the next expert, or lie past the end: they are computed from some row of this
 expert and never stored. So no row can put a NaN into another.
-
-Each kernel exists twice: with a program for each tile, and persistent, where the plan has programs per multiprocessor.
-A persistent program runs one loop over the steps of all its tiles, so that the first loads of a tile are on their way
-while the tile before it is stored. That pays where tiles have few steps.
 """
 
 from __future__ import annotations
@@ -158,76 +154,6 @@ def _fused_moe_rows_kernel(
 
 
 @triton.jit
-def _fused_moe_rows_persistent_kernel(
-    A_ptr,
-    W_ptr,
-    Y_ptr,
-    Token_ptr,
-    Offsets_ptr,
-    Expert_ptr,
-    First_ptr,
-    A_row_stride,
-    W_expert_stride,
-    W_col_stride,
-    W_inner_stride,
-    n_experts,
-    n_inner,
-    n_cols,
-    GATHERED: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """What `_fused_moe_rows_kernel` computes, in a loop over the steps of all of a program's tiles.
-
-    Every tile is of full height: a shorter one would need a loop of its own.
-    """
-    n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
-    n_tiles = tl.load(First_ptr + n_experts) * n_col_tiles
-    n_own = tl.cdiv(n_tiles - tl.program_id(0), tl.num_programs(0))
-    n_steps = tl.cdiv(n_inner, BLOCK_K)
-    local = tl.arange(0, BLOCK_M)
-    a_rows = local
-    tile = tl.program_id(0) - tl.num_programs(0)
-    expert, first_row, first_col, end = 0, 0, 0, 0
-    step = -1
-    y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for _ in range(0, n_own * n_steps):
-        step = tl.where(step + 1 >= n_steps, 0, step + 1)
-        if step == 0:
-            tile += tl.num_programs(0)
-            expert = tl.load(Expert_ptr + tile // n_col_tiles)
-            first = tl.load(First_ptr + expert)
-            n_row_tiles = tl.load(First_ptr + expert + 1) - first
-            row_tile, col_tile = _swizzled(tile - first * n_col_tiles, n_row_tiles, n_col_tiles, GROUP)
-            first_row = tl.load(Offsets_ptr + expert) + row_tile * BLOCK_M
-            end = tl.load(Offsets_ptr + expert + 1)
-            first_col = col_tile * BLOCK_N
-            a_rows = tl.minimum(first_row + local, end - 1)
-            if GATHERED:
-                a_rows = tl.load(Token_ptr + a_rows)
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        cols = first_col + tl.arange(0, BLOCK_N)
-        a_ptrs = A_ptr + a_rows[:, None].to(tl.int64) * A_row_stride + k[None, :]
-        if EVEN_K:
-            a = tl.load(a_ptrs)
-        else:
-            a = tl.load(a_ptrs, mask=(k < n_inner)[None, :], other=0.0)
-        b = _weights_at(
-            W_ptr, expert, cols, k, n_cols, n_inner, W_expert_stride, W_col_stride, W_inner_stride, EVEN_N, EVEN_K
-        )
-        y = tl.dot(a, b, y, input_precision="ieee")
-        if step == n_steps - 1:
-            mask = (first_row + local < end)[:, None] & (cols < n_cols)[None, :]
-            out = Y_ptr + first_row.to(tl.int64) * n_cols + (local[:, None] * n_cols + cols[None, :])
-            tl.store(out, y.to(Y_ptr.dtype.element_ty), mask=mask)
-            y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-
-
-@triton.jit
 def _operand(
     P_ptr,
     Token_ptr,
@@ -294,85 +220,10 @@ def _fused_moe_weights_kernel(
     tl.store(out, acc.to(DW_ptr.dtype.element_ty), mask=(p_cols < n_p)[:, None] & (q_cols < n_q)[None, :])
 
 
-@triton.jit
-def _steps_of(Offsets_ptr, Largest_ptr, first, n_tiles, stride, tiles_of_one, BLOCK_K: tl.constexpr):
-    """How many steps of BLOCK_K rows the tiles first, first + stride, ... have; one without a row has a step too."""
-    found = tl.zeros([256], dtype=tl.int32)
-    for start in range(first, n_tiles, stride * 256):
-        tiles = start + tl.arange(0, 256) * stride
-        experts = tl.load(Largest_ptr + tiles // tiles_of_one, mask=tiles < n_tiles, other=0)
-        n_rows = tl.load(Offsets_ptr + experts + 1) - tl.load(Offsets_ptr + experts)
-        found += tl.where(tiles < n_tiles, tl.maximum(tl.cdiv(n_rows, BLOCK_K), 1), 0)
-    return tl.sum(found, axis=0)
-
-
-@triton.jit
-def _fused_moe_weights_persistent_kernel(
-    P_ptr,
-    Q_ptr,
-    DW_ptr,
-    Token_ptr,
-    Offsets_ptr,
-    Largest_ptr,
-    P_row_stride,
-    Q_row_stride,
-    n_p,
-    n_q,
-    n_experts,
-    P_GATHERED: tl.constexpr,
-    Q_GATHERED: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """What `_fused_moe_weights_kernel` computes, in a loop over the steps of all of a program's tiles."""
-    p_tiles = tl.cdiv(n_p, BLOCK_M)
-    q_tiles = tl.cdiv(n_q, BLOCK_N)
-    tiles_of_one = p_tiles * q_tiles
-    stride = tl.num_programs(0)
-    n_tiles = n_experts * tiles_of_one
-    n_own = _steps_of(Offsets_ptr, Largest_ptr, tl.program_id(0), n_tiles, stride, tiles_of_one, BLOCK_K)
-    tile = tl.program_id(0) - stride
-    expert, first_p, first_q, begin, end, n_steps = 0, 0, 0, 0, 0, 0
-    step = -1
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for _ in range(0, n_own):
-        step = tl.where(step + 1 >= n_steps, 0, step + 1)
-        if step == 0:
-            tile += stride
-            expert = tl.load(Largest_ptr + tile // tiles_of_one)
-            p_tile, q_tile = _swizzled(tile % tiles_of_one, p_tiles, q_tiles, GROUP)
-            first_p = p_tile * BLOCK_M
-            first_q = q_tile * BLOCK_N
-            begin = tl.load(Offsets_ptr + expert)
-            end = tl.load(Offsets_ptr + expert + 1)
-            n_steps = tl.maximum(tl.cdiv(end - begin, BLOCK_K), 1)
-        rows = begin + step * BLOCK_K + tl.arange(0, BLOCK_K)
-        in_rows = rows < end
-        p_cols = first_p + tl.arange(0, BLOCK_M)
-        q_cols = first_q + tl.arange(0, BLOCK_N)
-        p = _operand(P_ptr, Token_ptr, rows, p_cols, in_rows, n_p, P_row_stride, P_GATHERED, EVEN_M)
-        q = _operand(Q_ptr, Token_ptr, rows, q_cols, in_rows, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
-        acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
-        if step == n_steps - 1:
-            out = DW_ptr + (expert.to(tl.int64) * n_p + first_p) * n_q
-            out += tl.arange(0, BLOCK_M)[:, None] * n_q + q_cols[None, :]
-            tl.store(out, acc.to(DW_ptr.dtype.element_ty), mask=(p_cols < n_p)[:, None] & (q_cols < n_q)[None, :])
-            acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-
-
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 KERNELS, LIBRARY = 1, 2
 """Values of ENGINE."""
-_PERSISTENT = {
-    _fused_moe_rows_kernel: _fused_moe_rows_persistent_kernel,
-    _fused_moe_weights_kernel: _fused_moe_weights_persistent_kernel,
-}
-"""The kernel that a plan with programs per multiprocessor launches instead."""
 
 
 def product_key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
@@ -386,11 +237,9 @@ def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int, eng
     return LaunchConfig(blocks, warps, stages)
 
 
-def _shared(config: LaunchConfig, itemsize: int, buffers: int | None = None) -> int:
-    """Bytes of shared memory for so many buffers of both operands; default: one for each stage."""
+def _shared(config: LaunchConfig, itemsize: int) -> int:
     blocks = config.blocks
-    buffers = config.num_stages if buffers is None else buffers
-    return (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * itemsize * buffers
+    return (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * itemsize * config.num_stages
 
 
 _LIBRARY_ROWS = 6
@@ -461,16 +310,12 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         ):
             for block_k in (32, 64, 128) if block_m >= lowest else ():
                 for warps in (4, 8):
-                    for stages in (2, 3, 5, 7) if of_weights else (2, 3, 4):
+                    for stages in (2, 3, 4):
                         config = _tile(block_m, block_n, block_k, warps, stages)
-                        # A gradient of weights loads tokens before rows, so the compiler gives a buffer two stages.
-                        shared = _shared(config, key[4], (stages + 1) // 2 if of_weights else stages)
                         held = block_m * block_n // (warps * target.warp_size)
-                        is_deep = 4 * shared >= target.shared_memory  # enough loads on their way
-                        if shared <= target.shared_memory and is_deep and 32 <= held <= 128:
+                        is_deep = 4 * _shared(config, key[4]) >= target.shared_memory  # enough loads on their way
+                        if _shared(config, key[4]) <= target.shared_memory and is_deep and 32 <= held <= 128:
                             found.append(config)
-                            if _reads_shared(target) and block_m * block_n >= 128 * 128:
-                                found.append(replace(config, ctas_per_mp=min(2, target.shared_memory // shared)))
         return found
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
@@ -482,7 +327,7 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
     return Tunable(
         "fused_moe",
         variant,
-        kernels=(kernel, _PERSISTENT[kernel]),
+        kernels=(kernel,),
         key=product_key,
         dims=DIMS,
         heuristic=heuristic,
@@ -551,17 +396,6 @@ def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
     return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
 
 
-def _launch(plan: Plan, kernel, n_tiles: int, args: tuple, flags: tuple, persistent_args: tuple = ()) -> None:
-    """Launch the kernel with a program for each tile, or its persistent form with as many as the plan says.
-
-    persistent_args: what the persistent kernel takes beyond `args`
-    """
-    if ctas := plan.config.ctas_per_mp:
-        kernel, args = _PERSISTENT[kernel], (*args, *persistent_args)
-        n_tiles = min(n_tiles, ctas * plan.target.multiprocessors)
-    launch(plan, kernel, (n_tiles,), args, flags)
-
-
 def rows_product(
     tunable: Tunable, key: Key, a: torch.Tensor, weight: torch.Tensor, inner_axis: int, gathered: bool, where: Routing
 ) -> torch.Tensor:
@@ -581,7 +415,7 @@ def rows_product(
     args = (a, weight, y, where.token, where.offsets, tiles.expert, tiles.first, a.stride(0), weight.stride(0))
     args = (*args, weight.stride(3 - inner_axis), weight.stride(inner_axis), n_experts, n_inner, n_cols)
     flags = (gathered, *_whole(plan, BLOCK_N=n_cols, BLOCK_K=n_inner))
-    _launch(plan, _fused_moe_rows_kernel, tiles.count * cdiv(n_cols, blocks["BLOCK_N"]), args, flags)
+    launch(plan, _fused_moe_rows_kernel, (tiles.count * cdiv(n_cols, blocks["BLOCK_N"]),), args, flags)
     return y
 
 
@@ -595,8 +429,7 @@ def weights_product(
         return call_routine(plan, _WEIGHTS, (p, q, where.token, where.offsets, gathered))
     dweight = torch.empty((n_experts, n_p, n_q), dtype=p.dtype, device=p.device)
     blocks = plan.config.blocks
-    n_tiles = n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"])
+    grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"]),)
     args = (p, q, dweight, where.token, where.offsets, where.largest, p.stride(0), q.stride(0), n_p, n_q)
-    flags = (*gathered, *_whole(plan, BLOCK_M=n_p, BLOCK_N=n_q))
-    _launch(plan, _fused_moe_weights_kernel, n_tiles, args, flags, (n_experts,))
+    launch(plan, _fused_moe_weights_kernel, grid, args, (*gathered, *_whole(plan, BLOCK_M=n_p, BLOCK_N=n_q)))
     return dweight
