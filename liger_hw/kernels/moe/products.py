@@ -244,7 +244,7 @@ def _shared(config: LaunchConfig, itemsize: int) -> int:
 
 _LIBRARY_ROWS = 6
 """The library is chosen from more than 2^5 rows an expert (mean); below, reading weights is what takes time."""
-_LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 1024}
+_LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
 """The library is chosen where a row meets at least so many columns: the more there are, the smaller is the share of
 copying the gathered rows, which the kernels do not do. Gradients of weights gain more from it, and so need fewer."""
 _SMALL_EXPERT = 1 << 22
