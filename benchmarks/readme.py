@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import experts_page
 import losses_page
 import published
 import size_plots
@@ -469,6 +470,7 @@ PAGES = {
     "docs/shapes.md": {"shapes": shapes_table, "behind": behind_table, "limits": limits_table},
     "docs/activations.md": {"default": default_table, "activations": activations_table, "longest": longest_table},
     "docs/losses.md": losses_page.TABLES,
+    "docs/moe.md": experts_page.TABLES,
 }
 
 
