@@ -31,6 +31,15 @@ kernels=(tests/kernels/test_numerics.py -k "test_options and default")
 # One thread a test process: the tests are small and the workers already fill the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+# Lane gpu: one process, since processes share the device's memory. With PYTEST_WORKERS that many, and after them one
+# for the tests that take much memory (mark `memory`).
+on_gpu() {
+    [ "${PYTEST_WORKERS:-1}" != 1 ] || { "$python" -m pytest -q -m gpu; return; }
+    "$python" -m pytest -q -n "$PYTEST_WORKERS" -m "gpu and not memory"
+    local outcome=$?
+    "$python" -m pytest -q -m "gpu and memory" && return "$outcome"
+}
+
 for lane in "${lanes[@]}"; do
     command=("$python" -m pytest -q -n "$workers")
     case $lane in
@@ -58,7 +67,8 @@ for lane in "${lanes[@]}"; do
             command=("$python" -m tests.fuzz --seconds "${FUZZ_SECONDS:-1200}" ${FUZZ_SEED:+--seed "$FUZZ_SEED"})
             [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && command+=(--json "$OUT/fuzz.json"); }
             ;;
-        gpu | multigpu) command=("$python" -m pytest -q -m "$lane") ;; # one process: tests share the device, not memory
+        gpu) command=(on_gpu) ;;
+        multigpu) command=("$python" -m pytest -q -m multigpu) ;;
         *) echo "ci/test.sh: unknown lane '$lane'; known: check kernels cpu transformers4 distributed trl interpret aot models fuzz gpu multigpu" >&2; exit 2 ;;
     esac
     echo "== lane $lane"

@@ -12,6 +12,9 @@ leaves it out (ci/test.sh). `@pytest.mark.full` marks a test or one of its param
 `@pytest.mark.daily(*lanes, **values)` marks every set of parameters but those with these values, in these lanes
 (default: all that need no GPU); of several such marks on one test each adds what it names. A value is the text of a
 parameter, or a tuple of texts; of a `case` they are `op` and `options`, which is "default" or "other".
+
+`@pytest.mark.memory(GIB, op=GIB)` is for tests of the gpu lane that take much of the device's memory. A device that has
+less skips them, and `ci/test.sh` runs them in one process.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["LIGER_HW_INTERPRET"] = "1"
     config.addinivalue_line("markers", "lanes(*names): the lanes a test with the fixture `lane` runs in; default all")
     config.addinivalue_line("markers", "daily(*lanes, **values): other values of these parameters are `full`")
+    config.addinivalue_line("markers", "memory(gib, **gib_of_op): device memory a test takes at its highest, if much")
     config.addinivalue_line("markers", "unpoisoned: uninitialised memory is left as it is")
     if str(_ROOT) not in sys.path:
         sys.path.insert(0, str(_ROOT))
@@ -194,6 +198,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"lane {lane}: {reasons[lane]}"))
             if lane in _WITHOUT_GPU and not _runs_daily(item, lane):
                 item.add_marker("full")
+        if "gpu" in lanes and (needed := _memory_of(item)) and not reasons["gpu"]:
+            if needed > (gib := _gib_of(gpu_device(config))):
+                item.add_marker(pytest.mark.skip(reason=f"takes {needed} GiB of device memory, this one has {gib:.0f}"))
+
+
+def _memory_of(item: pytest.Item) -> float:
+    """GiB that a test's mark `memory` says, of its op where the mark names it; 0 without a mark."""
+    mark = item.get_closest_marker("memory")
+    if mark is None:
+        return 0
+    from liger_hw import registry
+
+    if unknown := mark.kwargs.keys() - registry.ops().keys():
+        raise pytest.UsageError(f"{item.nodeid}: memory names {sorted(unknown)}, which are no ops")
+    return mark.kwargs.get(_values(item).get("op"), mark.args[0])
+
+
+def _gib_of(device: str) -> float:
+    import torch
+
+    kind = torch.device(device).type
+    return torch.get_device_module(kind).get_device_properties(device).total_memory / 2**30
 
 
 def _runs_daily(item: pytest.Item, lane: str) -> bool:

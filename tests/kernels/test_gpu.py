@@ -96,6 +96,7 @@ def _misaligned(t: torch.Tensor) -> torch.Tensor:
     return room[1:].view(t.shape).copy_(t)
 
 
+@pytest.mark.memory(32, fused_add_rms_norm=42, vision_rope=42, fused_moe=113)  # measured on an H200
 @ON_GPU
 def test_offsets_past_int32(lane, op, seed):
     """More than 2^31 elements in the first tensor: the last rows are right, which no 32-bit offset reaches."""
@@ -103,10 +104,6 @@ def test_offsets_past_int32(lane, op, seed):
     of_one = make(op, sizes, torch.bfloat16, lane.device, seed)
     per_row = of_one.args[0].numel() // sizes[0]
     rows = math.ceil(2**31 / per_row) + 3
-    free = torch.get_device_module(torch.device(lane.device).type).mem_get_info()[0]
-    needed = 16 * rows * per_row * 2
-    if free < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free device memory, {free >> 30} are")
     options = next((o for o in op.options if _rows_apart(op, o, lane.device)), None)
     if options is None:
         pytest.skip("no option set of this op gives results of single rows to look at")

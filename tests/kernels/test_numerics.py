@@ -10,6 +10,10 @@ from harness import ONE_OF_A_FAMILY, few_sizes, make, real_sizes, small_sizes, v
 
 from liger_hw import registry
 
+MULTIPLIES = ("fused_moe",)
+"""Ops whose kernels multiply matrices. In fp32 they leave a GPU's matrix units alone: every multiplication of a tile is
+an instruction, and the compiler takes a minute for the widest tile."""
+
 
 # The interpreter runs every option set in test_conformance.py, at the sizes and with the configurations of a GPU.
 @pytest.mark.daily("interpret", options="default")
@@ -37,8 +41,9 @@ def test_other_configurations(lane, op, pick, seed, monkeypatch):
     for tunable in op.tunables:
         monkeypatch.setattr(tunable, "heuristic", tunable.safe if pick == "safe" else _picker(tunable, pick))
     registry.invalidate()
+    dtype = torch.float16 if lane.name == "gpu" and op.name in MULTIPLIES else torch.float32
     for sizes in (few_sizes(op), wide_sizes(op)):
-        verify(op, make(op, sizes, torch.float32, lane.device, seed), seed)
+        verify(op, make(op, sizes, dtype, lane.device, seed), seed)
 
 
 def _picker(tunable, pick):
@@ -54,6 +59,16 @@ def _picker(tunable, pick):
     return choose
 
 
+# Measured on an H200: weights of a whole vocabulary or of many experts, in fp64 too.
+@pytest.mark.memory(
+    16,
+    multi_token_attention=22,
+    embedding=50,
+    fused_linear_jsd=50,
+    fused_linear_kl_div=50,
+    fused_linear_log_probs=50,
+    fused_moe=58,
+)
 @pytest.mark.lanes("gpu")
 def test_real_width(lane, dtype, case, seed):
     """A few rows of the first workload's real width, with the configuration users get."""
