@@ -229,6 +229,8 @@ class Backend:
     vendor: str
     device_type: str
     """The type of torch devices it may serve."""
+    torch_version: str
+    """The attribute of `torch.version` that a build of torch for this vendor has."""
     archs: Mapping[str, Arch] = {}
     devices: Mapping[str, Device] = {}
     """Known devices. The key is part of torch's name of the device; the first of an architecture stands for it."""
@@ -253,14 +255,19 @@ class Backend:
 
     def present(self) -> bool:
         """Whether torch was built for this vendor. MUST NOT create a device context."""
-        raise NotImplementedError
+        import torch
+
+        return getattr(torch.version, self.torch_version, None) is not None
 
     def describe(self, index: int) -> Target:
         """The Target of device `index`, read from torch's device properties."""
         return self.target_from_properties(self.properties(index))
 
     def properties(self, index: int) -> Any:
-        raise NotImplementedError
+        """torch's properties of device `index`."""
+        import torch
+
+        return torch.get_device_module(self.device_type).get_device_properties(index)
 
     def driver(self, index: int) -> str:
         """The version of the device's kernel driver, "" where it cannot be read."""

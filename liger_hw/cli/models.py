@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 from typing import Any, Iterator
 
 from ..autotune.workers import Worker, WorkerDied, WorkerError, serve
@@ -104,7 +105,7 @@ def _answer(call: str, arguments: list[Any]) -> Any:
         return verify.causal_lms()
     family, class_name, named, device = arguments
     function = getattr(public, specs()[family].function_name) if named else None
-    return verify.check_step(family, class_name, function, classes=named, device=device).as_dict()
+    return asdict(verify.check_step(family, class_name, function, classes=named, device=device))
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

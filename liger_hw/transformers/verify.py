@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
 import torch
@@ -92,9 +92,6 @@ class Row:
     fused: bool = False
     loss_error: float = 0.0
     grad_error: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def note(self, report: PatchReport, calls: Counter) -> None:
         """Fill in what was patched and called."""

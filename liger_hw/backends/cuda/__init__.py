@@ -21,6 +21,7 @@ _LATENCY = 600.0
 class CudaBackend(Backend):
     vendor = "cuda"
     device_type = "cuda"
+    torch_version = "cuda"
     archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock held under load
         "sm80": Arch("ampere", (32,), 163 * KIB, 65536, 2048, clock=1.41),
         "sm86": Arch("ampere", (32,), 99 * KIB, 65536, 1536, clock=1.80),
@@ -45,16 +46,6 @@ class CudaBackend(Backend):
     gemm_alignment = 16  # cuBLAS: 16-byte loads only
     gemm_even_steps_above = 6  # cuBLAS: tall products in multiples of 512 rows
     fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
-
-    def present(self) -> bool:
-        import torch
-
-        return torch.version.cuda is not None
-
-    def properties(self, index: int) -> Any:
-        import torch
-
-        return torch.cuda.get_device_properties(index)
 
     def driver(self, index: int) -> str:
         try:

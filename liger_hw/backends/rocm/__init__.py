@@ -37,6 +37,7 @@ def arch_of(gcn_arch_name: str) -> str:
 class RocmBackend(Backend):
     vendor = "rocm"
     device_type = "cuda"
+    torch_version = "hip"
     archs = {  # clocks are the data sheets' engine clocks
         "gfx90a": _arch("cdna2", 64, clock=1.7),
         "gfx942": _arch("cdna3", 64, clock=2.1),
@@ -55,16 +56,6 @@ class RocmBackend(Backend):
         "RX 9070 XT": Device("AMD Radeon RX 9070 XT", "gfx1201", 32, 8 * MIB, 640),
     }
     options = frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"})
-
-    def present(self) -> bool:
-        import torch
-
-        return torch.version.hip is not None
-
-    def properties(self, index: int) -> Any:
-        import torch
-
-        return torch.cuda.get_device_properties(index)
 
     def driver(self, index: int) -> str:
         try:

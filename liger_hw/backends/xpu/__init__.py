@@ -58,6 +58,7 @@ def arch_of(properties: Any) -> str:
 class XpuBackend(Backend):
     vendor = "xpu"
     device_type = "xpu"
+    torch_version = "xpu"
     archs = {  # clocks are the data sheets' highest graphics clocks
         "pvc": _arch("xe-hpc", 8, (16, 32), 128 * KIB, clock=1.6),
         "acm": _arch("xe", 16, (8, 16, 32), 64 * KIB, clock=2.4),
@@ -71,16 +72,6 @@ class XpuBackend(Backend):
         "Lunar Lake": Device("Intel(R) Arc(TM) Graphics (Lunar Lake)", "lnl", 8, 8 * MIB, 136),
     }
     options = frozenset({"grf_mode"})
-
-    def present(self) -> bool:
-        import torch
-
-        return getattr(torch.version, "xpu", None) is not None
-
-    def properties(self, index: int) -> Any:
-        import torch
-
-        return torch.xpu.get_device_properties(index)
 
     def target_from_properties(self, properties: Any) -> Target:
         name = arch_of(properties)

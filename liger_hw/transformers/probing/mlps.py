@@ -29,6 +29,7 @@ from .probe import (
     Refused,
     agrees,
     generator,
+    has_same_gradients,
     is_customised,
     is_equal,
     probe_copy,
@@ -313,7 +314,7 @@ class _Probe:
             return found
         match, expected = found
         answers = {call.name: call.answer for call in calls}
-        if not _has_same_gradients(down.given, expected(answers), [call.answer for call in inputs]):
+        if not has_same_gradients(expected(answers), down.given, [call.answer for call in inputs], 1e-4):
             return Refused(f"its gradients are not those of {match.kernel}", match.kernel)
         return match, _Formula(expected, down.name, self.multipliers.get(scale, 1.0))
 
@@ -448,17 +449,6 @@ def _gate_op(act: str, one_tensor_gate_first: bool = False) -> str:
     if act != "silu":
         return "geglu"
     return "fused_gate_up_swiglu" if one_tensor_gate_first else "swiglu"
-
-
-def _has_same_gradients(original: torch.Tensor, reference: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
-    """Whether both results pass the same gradients on: no part of the original is detached."""
-    if not original.requires_grad:
-        return False
-    weights = original.detach().cos()
-    with torch.enable_grad():
-        wanted = torch.autograd.grad((original * weights).sum(), leaves, allow_unused=True)
-        found = torch.autograd.grad((reference * weights).sum(), leaves, allow_unused=True)
-    return all(a is not None and b is not None and agrees(b, a, 1e-4) for a, b in zip(wanted, found))
 
 
 def _why_not(wanted: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:

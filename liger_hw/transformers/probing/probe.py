@@ -185,3 +185,15 @@ def agrees(found: Any, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
 def is_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and values."""
     return found.shape == wanted.shape and found.dtype == wanted.dtype and bool((found == wanted).all())
+
+
+def has_same_gradients(found: torch.Tensor, wanted: torch.Tensor, leaves: list[torch.Tensor], tolerance: float) -> bool:
+    """Whether both results pass the same gradients on to every leaf: no part of what is wanted is detached."""
+    if not wanted.requires_grad:
+        return False
+    direction = wanted.detach().cos()
+    with torch.enable_grad():
+        theirs, ours = (
+            torch.autograd.grad((result * direction).sum(), leaves, allow_unused=True) for result in (wanted, found)
+        )
+    return all(a is not None and b is not None and agrees(b, a, tolerance) for a, b in zip(theirs, ours))

@@ -220,13 +220,10 @@ def recognise(function: Callable, shared_halves: bool) -> Match | Refused:
             ran = [i for i, value in enumerate(wanted) if value is not None]
             for kernel in form.kernels(shared_halves) if ran else ():
                 if all(_is_same(wanted[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
-                    unexplored = coverage.unexplored()
-                    return Refused(unexplored, "rope") if unexplored else _match(kernel, function)
+                    if unexplored := coverage.unexplored():
+                        return Refused(unexplored, "rope")
+                    return Match(kernel.op, kernel.variant, kernel.make(function))
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
-
-
-def _match(kernel: "_Kernel", function: Callable) -> Match:
-    return Match(kernel.op, kernel.variant, kernel.make(function))
 
 
 def _outcome(function: Callable, given: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
