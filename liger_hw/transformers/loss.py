@@ -309,7 +309,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
         if not switch or torch.jit.is_tracing():
             return original(self, *args, **kwargs)
-        if self.training and not torch.compiler.is_compiling():
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
         if labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None:

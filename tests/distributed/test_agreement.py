@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import liger_hw
 from liger_hw import distributed, registry
 from liger_hw.autotune import inline, notes, store
 from liger_hw.distributed import agreement
@@ -230,6 +231,23 @@ def test_the_first_step_that_can_compare_does(two_ranks, monkeypatch):
     step()
     step()
     assert len(asked) == 3
+
+
+def test_a_forward_without_gradients_is_no_training_step(monkeypatch):
+    """One rank may look at a model that is in training mode, before all of them train it."""
+    transformers = pytest.importorskip("transformers")
+    from liger_hw.transformers.tiny import tiny_model
+
+    asked = []
+    monkeypatch.setattr(agreement, "at_first_step", lambda *args: asked.append(args))
+    model = tiny_model(transformers.LlamaForCausalLM, num_hidden_layers=1)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with liger_hw.patch(model):
+        with torch.no_grad():
+            model(ids, labels=ids)
+        assert not asked
+        model(ids, labels=ids)
+        assert len(asked) == 1
 
 
 REJOIN = """
