@@ -127,7 +127,6 @@ class HostTime:
     def burst(self, samples: int) -> list[float]:
         """Milliseconds a call."""
         found = []
-        gc.collect()
         gc.disable()
         for _ in range(samples):
             self.meter.synchronize()
