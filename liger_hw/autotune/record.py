@@ -19,6 +19,7 @@ from ..registry import Candidate, Key, Op, Plan, Sample, Tunable
 from ..runtime import launch as _launch
 from ..runtime.observe import Foreseen, Observer, observing
 from ..runtime.operator import LauncherMode
+from ..text import first_line
 
 
 @dataclass
@@ -258,8 +259,7 @@ class LaunchRefused(Exception):
     """A configuration failed to compile or launch inside `strictly()`."""
 
     def __init__(self, plan: Plan, cause: BaseException) -> None:
-        lines = str(cause).strip().splitlines() or [""]
-        super().__init__(f"{type(cause).__name__}: {lines[0][:200]}")
+        super().__init__(first_line(cause))
         self.plan = plan
 
 

@@ -13,7 +13,7 @@ import gc
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -264,7 +264,7 @@ def _row(
         "version": peer.version() if peer else None,
         "status": arm.status,
         "note": arm.note,
-        "ms": times.to_json() if times else None,
+        "ms": asdict(times) if times else None,
         "method": runner.method if runner else None,
         "calls_in_graph": runner.calls if runner else None,
         "input_sets": len(sets),
@@ -272,7 +272,7 @@ def _row(
         "floor_ms": floor,
         "floor": kind,
         "share": floor / times.median if times and floor and times.median > 0 else None,
-        "eager_ms": eager.to_json() if eager else None,
+        "eager_ms": asdict(eager) if eager else None,
         "host_us": difference(arm.host),
         "peak_mib": arm.peak_mib,
         "kept_mib": arm.kept_mib,

@@ -80,15 +80,6 @@ class Stats:
             samples=min(self.samples, other.samples),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "median": self.median,
-            "p20": self.p20,
-            "p80": self.p80,
-            "repeats": list(self.repeats),
-            "samples": self.samples,
-        }
-
 
 # -- the device ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from typing import Any, Callable
+from typing import Any
 
 from ..text import fold, json_text, time_left
 from . import UsageError, told
@@ -113,48 +113,24 @@ def run(arguments: argparse.Namespace) -> int:
     device = usable_device("bench", arguments.device)
     what = arguments.what[0] if arguments.what and arguments.what[0] in OTHERS else "ops"
     ops = arguments.what[1:] if what != "ops" else arguments.what
-    return {"ops": _ops, "moe": _moe, "e2e": _e2e}[what](arguments, device, ops)
+    return _e2e(arguments, device, ops) if what == "e2e" else _ops(arguments, device, ops, what == "moe")
 
 
-def _ops(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import ops, peers
+def _ops(arguments: argparse.Namespace, device: Any, names: list[str], experts: bool) -> int:
+    """experts: of the ops fused_moe alone, with tokens that choose their experts as a router has them choose"""
+    from ..bench import moe, ops, peers, plots, report, timing
 
-    sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
-    with told("bench"):
-        todo = ops.cases(names, sizes, torch_dtype(arguments.dtype))
-    return _bench_ops(arguments, device, todo, _peers(arguments, list(peers.DEFAULT)))
-
-
-def _moe(arguments: argparse.Namespace, device: Any, names: list[str]) -> int:
-    from ..bench import moe
-
-    if names:
+    if experts and names:
         raise UsageError(f"bench: moe takes no op, got {names[0]!r}; --sizes chooses layers")
-    sizes = arguments.sizes or (["small"] if device.type == "cpu" else [])
+    sizes, dtype = arguments.sizes or (["small"] if device.type == "cpu" else []), torch_dtype(arguments.dtype)
     with told("bench"):
-        todo = moe.layers(sizes, arguments.tokens, arguments.routing, torch_dtype(arguments.dtype))
-    return _bench_ops(arguments, device, todo, _peers(arguments, list(moe.AGAINST)), moe.as_text)
-
-
-def _peers(arguments: argparse.Namespace, default: list[str]) -> list[str]:
-    from ..bench import peers
-
-    against = default if arguments.against is None else arguments.against
+        if experts:
+            todo = moe.layers(sizes, arguments.tokens, arguments.routing, dtype)
+        else:
+            todo = ops.cases(names, sizes, dtype)
+    against = arguments.against or list(moe.AGAINST if experts else peers.DEFAULT)
     if unknown := [name for name in against if name not in peers.PEERS]:
         raise UsageError(f"bench: unknown peer {unknown[0]!r}; known: {', '.join(peers.PEERS)}")
-    return against
-
-
-def _bench_ops(
-    arguments: argparse.Namespace,
-    device: Any,
-    todo: list,
-    against: list[str],
-    more: Callable[[list[dict[str, Any]]], str] = lambda rows: "",
-) -> int:
-    """more: what to print of the rows beside the tables of every op"""
-    from ..bench import ops, peers, plots, report, timing
-
     facts, rows, ended = report.machine(device), [], ""
     budget = timing.Budget(arguments.budget)
     if device.type == "cpu":
@@ -192,7 +168,7 @@ def _bench_ops(
             _progress(f"wrote {path}")
     if arguments.json != "-":
         print(report.as_text(rows))
-        if text := more(rows):
+        if experts and (text := moe.as_text(rows)):
             print(f"\n{text}")
         print(fold(_where(facts)))
         if ended:

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable
 
-from ..text import StatusLine, fold, json_text, table, with_notes
+from ..text import StatusLine, first_line, fold, json_text, table, with_notes
 from . import UsageError, needs
 
 MOST_MODULES = 1024
@@ -131,8 +131,7 @@ def _model(config: Any) -> Any:
         with torch.device("meta"):
             return cls(config)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise UsageError(f"check: {cls.__name__} cannot be made from this configuration: {reason}") from None
+        raise UsageError(f"check: {cls.__name__} cannot be made from this configuration: {first_line(error)}") from None
 
 
 def _causal_lm(config: Any) -> type:

@@ -12,7 +12,7 @@ import math
 import sys
 from typing import Any
 
-from ..text import fold, json_text, printable
+from ..text import first_line, fold, json_text, printable
 from . import told
 from .arguments import dtype_name, shape, torch_dtype
 
@@ -124,7 +124,6 @@ def _launched(op: Any, sizes: tuple[int, ...], dtype: str, target: Any) -> dict[
             one = {"kernel": launch.kernel.split(":")[1], "grid": list(launch.grid)}
             found.setdefault((launch.tunable, launch.key), []).append(one)
     except Exception as error:  # the op's own kernels are explained all the same
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        print(f"liger-hw: explain: what is launched is unknown: {printable(reason)}", file=sys.stderr)
+        print(f"liger-hw: explain: what is launched is unknown: {printable(first_line(error))}", file=sys.stderr)
         return None
     return found

@@ -11,6 +11,7 @@ before anything is freed, and the peak is the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any, Mapping, Sequence, Union
@@ -75,10 +76,4 @@ def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
 
 def in_words(levels: Sequence[str]) -> str:
     """`mlp x12, cheap x20`: runs of equal levels, first layer first."""
-    runs: list[list[Any]] = []
-    for level in levels:
-        if runs and runs[-1][0] == level:
-            runs[-1][1] += 1
-        else:
-            runs.append([level, 1])
-    return ", ".join(f"{level} x{n}" for level, n in runs)
+    return ", ".join(f"{level} x{len(list(run))}" for level, run in itertools.groupby(levels))

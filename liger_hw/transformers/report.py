@@ -40,9 +40,8 @@ PATCH_LOCK = fork_safe(threading.RLock())
 
 def patched_parts(model: Any) -> dict[str, int]:
     """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
-    marks = [getattr(getattr(module, forward_slot(module)), PATCH_MARK, None) for module in model.modules()]
-    slots = [slot for slot in SLOTS if slot != "forward"]
-    marks += [getattr(getattr(module, s, None), PATCH_MARK, None) for module in model.modules() for s in slots]
+    places = ((module, slot) for module in model.modules() for slot in (forward_slot(module), *SLOTS[1:]))
+    marks = (getattr(getattr(module, slot, None), PATCH_MARK, None) for module, slot in places)
     return dict(Counter(mark[1] for mark in marks if mark is not None))
 
 
