@@ -292,8 +292,8 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
 
     The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides; it
     means nothing without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy`
-    and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored); `shift_labels` alone
-    gives a loss too. Logits that are skipped are computed if somebody reads them before backward; they are None inside
+    and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored; without them these
+    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if somebody reads them before backward; they are None inside
     torch.compile, in replicas of `nn.DataParallel`, and where the head's weight is sharded, since one rank may read
     them alone.
     """
@@ -309,6 +309,9 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     def forward(self, *args, skip_logits=None, return_token_accuracy=False, return_predicted_tokens=False, **kwargs):
         if not switch or torch.jit.is_tracing():
             return original(self, *args, **kwargs)
+        return _with_attributes(run(self, args, kwargs, skip_logits, return_token_accuracy, return_predicted_tokens))
+
+    def run(self, args, kwargs, skip_logits, return_token_accuracy, return_predicted_tokens):
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
@@ -431,6 +434,15 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
             outputs[name] = value
         elif hasattr(outputs, "__dict__") and not isinstance(outputs, torch.Tensor):
             setattr(outputs, name, value)
+    return outputs
+
+
+def _with_attributes(outputs: Any) -> Any:
+    """A `ModelOutput`, with the attributes that were not asked for as None; its items stay as they are."""
+    if isinstance(outputs, dict) and hasattr(outputs, "__dict__"):
+        for name in ("token_accuracy", "predicted_tokens"):
+            if not hasattr(outputs, name):
+                setattr(outputs, name, None)
     return outputs
 
 

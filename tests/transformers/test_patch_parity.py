@@ -201,7 +201,9 @@ def test_token_accuracy(patched, batch):
     torch.testing.assert_close(found.token_accuracy, expected.to(found.token_accuracy.dtype))
     predicted = found.predicted_tokens.view(2, -1)[:, :-1][target != -100]
     assert torch.equal(predicted, reference(**batch).logits[:, :-1].argmax(-1)[target != -100])
-    assert not {"token_accuracy", "predicted_tokens"} & set(model(**batch))
+    for plain in (model(**batch), model(batch["input_ids"]), model.eval()(**batch)):
+        assert plain.token_accuracy is None and plain.predicted_tokens is None  # there, as programs ask for them
+        assert not {"token_accuracy", "predicted_tokens"} & set(plain)
 
 
 def test_generate_equals_unpatched(patched, batch):
