@@ -151,7 +151,11 @@ class LigerFusedLinearGRPOLoss(LossModule):
     vespo_lambda_neg: float = 2.0
 
     def check(self) -> None:
-        checked_policy(**self.options())
+        """Whether the loss type goes with sequence-level sampling is asked at the call, as in Liger."""
+        options = self.options()
+        if options["importance_sampling_level"] == "sequence":
+            options["importance_sampling_level"] = "token"
+        checked_policy(**options)
 
     def forward(
         self,

@@ -425,6 +425,19 @@ def test_errors(case):
         call()
 
 
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_a_loss_type_without_sequences_is_said_at_the_call(loss_type):
+    """As in Liger: a program may build such a loss and set its level before it is called."""
+    loss = chunked_loss.LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type=loss_type, importance_sampling_level="sequence", use_ref_model=False
+    )
+    call = _X, _W, _Y, torch.ones(4, 3), torch.ones(4)
+    with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+        loss(*call)
+    loss.importance_sampling_level = "token"
+    assert torch.isfinite(loss(*call)[0])
+
+
 def test_of_two_references_of_grpo_the_log_probabilities_are_taken():
     logps, mask = torch.full((4, 3), -2.0), torch.ones(4, 3)
     call = {"mask": mask, "advantages": torch.ones(4), "use_ref_model": True, "ref_per_token_logps": logps}
