@@ -60,6 +60,26 @@ class LigerRMSNormForOlmo2(LigerRMSNorm):
 
 LigerRMSNormForGlm4 = LigerRMSNormForOlmo2
 
+
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """Muse Glimmer's: `LigerRMSNormForGemma4`, which without a scale needs no width."""
+
+    def __init__(
+        self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+    ) -> None:
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
+    """The norm of Muse Glimmer's text layers: `LigerRMSNormForGemma`."""
+
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
 LigerQwen3MoeSwiGLUMLP = LigerSwiGLUMLP
 
 
@@ -69,6 +89,16 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     def __init__(self, config, layer_idx=None, is_shared_mlp=False) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
+
+
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """A gated MLP of Muse Glimmer, whose config calls the activation `hidden_activation`."""
+
+    def __init__(self, config) -> None:
+        named = copy.copy(config)
+        named.hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
+        super().__init__(named)
+        self.config = config
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):

@@ -41,6 +41,8 @@ def same(ours: torch.nn.Module, other: torch.nn.Module, width: int) -> None:
         ("LigerRMSNormForOlmo2", "olmo2", "Olmo2RMSNorm"),
         ("LigerRMSNormForGlm4", "glm4", "Glm4RMSNorm"),
         ("LigerRMSNormForQwen3Next", "qwen3_next", "Qwen3NextRMSNorm"),
+        ("LigerRMSNormForMuseGlimmer", "muse_glimmer", "MuseGlimmerRMSNorm"),
+        ("LigerRMSNormForMuseGlimmerTextCentered", "muse_glimmer", "MuseGlimmerTextCenteredRMSNorm"),
     ],
 )
 def test_norms(ours, family, name):
@@ -51,6 +53,20 @@ def test_a_norm_without_scale():
     same(
         modules.LigerRMSNormForGemma4(24, with_scale=False), theirs("gemma4", "Gemma4RMSNorm")(24, with_scale=False), 24
     )
+
+
+def test_a_norm_of_muse_glimmer_without_scale():
+    ours = modules.LigerRMSNormForMuseGlimmer(eps=1e-6, with_scale=False)
+    same(ours, theirs("muse_glimmer", "MuseGlimmerRMSNorm")(with_scale=False), 24)
+
+
+def test_muse_glimmer_calls_its_activation_otherwise():
+    config = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="silu")
+    ours = modules.LigerSwiGLUMLPForMuseGlimmer(config)
+    same(ours, theirs("muse_glimmer", "MuseGlimmerTextMLP")(config), 16)
+    assert ours.config is config and not hasattr(config, "hidden_act")
+    with pytest.raises(ValueError, match="gelu"):
+        modules.LigerSwiGLUMLPForMuseGlimmer(SimpleNamespace(**{**vars(config), "hidden_activation": "gelu"}))
 
 
 CONFIG = dict(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=True, mlp_multipliers=(1.5, 0.5))

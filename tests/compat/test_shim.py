@@ -344,13 +344,13 @@ UNLISTED = ("ops.utils.element_mul_kernel",)
 
 def test_what_is_not_here_names_its_replacement():
     passes("""
-import liger_kernel.transformers.swiglu as swiglu, liger_kernel.chunked_loss.dpo_loss as dpo
+import liger_kernel.transformers as layers, liger_kernel.chunked_loss.dpo_loss as dpo
 for code, said in {
     "import liger_kernel.ops.backends.registry": "liger_hw.registry",
     "from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase": "DPO",
     "from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearPreferenceBase": "DPO",
     "from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe": "DistributedConfig",
-    "from liger_kernel.transformers.swiglu import LigerSwiGLUMLPForMuseGlimmer": "without layers of their own",
+    "from liger_kernel.transformers.tiled_mlp import LigerTiledGEGLUMLP": "activations",
     "from liger_kernel.transformers import LigerTiledSwiGLUMLP": "activations",
     "from liger_kernel.ops.utils import element_mul_kernel": "multiply in torch",
 }.items():
@@ -360,11 +360,13 @@ for code, said in {
         assert said in str(error), (code, error)
     else:
         raise AssertionError(code)
-assert not hasattr(swiglu, "LigerSwiGLUMLPForMuseGlimmer") and not hasattr(dpo, "LigerFusedLinearPreferenceBase")
+assert not hasattr(dpo, "LigerFusedLinearPreferenceBase")
 try:
-    swiglu.LigerSwiGLUMLPForMuseGlimmer
+    layers.LigerTiledSwiGLUMLP
 except AttributeError as error:
-    assert "without layers of their own" in str(error)
+    assert "activations" in str(error)
+else:
+    raise AssertionError("LigerTiledSwiGLUMLP")
 """)
 
 
