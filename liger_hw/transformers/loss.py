@@ -293,9 +293,9 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
     The result takes three keywords more: `skip_logits` (None: while training with labels; True or False decides; it
     means nothing without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy`
     and `outputs.predicted_tokens`, one a position, meaning nothing where the label is ignored; without them these
-    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if somebody reads them before backward; they are None inside
-    torch.compile, in replicas of `nn.DataParallel`, and where the head's weight is sharded, since one rank may read
-    them alone.
+    attributes are None); `shift_labels` alone gives a loss too. Logits that are skipped are computed if somebody reads
+    them before backward; they are None inside torch.compile, in replicas of `nn.DataParallel`, and where the head's
+    weight is sharded, since one rank may read them alone.
     """
     from .functional import liger_cross_entropy, liger_fused_linear_cross_entropy  # noqa: F401  loaded before a step
 
