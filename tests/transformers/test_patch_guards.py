@@ -6,6 +6,7 @@ import copy
 import functools
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -229,3 +230,28 @@ def test_another_class_or_forward_given_to_a_live_model_runs(mistral, batch, par
     found, gradients_found = gradients(model, **batch)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert_same_gradients(gradients_found, wanted)
+
+
+class HalvesMLP(nn.Module):
+    """Its forward calls a method of the class's, which a module may replace with one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def gated(self, halves):
+        gate, up = halves.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def forward(self, x):
+        return self.down_proj(self.gated(self.gate_up_proj(x)))
+
+
+def test_a_method_that_the_forward_calls_replaced_on_a_live_module():
+    def other(self, halves):
+        gate, up = halves.chunk(2, -1)
+        return torch.tanh(gate) * up
+
+    model = nn.Sequential(HalvesMLP())
+    assert [row.kernel for row in liger_hw.patch(model).patched] == ["fused_gate_up_swiglu"]
+    assert_unchanged(model, lambda model: setattr(model[0], "gated", types.MethodType(other, model[0])))

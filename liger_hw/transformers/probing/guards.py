@@ -51,6 +51,9 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
             found.append(("none", name, module._parameters[name] is None))
         elif name in vars(module) and name not in (*_MODULE_ATTRIBUTES, *INSTANCE_FORWARDS, "config"):
             found += _value_guard(name, module, sizes)
+        elif name not in INSTANCE_FORWARDS and not hasattr(nn.Module, name):
+            if isinstance(inspect.getattr_static(type(module), name, None), types.FunctionType):
+                found.append(("method", name, None))
     for name in sorted(used & module._parameters.keys()):
         shape = owners.parameter_shapes(module)[name]
         found.append(("dims", name, None if shape is None else len(shape)))
@@ -81,6 +84,8 @@ def holds(module: nn.Module, guards: Guards) -> bool:
             agree = _dims_now(module, name) in (value, _UNKNOWN)
         elif kind == "none":  # a parameter that PEFT computes is not looked up, which would compute it once more
             agree = (module._parameters.get(name, module) is None) == value
+        elif kind == "method":  # the class's, which no function of the module's own hides
+            agree = name not in module.__dict__
         elif kind == "same":
             agree = getattr(module, name, None) == value
         else:
