@@ -251,10 +251,10 @@ def _tensor_parallel_group(given: Any) -> Any:
     """The group of a call: where it names none, the model's, as in Megatron's own losses."""
     if given is not None:
         return given
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None  # one process, which has no groups
     state = _module("megatron.core.parallel_state")
-    if not hasattr(state, "get_tensor_model_parallel_group"):
-        return None  # a stand-in for Megatron without parallel groups
-    return state.get_tensor_model_parallel_group(check_initialized=False)
+    return _held(state, "get_tensor_model_parallel_group")(check_initialized=False)
 
 
 def _fused_loss() -> Callable:

@@ -198,10 +198,14 @@ def test_without_a_group_a_loss_takes_the_models(build_loss, monkeypatch):
     state = ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda check_initialized=True: "the model's group"
     monkeypatch.setitem(sys.modules, state.__name__, state)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(LigerMegatronCrossEntropy, "forward", lambda self, logits, target, tp_group=None: tp_group)
     loss, logits, target = build_loss(), torch.zeros(2, 1, 4), torch.tensor([[1], [2]])
     assert loss(logits, target) == "the model's group"
     assert loss(logits, target, tp_group="its own") == "its own"
+    del state.get_tensor_model_parallel_group
+    with pytest.raises(ImportError, match="get_tensor_model_parallel_group"):
+        loss(logits, target)
 
 
 @pytest.fixture
