@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from harness import ONE_OF_A_FAMILY, few_sizes, forward, make, verify
+from harness import ONE_OF_A_FAMILY, few_sizes, forward, make, oracle, run, verify
 
 from liger_hw import registry
 
@@ -19,6 +19,22 @@ def test_bfloat16_is_refused(op, seed):
     sample = make(op, few_sizes(op), torch.bfloat16, "cpu", seed)
     with pytest.raises(NotImplementedError, match="interpreter computes bfloat16 wrong"):
         forward(op.function, sample)
+
+
+@pytest.mark.daily("interpret", op=(*ONE_OF_A_FAMILY, "fused_moe"))
+def test_float64_is_right_to_float32_or_refused(op, seed):
+    """Kernels compute in float32 whatever they are given; products of float64 in fused_moe gave 1e38 in silence."""
+    sample = make(op, few_sizes(op), torch.float64, "cpu", seed)
+    if op.name == "fused_moe":
+        with pytest.raises(NotImplementedError, match="kernels do not multiply float64"):
+            forward(op.function, sample)
+        return
+    result = run(op.function, sample, seed)
+    exact, float32 = oracle(op, sample, result.given), torch.finfo(torch.float32)
+    n_terms = max(sample.reduction, sample.grad_reduction)
+    for place, (found, expected) in enumerate(zip(result.bits(), exact.bits(), strict=True)):
+        allowed = (4 * float32.eps + (8 + 4 * n_terms**0.5) * float32.eps / 2) * expected.double().norm()
+        assert (found.double() - expected.double()).norm() <= allowed, place
 
 
 def test_threads_take_turns(seed):
