@@ -36,7 +36,8 @@ import transformers
 
 def classes_of(model: str) -> tuple[type, type]:
     """The configuration and the causal LM of a family; reads the family's file."""
-    return tuple(getattr(transformers, model.capitalize() + kind) for kind in ("Config", "ForCausalLM"))
+    config = transformers.AutoConfig.for_model(model).__class__
+    return config, transformers.AutoModelForCausalLM._model_mapping[config]
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
