@@ -565,3 +565,17 @@ def test_lora_on_the_experts_keeps_the_loop():
     with verify.counted() as counts:
         wrapped(input_ids=ids, labels=ids).loss.backward()
     assert not counts["fused_moe"]
+
+
+@needs_4
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("GptOssForCausalLM", "GptOssExperts"), ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextExperts")],
+)
+def test_routing_weights_of_every_expert_are_said_plainly(name, experts):
+    """It said "Class values must be smaller than num_classes", from inside the model's own one_hot."""
+    report = patched(tiny_model(getattr(transformers, name)))
+    rows = [row for row in report.rows if row.where.startswith(experts) and row.kernel == "fused_moe"]
+    assert rows
+    for row in rows:
+        assert "its routing weights are [tokens, experts], as transformers 4 has them" in row.state, str(report)

@@ -28,6 +28,10 @@ _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", "liger_hw")
 """Experts implementations of transformers in whose place the op may come; another is somebody's own choice."""
+_DENSE = (
+    "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
+    "chosen expert"
+)
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 
 
@@ -189,7 +193,7 @@ class _Probe:
             results = [self._own(scale) for scale in self.scales]
             for result in results:
                 if isinstance(result, str):
-                    return result
+                    return _DENSE if self._takes_dense_weights() else result
             for options in self._options():
                 mine = [self._reference(scale, options) for scale in self.scales]
                 if all(agrees(found, wanted, 2e-5) for found, wanted in zip(mine, results)):
@@ -199,14 +203,21 @@ class _Probe:
                     return f"its gradients are not those of {KERNEL}"
         return "its activation is none that the kernel has"
 
-    def _own(self, scale: float) -> torch.Tensor | str:
+    def _takes_dense_weights(self) -> bool:
+        """Whether its own forward runs on routing weights [tokens, experts], before or after the index."""
+        dense = torch.zeros(_TOKENS, _EXPERTS).scatter(1, self.index, self.weights)
+        routings = (self.index, dense), (dense, self.index)
+        return any(isinstance(self._own(1.0, *routing), torch.Tensor) for routing in routings)
+
+    def _own(self, scale: float, *routing: torch.Tensor) -> torch.Tensor | str:
+        """What a copy of the module gives for x * scale; routing: its other arguments, if not index and weights."""
         copied = probe_copy(self.module, self.parameters, {})
         for name, value in vars(copied).items():
             if type(value) is int and value in self.layout.sizes:
                 copied.__dict__[name] = self.layout.sizes[value]
         if "num_experts" in vars(copied):
             copied.__dict__["num_experts"] = _EXPERTS  # expert parallelism has made it a rank's share
-        return run(self.forward, copied, self.x * scale, self.index, self.weights)
+        return run(self.forward, copied, self.x * scale, *(routing or (self.index, self.weights)))
 
     def _reference(self, scale: float, options: dict[str, Any]) -> torch.Tensor:
         up_bias, down_bias = self.parameters.get(self.up_bias), self.parameters.get(self.down_bias)
