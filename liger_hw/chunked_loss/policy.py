@@ -19,7 +19,7 @@ with use_bias_correction_kl). Summed over tokens that count, divided by
     dr_grpo              sequences times max_completion_length
 
 Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, GSPO (sequence level) 2507.18071, SAPO
-2511.20347, two-sided clipping (delta) 2505.07291 (arXiv); LUSPO and VESPO as TRL 1.16 computes them.
+2511.20347, two-sided clipping (delta) 2505.07291, LUSPO 2602.05261 (arXiv); LUSPO and VESPO as TRL 1.16 computes them.
 """
 
 from __future__ import annotations
