@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.heads.fused_linear_jsd import FWD
+from ..kernels.heads.fused_linear_kl_div import FWD
 from ..kernels.heads.head_inputs import checked_head
 from ..kernels.heads.linear_distillation import (
     STUDENT,
@@ -27,6 +27,7 @@ from ..runtime.operator import check, check_flags, check_floats, check_ignore_in
 from .checks import LossModule
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
+"""Launched as fused_linear_kl_div is, whose logits too have the dtype of their head."""
 
 
 class DistillationFunction:

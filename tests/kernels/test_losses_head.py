@@ -11,7 +11,7 @@ from liger_hw.backends import known_target
 from liger_hw.kernels.embedding import row_sums, stable_sort
 from liger_hw.kernels.heads import chunk_plan, head_targets, linear_head
 from liger_hw.kernels.heads.chunk_plan import Chunks, borrow_gradient_memory, divide, plan_chunks
-from liger_hw.kernels.heads.linear_head import HeadGradients, dx_of, gemm_columns, sweep
+from liger_hw.kernels.heads.linear_head import HeadGradients, dx_of, gemm_columns, sweep, sweep_in_fp32
 from liger_hw.kernels.losses.log_prob_rows import (
     log_prob_buffers,
     log_prob_rows_reference,
@@ -215,6 +215,82 @@ def test_second_logits_where_the_gradient_will_be(lane, generator, monkeypatch, 
     slope = (x.double() @ weight.double().t()) - (x2.double() @ weight2.double().t())
     for found, wanted in ((grads.dx, slope @ weight.double()), (grads.dweight, slope.t() @ x.double())):
         assert (found.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype, teachers", [("float32", "float32"), ("float16", "float16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    "n_rows, hidden, vocab",
+    [
+        (60, 48, 37),  # borrowed: the first chunk lies in parts in the weight gradient's memory
+        (60, 48, 48),
+        (60, 9, 37),  # that memory is too small for a chunk
+        (3, 5, 37),  # or, in 16 bits, has no row for both heads' fp32 logits
+        (1, 2, 3),
+    ],
+)
+def test_two_heads_in_fp32(lane, generator, monkeypatch, n_rows, hidden, vocab, dtype, teachers):
+    """Logits, and the gradients of a slope of them, as fp64 has them, part by part."""
+    monkeypatch.setattr(chunk_plan, "STEP", 4)
+    monkeypatch.setattr(linear_head, "MIN_PART", 2)
+    dtype, teachers = getattr(torch, dtype), getattr(torch, teachers)
+
+    def draw(dtype, *shape):
+        return torch.randn(shape, generator=generator, device=generator.device).to(lane.device, dtype)
+
+    x, weight = draw(dtype, n_rows, hidden), draw(dtype, vocab, hidden)
+    x2, weight2 = draw(teachers, n_rows, hidden + 2), draw(teachers, vocab, hidden + 2)
+    exact, exact2 = x.double() @ weight.double().t(), x2.double() @ weight2.double().t()
+    chunks = borrow_gradient_memory(Chunks.of([(i, min(i + 16, n_rows)) for i in range(0, n_rows, 16)]), hidden, vocab)
+    grads, seen, borrowed = HeadGradients(x, weight, (True, True, False), chunks), [0], 0
+    for start, logits, other, dlogits in sweep_in_fp32(chunks, x, weight, (x2, weight2), grads):
+        stop = start + len(logits)
+        assert logits.dtype == other.dtype == torch.float32 and dlogits.dtype == dtype and start == seen[-1]
+        for found, wanted in ((logits, exact), (other, exact2)):
+            torch.testing.assert_close(found.double(), wanted[start:stop], rtol=1e-5, atol=1e-5)
+        for place in (logits, other):
+            borrowed += 0 <= place.data_ptr() - grads.dweight.data_ptr() < grads.dweight.nbytes and len(place)
+        dlogits.copy_(logits - other)
+        seen.append(stop)
+    assert seen[-1] == n_rows
+    assert borrowed == (2 * chunks.bounds[0][1] if hidden == 48 or hidden == 5 and dtype is torch.float32 else 0)
+    slope = exact - exact2
+    for found, wanted in ((grads.dx, slope @ weight.double()), (grads.dweight, slope.t() @ x.double())):
+        assert (found.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "n_rows, hidden, vocab, parts",
+    [
+        (4096, 4096, 128256, [1024] * 2 + [256] * 8),
+        (8192, 4096, 32000, [1024] * 8),
+        (2048, 2048, 151936, [512] * 4),
+        (4096, 768, 50257, [1024] * 4),
+        (8192, 2304, 256000, [512] * 4 + [256] + [512] * 11 + [256]),
+    ],
+)
+def test_fp32_logits_take_the_memory_of_rounded_ones(h200, monkeypatch, n_rows, hidden, vocab, parts):
+    """What both loops allocate for bf16 heads, at real sizes of tensors without memory."""
+    x, weight = (torch.empty(n, hidden, dtype=torch.bfloat16, device="meta") for n in (n_rows, vocab))
+    chunks = plan_chunks(n_rows, hidden, vocab, 2, heads=2, prefer_large=True, device=h200)
+    chunks, taken, heights = borrow_gradient_memory(chunks, hidden, vocab, h200), [], []
+    grads, empty = HeadGradients(x, weight, (True, True, False), chunks), torch.empty
+
+    def counted(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        taken[-1] += made.nbytes if made.dim() else 0
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for name in ("logits_of", "add_product"):
+        monkeypatch.setattr(linear_head, name, lambda *_: None)
+    for loop in (
+        sweep(chunks, x, weight, grads, second=(x, weight)),
+        sweep_in_fp32(chunks, x, weight, (x, weight), grads),
+    ):
+        taken.append(0)
+        heights = [len(logits) for _, logits, *_ in loop]
+    assert heights == parts and taken[0] == taken[1]
 
 
 # -- the targets' entries, accumulated separately --------------------------------------------------------------------

@@ -6,11 +6,14 @@ Shapes: student_input [n_rows, hidden], student_weight [vocab, hidden], teacher_
 teacher_weight [vocab, teacher's hidden], shift_labels [n_rows] -> loss [], the mean over rows that count (zero for
 none).
 
-Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits are
-rounded to it as a linear layer's are, everything after is fp32, and so is the loss.
+Dtypes: input and weight of a head share one of fp32, fp16 or bf16 (the autocast dtype under autocast). Logits, the
+divergence and the loss are fp32. Unlike those of other heads the logits are not rounded to 16 bits: the gradient is a
+difference of two distributions, and where these are near, rounded logits would change much of it. Their gradient is
+rounded to the student's dtype, as any head's.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
-has none. See chunk_plan.py for the chunks, distill_rows.py for the rows.
+has none. See chunk_plan.py for the chunks, `sweep_in_fp32` of linear_head.py for the memory of their logits,
+distill_rows.py for the rows.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649
 """
@@ -27,7 +30,7 @@ from ...registry import Op, Sample, normal
 from ..losses.distill_rows import Distillation, distill_tunable
 from ..losses.divergence_rows import sample_labels
 from ..losses.jsd import jsd_options
-from ..losses.log_prob_rows import HEAD_DIMS
+from ..losses.log_prob_rows import HEAD_DIMS, columns_key
 from ..losses.options_module import OptionsModule
 from .head_inputs import random_head
 from .linear_distillation import linear_distillation, linear_distillation_operator, linear_distillation_reference
@@ -46,14 +49,22 @@ def fused_linear_jsd_reference(
     temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The specification in plain torch: two linear layers, then the divergence in fp32 (fp64 for fp64)."""
+    """The specification in plain torch: two linear layers and the divergence, in fp32 (fp64 for fp64).
+
+    The gradient of the student's logits is rounded to their head's dtype before it is multiplied.
+    """
     options = _options("fused_linear_jsd_reference", jsd_beta, ignore_index, temperature)
     heads = student_input, student_weight, teacher_input, teacher_weight
     return linear_distillation_reference(*heads, shift_labels, options, 1)
 
 
-FWD = distill_tunable("fused_linear_jsd", HEAD_DIMS)
-OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True)
+def _fp32_columns_key(*sizes: int) -> registry.Key:
+    """`columns_key` of the logits, which are fp32 whatever the heads are."""
+    return columns_key(*sizes[:-1], torch.float32.itemsize)
+
+
+FWD = distill_tunable("fused_linear_jsd", HEAD_DIMS, _fp32_columns_key)
+OPERATOR = linear_distillation_operator("fused_linear_jsd", FWD, prefer_large=True, fp32_logits=True)
 
 # -- public ----------------------------------------------------------------------------------------------------------
 
@@ -72,7 +83,7 @@ def liger_fused_linear_jsd(
     """Generalised Jensen-Shannon divergence of two linear heads, without their logits in memory.
 
     With p the teacher, q the student, each softmax(input @ weight.T / temperature), and m = beta p + (1 - beta) q:
-    beta KL(p || m) + (1 - beta) KL(q || m).
+    beta KL(p || m) + (1 - beta) KL(q || m). Logits are computed and kept in fp32.
 
     Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
     fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index

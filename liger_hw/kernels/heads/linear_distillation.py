@@ -21,10 +21,18 @@ from ..losses.cross_entropy_reference import SUM, absent, check_in_range
 from ..losses.cross_entropy_rows import RowResults, launch_sum
 from ..losses.distill_rows import Distillation, DistillRows, distill_reference, distill_rows, distill_slopes
 from ..losses.divergence_rows import check_labels, label_share, share_reference
-from ..losses.log_prob_rows import columns_key
 from .chunk_plan import borrow_gradient_memory, plan_chunks
 from .head_inputs import checked_head, sums_in_fp32
-from .linear_head import HeadGradients, Wanted, reference_gradients, reference_logits, scale_wanted, sweep
+from .linear_head import (
+    HeadGradients,
+    Wanted,
+    reference_gradients,
+    reference_logits,
+    scale_wanted,
+    sweep,
+    sweep_in_fp32,
+    unrounded_logits,
+)
 
 
 class DistillationCall(NamedTuple):
@@ -47,16 +55,25 @@ class DistillationCall(NamedTuple):
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
-    """The specification in plain torch. teacher: hidden states, or the probabilities where teacher_weight is None."""
-    given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight)
-    soft = distill_reference(reference_logits(x, weight), given.detach(), labels, options)[0]
+    """The specification in plain torch, of a soft loss alone.
+
+    teacher: hidden states, and no logits are rounded; or the probabilities where teacher_weight is None
+    """
+    if teacher_weight is None:
+        logits = reference_logits(x, weight), teacher.detach()
+    else:
+        logits = unrounded_logits(x, weight), unrounded_logits(teacher, teacher_weight).detach()
+    soft = distill_reference(*logits, labels, options)[0]
     return soft.sum() * share_reference(x, labels, per_row, options.ignore_index, soft.dtype)
 
 
-def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False) -> Any:
+def linear_distillation_operator(
+    op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False, fp32_logits: bool = False
+) -> Any:
     """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, stats for a division in backward).
 
     scale, prefer_large: see `plan_chunks`; the latter matters where a weight gradient is summed in its own dtype
+    fp32_logits: of two heads without biases, whose logits are not rounded to the heads' dtype
     """
 
     @torch.no_grad()
@@ -85,12 +102,16 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         soft = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         rows = DistillRows(soft, torch.empty_like(soft) if call.with_hard else None)
         grads = HeadGradients(x, weight, call.wanted, chunks, labels if options.hard_weight else None)
-        plan = tunable.plan(x.device, columns_key(vocab, itemsize))
-        for start, logits, other in sweep(chunks, x, weight, grads, second=second):
+        plan = tunable.plan(x.device, tunable.key(vocab, itemsize))
+        if fp32_logits:
+            parts = sweep_in_fp32(chunks, x, weight, second, grads)
+        else:  # the gradient is written over the logits
+            parts = ((start, s, t, s) for start, s, t in sweep(chunks, x, weight, grads, second=second))
+        for start, logits, other, dlogits in parts:
             given = teacher[start : start + logits.shape[0]] if other is None else other
             distill_rows(
                 *(plan, logits, given, labels, share, options, rows),
-                dlogits=logits if gradients else None,
+                dlogits=dlogits if gradients else None,
                 student_bias=bias,
                 teacher_bias=teacher_bias,
                 row_start=start,
@@ -104,8 +125,11 @@ def linear_distillation_operator(op: str, tunable: Tunable, scale: int = 1, pref
         options = call.options
         if call.with_hard:
             check_in_range("chunked_loss", labels, weight.shape[0], options.ignore_index)
-        given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
-        logits = reference_logits(x, weight, bias), given
+        if fp32_logits:
+            logits = unrounded_logits(x, weight), unrounded_logits(teacher, teacher_weight)
+        else:
+            given = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
+            logits = reference_logits(x, weight, bias), given
         soft, hard = distill_reference(*logits, labels, options)
         share = share_reference(x, labels, call.per_row, options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None

@@ -19,6 +19,9 @@ bias, in fp32; the bias's gradient is the column sum of dlogits.
 A loss with a teacher gives `second=(x2, weight2)` and gets that head's logits too, in a buffer of their own. `order`
 sweeps the rows in another order, or some of them only: row i of the sweep is row order[i] of x.
 
+Logits are rounded to x's dtype, as a linear layer's are. `sweep_in_fp32` is for a loss on two heads that wants them in
+fp32.
+
 `chunk_plan.py` has the chunks' sizes and the promise about the weight gradient's precision.
 """
 
@@ -33,11 +36,13 @@ from ...registry import backend_of
 from ...runtime.saved_tensors import graph_is_kept
 from ..losses.cross_entropy_reference import absent
 from ..losses.cross_entropy_scale import cross_entropy_bwd, cross_entropy_bwd_
-from .chunk_plan import MAX_PLAIN_CHUNKS, STEP, Chunks, padded
+from .chunk_plan import MAX_PLAIN_CHUNKS, STEP, Chunks, divide, padded
 from .head_targets import TargetEntries
 
 MIN_SPLIT_VOCAB = 1024
 """An odd vocabulary below this size is multiplied in one product: too many rows would have their target in the rest."""
+MIN_PART = 256
+"""Rows of fp32 logits that are computed at a time, at least: a GEMM of fewer rows only waits for the weight."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
 
@@ -133,6 +138,15 @@ def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         return logits
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
+
+
+def unrounded_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A head's logits in plain differentiable torch, in fp32 or fp64. Their gradient is rounded to x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), weight.to(wide))
+    if logits.requires_grad and x.dtype != wide:
+        logits.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
+    return logits
 
 
 def reference_gradients(
@@ -233,6 +247,41 @@ def sweep(
         grads.finish(x, order, buffer)
 
 
+def sweep_in_fp32(
+    chunks: Chunks,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    second: tuple[torch.Tensor, torch.Tensor],
+    grads: HeadGradients,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`sweep` for two heads whose logits are fp32: yields (start, logits, second logits, dlogits) of parts of chunks.
+
+    The body writes the gradient of a part's logits into dlogits, of x's dtype; that of a whole chunk goes into `grads`.
+    In 16 bits a chunk's dlogits take half the memory that `sweep` needs for the chunk, and the fp32 logits of a quarter
+    of its rows take the other half. So a part is a quarter of a chunk, or MIN_PART rows. Where the chunks are
+    `borrowed`, both logits of the first chunk lie in the memory of the weight's gradient, which takes larger parts.
+    """
+    x, weight, x2, weight2 = (t.detach() for t in (x, weight, *second))
+    vocab, itemsize = weight.shape[0], x.dtype.itemsize
+    stride = padded(vocab)
+    lent = _fp32_logits_in(grads.dweight, vocab) if chunks.borrowed else None
+    borrows = lent is not None and len(lent[0]) > 0
+    rows = max((stop - start for start, stop in chunks.bounds[1 if borrows else 0 :]), default=0)
+    part = max(rows * itemsize // 8, min(rows, MIN_PART))
+    memory = torch.empty(max(chunks.rows, rows + part * 8 // itemsize) * stride, dtype=x.dtype, device=x.device)
+    buffer, own = logits_in(memory, chunks.rows, vocab), _fp32_logits_in(memory[rows * stride :], vocab)
+    for start, stop in chunks.bounds:
+        logits, logits2 = lent if borrows and not start else own
+        dlogits = buffer[: stop - start]
+        for first, last in divide(stop - start, len(logits), x.device):
+            some, n = slice(start + first, start + last), last - first
+            logits_of(x[some], weight, logits[:n])
+            logits_of(x2[some], weight2, logits2[:n])
+            yield start + first, logits[:n], logits2[:n], dlogits[first:last]
+        grads.add(dlogits, x[start:stop], weight, slice(start, stop), start)
+    grads.finish(x, None, buffer)
+
+
 def _halves(rows: int) -> list[slice]:
     """Two halves of a chunk's rows, or one of a small chunk."""
     half = rows // 2 // STEP * STEP
@@ -251,6 +300,14 @@ def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
     if vocab % 16:
         buffer[:, vocab:] = 0.0  # row kernels read the padding and use none of it
     return buffer[:, :vocab]
+
+
+def _fp32_logits_in(memory: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 buffers of logits [rows, vocab] in a tensor that is there already, of as many rows as there is room."""
+    stride, flat = padded(vocab), memory.view(-1)
+    flat = flat[: flat.numel() // 2 * 2].view(torch.float32)
+    rows = flat.numel() // (2 * stride)
+    return logits_in(flat, rows, vocab), logits_in(flat[rows * stride :], rows, vocab)
 
 
 # -- the three products ----------------------------------------------------------------------------------------------
@@ -272,9 +329,12 @@ def _columns_of(logits: torch.Tensor) -> list[slice]:
 
 
 def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    """logits [n, vocab] = x @ weight^T"""
+    """logits [n, vocab] = x @ weight^T, in x's dtype or fp32"""
     for columns in _columns_of(logits):
-        torch.mm(x, weight[columns].t(), out=logits[:, columns])
+        if logits.dtype == x.dtype:
+            torch.mm(x, weight[columns].t(), out=logits[:, columns])
+        else:  # transposed: it is the first factor that `add_product` may have to convert, a slice at a time
+            add_product(logits[:, columns].t(), weight[columns], x.t(), True)
 
 
 TILE = 1024
@@ -314,7 +374,8 @@ _fp32_result: dict[str, bool] = {}
 
 def _is_unsupported(error: Exception) -> bool:
     """Whether torch refused before anything ran: an older torch, or a device without such a GEMM."""
-    return isinstance(error, (TypeError, NotImplementedError)) or "out_dtype" in str(error)
+    said = "out_dtype", "float output with half input"  # the latter on ROCm
+    return isinstance(error, (TypeError, NotImplementedError)) or any(words in str(error) for words in said)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:

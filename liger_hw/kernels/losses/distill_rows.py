@@ -22,7 +22,7 @@ Rows whose label is ignore_index have no loss and a gradient of exactly zero. Ev
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -510,13 +510,13 @@ def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
     return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
 
 
-def distill_tunable(op: str, dims: tuple[str, ...] = DIMS) -> Tunable:
-    """The `<op>.fwd` tunable of an op made of `_distill_kernel`.
+def distill_tunable(op: str, dims: tuple[str, ...] = DIMS, key: Callable[..., registry.Key] = columns_key) -> Tunable:
+    """The `<op>.fwd` tunable of an op made of `_distill_kernel`. key: of sizes (..., columns, bytes an element).
 
     Its heuristic: 8 elements of each row a thread, so that a lane is a thread, and its part of a tile one wide load.
     """
     rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
-    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=columns_key, dims=dims, **rules)
+    return Tunable(op, "fwd", kernels=(_distill_kernel,), key=key, dims=dims, **rules)
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------
