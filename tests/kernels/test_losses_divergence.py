@@ -178,6 +178,30 @@ def test_logits_of_any_size(lane, generator, beta, size):
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6 * terms)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta, deviation", [(0.0, 3), (0.0, 30), (0.5, 3), (0.5, 10), (1.0, 3), (1.0, 30)])
+def test_logits_of_two_heads_are_not_rounded(lane, generator, beta, deviation, dtype):
+    """16-bit heads, by the spread of their logits, against fp64.
+
+    Two roundings to 16 bits are left: of the gradient of the logits, before it is multiplied, and of the product. Each
+    is at most half an eps of a number, and independent of the next number's, so in norm both are at most eps.
+    """
+    if lane.name == "interpret" and dtype is torch.bfloat16:
+        pytest.skip("the interpreter's bf16 is not right")
+    n_rows, hidden, vocab = 24, 64, 400
+
+    def draw(rows, scale):
+        return (scale * torch.randn(rows, hidden, generator=generator)).to(dtype)
+
+    x, x2, w, w2 = (draw(*of) for of in [(n_rows, 1)] * 2 + [(vocab, deviation / hidden**0.5)] * 2)
+    given, exact = ([t.to(lane.device).requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)])
+    found = liger_fused_linear_jsd(*given, x2.to(lane.device), w2.to(lane.device), jsd_beta=beta)
+    expected = fused_linear_jsd_reference(*exact, x2.double(), w2.double(), jsd_beta=beta)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=0.0)
+    for grad, wanted in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, exact)):
+        assert (grad.double().cpu() - wanted).norm() <= torch.finfo(dtype).eps * wanted.norm()
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_a_student_like_its_teacher(lane, generator, beta):
     h, w = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(COLS, HIDDEN, generator=generator)
