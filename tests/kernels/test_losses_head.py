@@ -260,6 +260,40 @@ def test_two_heads_in_fp32(lane, generator, monkeypatch, n_rows, hidden, vocab, 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
+    "refusal",
+    [
+        TypeError("mm() got an unexpected keyword argument 'out_dtype'"),
+        NotImplementedError("Could not run 'aten::mm.dtype_out'"),
+        RuntimeError("gemm input type at::BFloat16 and output type float is not supported for ROCm"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_products_where_torch_has_none_with_an_fp32_result(monkeypatch, generator, refusal, first):
+    """The factors are converted, and torch is asked once; another error is not taken for a refusal."""
+    monkeypatch.setattr(linear_head, "_fp32_result", {})
+    monkeypatch.setattr(linear_head, "_FP32_SLICE", 3)
+    a, b = (torch.randn(7, 7, generator=generator).to(torch.bfloat16) for _ in range(2))
+    product, out, asked = torch.mm if first else torch.addmm, torch.ones(7, 7), []
+
+    def refuses(*args, out_dtype=None, **options):
+        asked.append(out_dtype)
+        if out_dtype is not None:
+            raise refusal
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, product.__name__, refuses)
+    for _ in range(2):
+        linear_head.add_product(out, a, b, first)
+    assert asked.count(torch.float32) == 1
+    torch.testing.assert_close(out, a.float() @ b.float() if first else 1 + 2 * (a.float() @ b.float()))
+    monkeypatch.setattr(linear_head, "_fp32_result", {})
+    refusal = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        linear_head.add_product(out, a, b, first)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
     "n_rows, hidden, vocab, parts",
     [
         (4096, 4096, 128256, [1024] * 2 + [256] * 8),

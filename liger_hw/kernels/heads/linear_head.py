@@ -374,7 +374,7 @@ _fp32_result: dict[str, bool] = {}
 
 def _is_unsupported(error: Exception) -> bool:
     """Whether torch refused before anything ran: an older torch, or a device without such a GEMM."""
-    said = "out_dtype", "float output with half input"  # the latter on ROCm
+    said = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
     return isinstance(error, (TypeError, NotImplementedError)) or any(words in str(error) for words in said)
 
 
